@@ -1,0 +1,3 @@
+"""TLT: train reasoning models with reinforcement learning, faster, without changing the result."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,367 @@
+"""What the command line's smaller commands do: generate, task, score, drafter train. Values in, a summary out.
+
+This file checks files before work begins and writes each output whole or not at all. It parses no arguments and prints
+nothing. Heavy imports stay inside the functions that need them.
+
+    problems.jsonl ──task──▶ ──generate──▶ responses.jsonl ──score──▶ summary
+                                                          └─drafter train──▶ drafter/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from tlt.config import Config, load_config
+from tlt.types import Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
+
+if TYPE_CHECKING:
+    from tlt.models.tokenizer import Tokenizer
+    from tlt.rl.tasks import Task
+
+Record = dict[str, Any]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Files: checked before, whole or not at all
+
+
+def check_output_file(path: Path, option: str) -> None:
+    """Refuses, before any work, an output that could not be written at the end."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise UserError(f"{option}: {path} is a folder; give the name of a file")
+    if not folder.is_dir():
+        raise UserError(f"{option}: the folder {folder} does not exist; create it or give another path")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(f"{option}: the folder {folder} is not writable; give another path")
+
+
+@contextlib.contextmanager
+def write_atomically(path: Path) -> Iterator[TextIO]:
+    """A text file that appears at `path` complete, or not at all: a temporary file beside it, renamed at the end."""
+    handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(name).chmod(0o666 & ~umask)  # mkstemp's 0600 would follow the file to its place
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    with write_atomically(path) as file:
+        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+
+
+def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
+    """Every record with its place ("file:line"). Blank lines are skipped; a file without records is refused."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except FileNotFoundError:
+        raise UserError(f"{option}: {path} does not exist; give the path of a JSONL file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{option}: {path} cannot be read ({error}); give the path of a JSONL file") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{place}: not valid JSON ({error.msg}, column {error.colno}); write one object per line") from None
+        if not isinstance(record, dict):
+            raise UserError(f"{place}: holds a {type(record).__name__}; write one object per line")
+        records.append((place, record))
+    if not records:
+        raise UserError(f"{option}: {path} is empty; give at least one line")
+    return records
+
+
+def _get_id(place: str, record: Record, default: str | None = None) -> str:
+    """The record's problem_id; whole numbers count as text."""
+    value = record.get("problem_id", default)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if not isinstance(value, str) or not value:
+        raise UserError(f"{place}: problem_id is {value!r}; it must be text that names the problem")
+    return value
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# generate
+
+
+@dataclass(frozen=True)
+class Prompt:
+    problem_id: str
+    prompt_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Everything `tlt generate` depends on; `speculation` as in the configuration."""
+
+    model: Path
+    prompts: Path
+    out: Path
+    samples: int
+    params: SamplingParams
+    speculation: str
+    drafter: Path | None
+    dtype: str
+    device: str
+    max_batch_size: int
+    threads: int
+
+
+def generate(options: GenerateOptions) -> Record:
+    """Writes one line per response, in the order of prompts and samples; returns the summary."""
+    import torch
+
+    from tlt.models.checkpoint import load_config as load_model_config
+    from tlt.models.checkpoint import load_tensors
+    from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
+
+    _check_generate(options)
+    model_config = load_model_config(options.model)
+    tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
+    stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(options.model)
+    prompts = read_prompts(options.prompts, tokenizer, vocab_size=model_config.vocab_size, window=model_config.max_positions)
+
+    torch.set_num_threads(options.threads)
+    engine = _make_engine(options, model_config, load_tensors(options.model, model_config))
+    params = replace(options.params, stop_ids=stop_ids)
+    requests = [
+        Request(prompt.problem_id, sample_index, prompt.prompt_ids, params, purpose="generate")
+        for prompt in prompts
+        for sample_index in range(options.samples)
+    ]
+    begin = time.perf_counter()
+    rollouts = list(engine.generate(requests))
+    seconds = time.perf_counter() - begin
+
+    order = {prompt.problem_id: index for index, prompt in enumerate(prompts)}
+    rollouts.sort(key=lambda rollout: (order[rollout.problem_id], rollout.sample_index))
+    write_jsonl(options.out, (_response_record(rollout, tokenizer) for rollout in rollouts))
+    return _summarize(rollouts, seconds, engine.stats)
+
+
+def _check_generate(options: GenerateOptions) -> None:
+    for name, value in (("samples", options.samples), ("max-batch-size", options.max_batch_size), ("threads", options.threads)):
+        if value < 1:
+            raise UserError(f"--{name}: is {value}; it must be 1 or more")
+    if not 0 <= options.params.seed < 2**63:
+        raise UserError(f"--seed: is {options.params.seed}; it must be in [0, 2^63)")
+    resolve_dtype(options.dtype)
+    if options.speculation != "adaptive":
+        Strategy.parse(options.speculation)
+    if options.speculation != "off" and options.drafter is None:
+        raise UserError(f"--speculation: {options.speculation!r} needs a drafter; give --drafter DIR, or --speculation off")
+    if options.drafter is not None and not options.drafter.is_dir():
+        raise UserError(f"--drafter: {options.drafter} does not exist; give a drafter folder")
+    check_output_file(options.out, "--out")
+
+
+def read_prompts(path: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int) -> list[Prompt]:
+    """Prompts as token ids. A line without problem_id is named by its number."""
+    from tlt.models.tokenizer import check_prompt
+
+    prompts: list[Prompt] = []
+    places: dict[str, str] = {}
+    for place, record in read_jsonl(path, "--prompts"):
+        problem_id = _get_id(place, record, default=place.rpartition(":")[2])
+        if problem_id in places:
+            raise UserError(f"{place}: problem_id {problem_id!r} was given at {places[problem_id]} already; make it unique")
+        places[problem_id] = place
+        where = f"{place} (problem {problem_id!r})"
+        prompt_ids = _encode(record, tokenizer, where)
+        check_prompt(prompt_ids, where, vocab_size=vocab_size, window=window)
+        prompts.append(Prompt(problem_id, prompt_ids))
+    return prompts
+
+
+def _encode(record: Record, tokenizer: Tokenizer | None, where: str) -> tuple[int, ...]:
+    kinds = [kind for kind in ("prompt", "prompt_ids", "messages") if kind in record]
+    if len(kinds) != 1:
+        found = "none of them" if not kinds else " and ".join(kinds)
+        raise UserError(f"{where}: has {found}; give exactly one of prompt (text), prompt_ids (token ids), messages (chat)")
+    (kind,) = kinds
+    value = record[kind]
+    if kind == "prompt_ids":
+        if not isinstance(value, list) or not all(type(token) is int for token in value):
+            raise UserError(f"{where}: prompt_ids must be a list of whole numbers")
+        return tuple(value)
+    if tokenizer is None:
+        raise UserError(f"{where}: {kind} needs a tokenizer but the model's folder has none; add it, or give prompt_ids")
+    if kind == "prompt":
+        if not isinstance(value, str) or not value:
+            raise UserError(f"{where}: prompt is {value!r}; it must be text")
+        return tokenizer.encode_text(value, where)
+    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        raise UserError(f"{where}: messages must be a list of objects such as {{'role': 'user', 'content': '…'}}")
+    return tokenizer.encode_chat(value, where)
+
+
+def _response_record(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
+    """`text` is null for a model without a tokenizer."""
+    return {
+        "problem_id": rollout.problem_id,
+        "sample_index": rollout.sample_index,
+        "prompt_ids": list(rollout.prompt_ids),
+        "token_ids": list(rollout.token_ids),
+        "text": None if tokenizer is None else tokenizer.decode(rollout.token_ids),
+        "logprobs": list(rollout.logprobs),
+        "finish_reason": rollout.finish_reason,
+    }
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# task and score
+
+
+def write_problems(name: str, num: int, seed: int, split: str, options: Mapping[str, Any], out: Path) -> Record:
+    """Writes `num` problems of the task `name`; equal arguments give an equal file."""
+    if num < 1:
+        raise UserError(f"--num: is {num}; it must be 1 or more")
+    check_output_file(out, "--out")
+    problems = make_problems(_get_task(name), name, num, seed, {"split": split, **options})
+    write_jsonl(out, problems)
+    return {"task": name, "problems": len(problems), "seed": seed, "split": split, "out": str(out)}
+
+
+def make_problems(task: Task, name: str, num: int, seed: int, options: Mapping[str, Any]) -> list[Record]:
+    """The task's problems; an option it does not know or take is the user's mistake."""
+    try:
+        inspect.signature(task.problems).bind(num, seed, **options)
+    except TypeError as error:
+        known = [parameter for parameter in inspect.signature(task.problems).parameters if parameter not in ("num", "seed")]
+        raise UserError(f"task {name}: options {dict(options)}: {error}; known options are {', '.join(known)}") from None
+    try:
+        problems = task.problems(num, seed, **options)
+    except ValueError as error:
+        raise UserError(f"task {name}: {error}") from None
+    if not problems:
+        raise UserError(f"task {name}: gave no problems for seed {seed} and options {dict(options)}; change them")
+    return problems
+
+
+def _get_task(name: str) -> Task:
+    from tlt.rl.tasks import get_task
+
+    try:
+        return get_task(name)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class ProblemScore:
+    """The responses to one problem."""
+
+    problem_id: str
+    num_responses: int
+    num_solved: int
+    mean_reward: float
+
+
+@dataclass(frozen=True)
+class Score:
+    problems: tuple[ProblemScore, ...]
+    """Problems with responses, in the order of the problems file."""
+    summary: Record
+
+
+def score(name: str, problems_path: Path, responses_path: Path, out: Path | None) -> Score:
+    """Scores responses ({problem_id, text}) against their problems; optionally writes them again with reward and solved."""
+    if out is not None:
+        check_output_file(out, "--out")
+    task = _get_task(name)
+    problems: dict[str, Record] = {}
+    for place, problem in read_jsonl(problems_path, "--problems"):
+        problem_id = _get_id(place, problem)
+        if problem_id in problems:
+            raise UserError(f"{place}: problem_id {problem_id!r} is there twice; make it unique")
+        problems[problem_id] = problem
+
+    verdicts: dict[str, list[Record]] = {problem_id: [] for problem_id in problems}
+    scored: list[Record] = []
+    for place, response in read_jsonl(responses_path, "--responses"):
+        problem_id, text = _get_id(place, response), response.get("text")
+        if problem_id not in problems:
+            raise UserError(f"{place}: problem_id {problem_id!r} is not in {problems_path}; give the problems that were answered")
+        if not isinstance(text, str):
+            raise UserError(f"{place}: text is {text!r}; it must be the response's text")
+        try:
+            verdict = task.score(problems[problem_id], text)
+        except KeyError as error:
+            raise UserError(f"{problems_path}: problem {problem_id!r} has no {error}, which task {name} needs to score it") from None
+        verdicts[problem_id].append(verdict)
+        scored.append({**response, "reward": verdict["reward"], "solved": verdict["solved"]})
+    if out is not None:
+        write_jsonl(out, scored)
+    return _summarize_scores(verdicts)
+
+
+def _summarize_scores(verdicts: Mapping[str, Sequence[Record]]) -> Score:
+    by_problem = tuple(
+        ProblemScore(
+            problem_id,
+            num_responses=len(records),
+            num_solved=sum(bool(record["solved"]) for record in records),
+            mean_reward=sum(record["reward"] for record in records) / len(records),
+        )
+        for problem_id, records in verdicts.items()
+        if records
+    )
+    num_responses = sum(problem.num_responses for problem in by_problem)
+    summary = {
+        "problems": len(by_problem),
+        "responses": num_responses,
+        "mean_reward": sum(problem.mean_reward * problem.num_responses for problem in by_problem) / num_responses,
+        "solve_rate": sum(problem.num_solved for problem in by_problem) / num_responses,
+        "problems_solved_at_least_once": sum(problem.num_solved > 0 for problem in by_problem) / len(by_problem),
+        "problems_without_responses": len(verdicts) - len(by_problem),
+    }
+    return Score(by_problem, summary)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# train
+
+
+def resolve_train_config(path: Path | None, overrides: Sequence[str], resume: Path | None) -> Config:
+    """The configuration of a run: of a TOML file, or with `resume` the one that the run in that folder wrote.
+
+    A resumed run is the same run, so it takes its own configuration; overrides may lengthen it (run.*), nothing else.
+    """
+    if resume is None:
+        if path is None:
+            raise UserError("train: no configuration given; write tlt train CONFIG.toml, or --resume DIR to continue a run")
+        config = load_config(path, overrides)
+        if (config.run.out_dir / "config.json").exists():
+            raise UserError(
+                f"run.out_dir: {config.run.out_dir} holds a run already;"
+                f" continue it with --resume {config.run.out_dir}, or give another --run.out_dir"
+            )
+        return config
+    if path is not None:
+        raise UserError(f"--resume: a run continues with its own configuration; leave out {path}, or leave out --resume")
+    if not (resume / "config.json").is_file():
+        raise UserError(f"--resume: {resume} holds no run (no config.json); give the folder that the run wrote")
+    return load_config(resume / "config.json", [*overrides, "--run.out_dir", str(resume)])

@@ -1,0 +1,239 @@
+"""The shared queue of a phase, as a few counters in the c10d Store. Knows neither what a unit is nor who works on it.
+
+    replica 0   take(12) → [0..3]   finish finish finish …      take → [9]  finish       all_done
+    replica 1   take(12) → [4..6]   finish …     take → [7,8]   finish   take → []  ░ polls: trains the drafter ░
+                     └──────────── one linear order: whoever moves `queue` first ────────────┘
+
+Keys, under one prefix per phase (its number), so that phases never mix:
+
+    queue     "next/total#replica.serial"   moved by compare_set only: takes and additions are one linear order
+    open      units added minus units finished; all done  ⇔  num_units + open == 0  (missing reads as 0: no one need set it)
+    beat/R    "changes:held"                written by replica R alone; whoever waits watches it change
+
+and, outside of phases, `at/R` (the phase that replica R is in; older ones may be deleted) and `stop`.
+
+There is no server of ours, no collective, and no call that blocks: an absent key is read by a compare_set that cannot match.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import HashStore, PrefixStore, Store
+
+POLL_SECONDS = 0.002
+WATCH_SECONDS = 1.0
+ABSENT = b"-"
+
+
+class ReplicaTimeout(RuntimeError):
+    """A replica that others wait for showed no progress for longer than the time-out."""
+
+
+class Coordinator:
+    """One replica's view of the queue. Used by the replica's leader, from one thread.
+
+    store: a client of its own (`store.clone()`) where other threads may block on theirs.
+    timeout: seconds without any sign of life after which a wait raises `ReplicaTimeout`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        replica: int,
+        num_replicas: int,
+        timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        assert 0 <= replica < num_replicas, f"replica {replica} of {num_replicas}"
+        self.replica = replica
+        self.num_replicas = num_replicas
+        self.timeout = timeout
+        self._root = store
+        self._clock = clock
+        self._sleep = sleep
+        self._index = -1
+        self._oldest_kept = 0
+        self._serial = 0
+        self._changes = 0
+
+    # -- phases ------------------------------------------------------------------------------------------------------
+
+    def begin(self, phase_name: str, num_units: int) -> None:
+        """Enters the next phase. Every replica calls it with the same arguments, in the same order; nobody waits."""
+        assert not (self._index >= 0 and self._held), f"{self._label}: units {sorted(self._held)} were taken and not finished"
+        self._index += 1
+        self._name = phase_name
+        self._num_units = num_units
+        self._held: set[int] = set()
+        self._store = PrefixStore(str(self._index), self._root)
+        self._queue = b""
+        mine = f"{phase_name}: {num_units} units"
+        agreed = self._store.compare_set("args", "", mine).decode()
+        assert agreed == mine, f"replica {self.replica} began phase {self._index} as {mine!r}, another as {agreed!r}"
+        self._root.set(f"at/{self.replica}", str(self._index))
+        self._watched = dict.fromkeys(range(self.num_replicas), (ABSENT, self._clock()))
+        self._watched_at = self._clock()
+        self._beaten_at = float("-inf")
+        self._beat()
+        if self.replica == 0:
+            self._delete_phases_that_all_have_left()
+
+    def _delete_phases_that_all_have_left(self) -> None:
+        places = [_read(self._root, f"at/{replica}") for replica in range(self.num_replicas)]
+        if ABSENT in places:
+            return
+        for index in range(self._oldest_kept, min(map(int, places))):
+            old = PrefixStore(str(index), self._root)
+            for key in ("args", "queue", "open", *(f"beat/{replica}" for replica in range(self.num_replicas))):
+                old.delete_key(key)
+            self._oldest_kept = index + 1
+
+    # -- the queue ---------------------------------------------------------------------------------------------------
+
+    def take(self, room: int) -> list[int]:
+        """Takes up to min(room, ceil(remaining / (2 × replicas))) units, at least one if any remains and there is room.
+        Empty: nothing remains now (more may come, see `has_work`) or there is no room."""
+        while room > 0:
+            first, total = self._position()
+            count = min(room, -(-(total - first) // (2 * self.num_replicas)))
+            if count == 0:
+                if self._refresh():
+                    continue
+                return []
+            if self._move(first + count, total):
+                units = list(range(first, first + count))
+                self._held.update(units)
+                self._beat()
+                return units
+        return []
+
+    def add_units(self, count: int) -> range:
+        """Appends `count` units and returns their indices. A replica that decides on new work because of a unit adds it
+        *before* it finishes that unit: then no one can see all done in between."""
+        assert count >= 0
+        if count == 0:
+            return range(0)
+        self._store.add("open", count)
+        while True:
+            first, total = self._position()
+            if self._move(first, total + count):
+                return range(total, total + count)
+
+    def finish(self, unit: int) -> None:
+        """Counts a unit that this replica took as completed."""
+        assert unit in self._held, f"{self._label}: replica {self.replica} finished unit {unit}, which it does not hold"
+        self._held.remove(unit)
+        self._beat()
+        self._store.add("open", -1)
+
+    def has_work(self) -> bool:
+        """Whether a unit could be taken now."""
+        self._refresh()
+        first, total = self._position()
+        return first < total
+
+    def all_done(self) -> bool:
+        """Whether every unit is finished, those added included; stays true. One round trip; at most once a second it also
+        looks whether those who still hold units are alive, and raises `ReplicaTimeout` if not."""
+        if self._num_units + self._store.add("open", 0) == 0:
+            return True
+        self._watch()
+        return False
+
+    def wait_all_done(self) -> bool:
+        """For a replica that has nothing to do meanwhile. True: all is done. False: come back, there is work to take or a
+        stop was requested."""
+        while not self.all_done():
+            if self.has_work() or self.stop_requested():
+                return False
+            self._sleep(POLL_SECONDS)
+        return True
+
+    def _position(self) -> tuple[int, int]:
+        """(next unit to hand out, number of units) as last seen."""
+        if not self._queue:
+            return 0, self._num_units
+        position, _, _ = self._queue.partition(b"#")
+        first, _, total = position.partition(b"/")
+        return int(first), int(total)
+
+    def _move(self, first: int, total: int) -> bool:
+        """Moves the queue on from where it was last seen. The value names its author: a loser must not read the winner's
+        value as its own. Either way the queue's latest state is known afterwards."""
+        self._serial += 1
+        wanted = f"{first}/{total}#{self.replica}.{self._serial}".encode()
+        self._queue = self._store.compare_set("queue", self._queue.decode(), wanted.decode())
+        return self._queue == wanted
+
+    def _refresh(self) -> bool:
+        """Reads the queue's state. Whether it had moved since this replica last saw it."""
+        value = _read(self._store, "queue")
+        seen, self._queue = self._queue, b"" if value == ABSENT else value
+        return self._queue != seen
+
+    # -- signs of life -----------------------------------------------------------------------------------------------
+
+    def heartbeat(self) -> None:
+        """Says that this replica is at work. Call it every engine step: it writes once a second, and else costs a clock."""
+        if self._clock() - self._beaten_at >= WATCH_SECONDS:
+            self._beat()
+
+    def _beat(self) -> None:
+        self._changes += 1
+        self._beaten_at = self._clock()
+        self._store.set(f"beat/{self.replica}", f"{self._changes}:{len(self._held)}")
+
+    def _watch(self) -> None:
+        now = self._clock()
+        if now - self._watched_at < WATCH_SECONDS:
+            return
+        self._watched_at = now
+        if not self._held:
+            self.heartbeat()
+        for replica in range(self.num_replicas):
+            beat = _read(self._store, f"beat/{replica}")
+            seen, since = self._watched[replica]
+            if beat != seen:
+                self._watched[replica] = (beat, now)
+            elif now - since > self.timeout and replica != self.replica:
+                what = "has not begun it" if beat == ABSENT else f"holds {beat.decode().partition(':')[2]} unit(s)"
+                raise ReplicaTimeout(
+                    f"{self._label}: replica {self.replica} waits for replica {replica}, which {what} and has shown no "
+                    f"sign of life for {now - since:.1f} s (time-out {self.timeout:g} s)"
+                )
+
+    # -- stop --------------------------------------------------------------------------------------------------------
+
+    def request_stop(self) -> None:
+        """Asks all replicas to stop (Ctrl-C on one stops all). It lasts: there is no taking it back."""
+        self._root.add("stop", 1)
+
+    def stop_requested(self) -> bool:
+        """Whether any replica asked. Replicas may see it at different times: agree (a collective) before acting together."""
+        return self._root.add("stop", 0) > 0
+
+    @property
+    def _label(self) -> str:
+        return f"phase {self._name!r}"
+
+
+def local_coordinator(timeout: float = 600.0) -> Coordinator:
+    """The same for a single replica: the counters live in this process."""
+    return Coordinator(HashStore(), replica=0, num_replicas=1, timeout=timeout)
+
+
+def connect_coordinator(store: Store, replica: int, num_replicas: int, timeout: float) -> Coordinator:
+    """A coordinator on a client connection and a key prefix of its own, so that nobody's blocking wait holds it up."""
+    own = PrefixStore("coordinator", store).clone() if num_replicas > 1 else HashStore()
+    own.set_timeout(timedelta(seconds=timeout))
+    return Coordinator(own, replica, num_replicas, timeout)
+
+
+def _read(store: Store, key: str) -> bytes:
+    """A key's value, or ABSENT, without waiting for it to appear (`get` would)."""
+    value: bytes = store.compare_set(key, ABSENT.decode(), ABSENT.decode())
+    return value

@@ -1,0 +1,151 @@
+"""Text and chat messages in, token ids out, and back; and which ids end a response. Knows no task and no engine.
+
+The only place that imports transformers' tokenizers. Everything is read from the checkpoint folder, never from a network.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlt.types import UserError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A checkpoint's tokenizer, checked against its model."""
+
+    hf: Any
+    """transformers' PreTrainedTokenizerBase (untyped there)."""
+    path: Path
+    vocab_size: int
+    """Rows of the model's embedding; every id is below it."""
+    stop_ids: tuple[int, ...]
+
+    def encode_text(self, text: str, place: str = "prompt") -> tuple[int, ...]:
+        """The ids of a text prompt, with the special tokens that the tokenizer itself defines for it (such as <bos>)."""
+        encoded = self.hf(text, return_offsets_mapping=self.hf.is_fast)
+        if self.hf.is_fast:
+            _check_coverage(text, encoded["offset_mapping"], place, self.path)
+        return self._checked(encoded["input_ids"], place)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], place: str = "messages") -> tuple[int, ...]:
+        """The ids of chat messages through the tokenizer's template, ready for the assistant's turn."""
+        if not self.hf.chat_template:
+            raise UserError(f"{place}: {self.path} has no chat template; give the prompt as text (prompt) or as ids (prompt_ids)")
+        try:
+            ids = self.hf.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+        except Exception as error:  # a template refuses roles and shapes by exceptions of its own (jinja2's)
+            raise UserError(f"{place}: the chat template of {self.path} refuses them ({_one_line(error)}); correct the messages") from None
+        return self._checked(ids, place)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of a response, without special tokens."""
+        text: str = self.hf.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+    def _checked(self, ids: Sequence[int], place: str) -> tuple[int, ...]:
+        if not ids:
+            raise UserError(f"{place}: is empty; give at least one token")
+        return tuple(ids)
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of the checkpoint folder `path`.
+
+    Raises UserError when the folder or its tokenizer is missing or broken, and when the tokenizer has more tokens than
+    the model's embedding has rows.
+    """
+    from transformers import AutoTokenizer
+
+    path = Path(path)
+    vocab_size = _vocab_size(path)
+    if not has_tokenizer(path):
+        raise UserError(f"{path}: has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the model's tokenizer files there")
+    try:
+        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True)  # type: ignore[no-untyped-call]
+    except Exception as error:  # a broken file surfaces as anything, down to the tokenizers library's bare Exception
+        raise UserError(f"{path}: the tokenizer cannot be loaded ({_one_line(error)}); copy the model's tokenizer files there again") from None
+    # Added tokens may leave gaps, so the largest id counts, not how many there are.
+    num_tokens = max(hf.get_vocab().values(), default=-1) + 1
+    if num_tokens > vocab_size:
+        raise UserError(
+            f"{path}: the tokenizer has {num_tokens} tokens but the model's embedding only {vocab_size} rows"
+            " (config.json, vocab_size); use the tokenizer that belongs to this model"
+        )
+    eos = hf.eos_token_id
+    return Tokenizer(hf, path, vocab_size, read_stop_ids(path) or (() if eos is None else (int(eos),)))
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    return any((Path(path) / name).is_file() for name in _TOKENIZER_FILES)
+
+
+def read_stop_ids(path: str | Path) -> tuple[int, ...]:
+    """The ids that end a response: of generation_config.json, else of config.json; empty when neither names any."""
+    path = Path(path)
+    for name in ("generation_config.json", "config.json"):
+        value = _read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
+        vocab_size = _vocab_size(path)
+        for stop_id in ids:
+            if not isinstance(stop_id, int) or isinstance(stop_id, bool) or not 0 <= stop_id < vocab_size:
+                raise UserError(f"{path / name}: eos_token_id is {value!r}; it must be ids below the vocabulary size {vocab_size}")
+        return tuple(sorted(set(ids)))
+    return ()
+
+
+def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, window: int) -> None:
+    """Refuses ids the model has no embedding for, and a prompt that leaves no room for one token of response."""
+    if not prompt_ids:
+        raise UserError(f"{place}: the prompt is empty; give at least one token")
+    if bad := next((token for token in prompt_ids if not 0 <= token < vocab_size), None):
+        raise UserError(f"{place}: token id {bad} is outside the model's vocabulary of {vocab_size}; encode with the model's own tokenizer")
+    if len(prompt_ids) > window - 1:
+        raise UserError(
+            f"{place}: the prompt has {len(prompt_ids)} tokens but the model's window is {window},"
+            f" one of them for the response; shorten it to {window - 1}"
+        )
+
+
+def _check_coverage(text: str, offsets: Sequence[tuple[int, int]], place: str, path: Path) -> None:
+    """A tokenizer without an unknown token drops what it does not know, in silence; a prompt must not change that way."""
+    covered = bytearray(len(text))
+    for start, end in offsets:
+        covered[start:end] = b"\1" * (end - start)
+    for index, character in enumerate(text):
+        if not covered[index] and not character.isspace():
+            raise UserError(f"{place}: the tokenizer of {path} has no token for {character!r} (character {index + 1}); remove it")
+
+
+def _vocab_size(path: Path) -> int:
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; give a Hugging Face checkpoint folder")
+    if not (path / "config.json").is_file():
+        raise UserError(f"{path}: has no config.json; give a Hugging Face checkpoint folder")
+    vocab_size = _read_json(path / "config.json").get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise UserError(f"{path / 'config.json'}: vocab_size is {vocab_size!r}; it must be the number of rows of the embedding")
+    return vocab_size
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON: {error}; copy the model's file there again") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds a {type(values).__name__}, not an object; copy the model's file there again")
+    return values
+
+
+def _one_line(error: Exception, limit: int = 160) -> str:
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,382 @@
+"""One decoder for the Llama, Qwen2 and Qwen3 families: training, prefill, decode and tree verification.
+
+Every caller runs the same code on a flat batch of N tokens; who may look at whom is the business of the `Attend`
+callable that comes in as an argument, so this file knows neither caches nor masks:
+
+    token_ids_N ─ embed ─▶ x_NE ─▶ [ qkv ─ rope ─ attend ─ + ─ mlp ─ + ] × layers ─▶ final norm ─▶ features_NE ─ head ─▶ logits_NV
+
+Two classes hold the weights of that one computation. `Transformer` is the trainable module; its parameters are separate
+and carry Hugging Face's names. `PackedTransformer` is the engine's: projections that read the same input are one
+matrix, and the weights of the norms are folded into the matrices behind them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Architecture = Literal["llama", "qwen2", "qwen3"]
+
+Attend = Callable[[int, Tensor], Tensor]
+"""(layer index, rotated qkv_NSD with S = H + 2K) -> attention output_N(HD)"""
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3's frequency scaling (Hugging Face rope type "llama3")."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder. `max_positions` is the window: prompt and response together."""
+
+    architecture: Architecture
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_positions: int = 4096
+    tie_embeddings: bool = False
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.architecture == "qwen2"
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.architecture == "qwen3"
+
+    @property
+    def num_qkv(self) -> int:
+        """S: rows of heads in a fused projection, queries first, then keys, then values."""
+        return self.num_heads + 2 * self.num_kv_heads
+
+
+# ── positions ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rope_inverse_frequencies(config: ModelConfig) -> Tensor:
+    """float64[D/2]. With llama3 scaling, long wavelengths are stretched and the middle band is interpolated
+    (the rule published with Llama 3.1)."""
+    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
+    frequencies = config.rope_theta**-exponents
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+    keep = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return frequencies * (keep + (1 - keep) / scaling.factor)
+
+
+class Rope:
+    """Cosines and signed sines for every position of the window: rotate(x) = x·cos + roll(x, D/2)·sin."""
+
+    def __init__(self, config: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), rope_inverse_frequencies(config))
+        sin = angles.sin()
+        self.cos_P1D = torch.cat([angles.cos()] * 2, dim=-1)[:, None].to(device=device, dtype=dtype)
+        self.sin_P1D = torch.cat([-sin, sin], dim=-1)[:, None].to(device=device, dtype=dtype)
+
+    def at(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        return self.cos_P1D[positions_N], self.sin_P1D[positions_N]
+
+
+def apply_rope(qkv_NSD: Tensor, num_rotated: int, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
+    """Rotates the query and key heads; without autograd in place, so that keys and values stay one tensor."""
+    qk = qkv_NSD[:, :num_rotated]
+    rolled = qk.roll(qk.shape[-1] // 2, -1)
+    if torch.is_grad_enabled():
+        rotated = torch.addcmul(qk * cos_N1D, rolled, sin_N1D)
+        return torch.cat([rotated, qkv_NSD[:, num_rotated:]], dim=1)
+    torch.addcmul(qk * cos_N1D, rolled, sin_N1D, out=qk)
+    return qkv_NSD
+
+
+# ── the computation, once ────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Layer(Protocol):
+    """One decoder layer as three residual steps; trainable and packed layers both have this shape."""
+
+    num_rotated: int
+
+    def qkv(self, x_NE: Tensor) -> Tensor: ...
+    def add_attention(self, x_NE: Tensor, attended_NA: Tensor) -> Tensor: ...
+    def add_mlp(self, x_NE: Tensor) -> Tensor: ...
+
+
+def run_layer(layer: Layer, index: int, x_NE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+    qkv_NSD = apply_rope(layer.qkv(x_NE), layer.num_rotated, *rope)
+    x_NE = layer.add_attention(x_NE, attend(index, qkv_NSD))
+    return layer.add_mlp(x_NE)
+
+
+# ── trainable ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        c = config
+        self.shape = (-1, c.num_qkv, c.head_dim)
+        self.num_heads, self.num_kv_heads = c.num_heads, c.num_kv_heads
+        self.q_proj = nn.Linear(c.hidden_size, c.num_heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.o_proj = nn.Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
+        if c.qk_norm:
+            self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+            self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
+        self.has_qk_norm = c.qk_norm
+
+    def qkv(self, h_NE: Tensor) -> Tensor:
+        qkv_NSD = torch.cat([self.q_proj(h_NE), self.k_proj(h_NE), self.v_proj(h_NE)], dim=-1).view(self.shape)
+        if not self.has_qk_norm:
+            return qkv_NSD
+        q, k, v = qkv_NSD.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        return torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def forward(self, h_NE: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(h_NE)) * self.up_proj(h_NE))
+        return down
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and gated MLP. Without `has_input_norm` (EAGLE's drafter) attention reads its input raw."""
+
+    def __init__(self, config: ModelConfig, *, has_input_norm: bool = True) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config.hidden_size, config.intermediate_size)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if has_input_norm else None
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.num_rotated = config.num_heads + config.num_kv_heads
+
+    def qkv(self, x_NE: Tensor) -> Tensor:
+        return self.self_attn.qkv(self.input_layernorm(x_NE) if self.input_layernorm is not None else x_NE)
+
+    def add_attention(self, x_NE: Tensor, attended_NA: Tensor) -> Tensor:
+        added: Tensor = x_NE + self.self_attn.o_proj(attended_NA)
+        return added
+
+    def add_mlp(self, x_NE: Tensor) -> Tensor:
+        added: Tensor = x_NE + self.mlp(self.post_attention_layernorm(x_NE))
+        return added
+
+
+class DecoderStack(nn.Module):
+    """Embedding, layers and final norm: what Hugging Face calls `model`."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Transformer(nn.Module):
+    """The trainable decoder. `state_dict()` has exactly the names of the Hugging Face checkpoint; a tied head has no
+    entry of its own."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = DecoderStack(config)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._rope: Rope | None = None
+
+    def initialize(self, seed: int, std: float = 0.02) -> Transformer:
+        """Random weights that depend on the seed alone: normal matrices, unit norms, zero biases."""
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                if parameter.dim() > 1:
+                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                    parameter.copy_(noise * std)
+            for name, parameter in self.named_parameters():
+                if name.endswith("bias"):
+                    parameter.zero_()
+        return self
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, E]"""
+        return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+
+    def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """Features_NE: the output of the final norm, what the head and the drafter read."""
+        x_NE = self.model.embed_tokens(token_ids_N)
+        if self._rope is None or self._rope.cos_P1D.dtype != x_NE.dtype or self._rope.cos_P1D.device != x_NE.device:
+            self._rope = Rope(self.config, self.config.max_positions, x_NE.dtype, x_NE.device)
+        rope = self._rope.at(positions_N)
+        for index, layer in enumerate(self.model.layers):
+            x_NE = run_layer(layer, index, x_NE, rope, attend)  # type: ignore[arg-type]  # ModuleList yields Module
+        features: Tensor = self.model.norm(x_NE)
+        return features
+
+    def logits(self, features_NE: Tensor) -> Tensor:
+        return F.linear(features_NE, self.head_weight)
+
+
+# ── packed for inference ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class PackedNorm:
+    """x / sqrt(mean(x²) + eps). In float32 and float64 the weight is folded into the next matrix, together with the
+    factor sqrt(E): three small kernels are left, where F.rms_norm takes seven on a CPU. In bf16, where folding would
+    round the weights once more, F.rms_norm runs as it is."""
+
+    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
+        self.size, self.eps = size, eps
+        self.is_folded = dtype in (torch.float32, torch.float64)
+        self.floor = torch.tensor(math.sqrt(size * eps), dtype=dtype, device=device)
+        self.weight = torch.ones(size, dtype=dtype, device=device)
+
+    def load(self, weight_E: Tensor) -> Tensor:
+        """Returns what the rows of the next matrix are to be multiplied with (wider than the weights' own dtype)."""
+        self.weight.copy_(weight_E)
+        return weight_E.double() * math.sqrt(self.size) if self.is_folded else torch.ones_like(weight_E).double()
+
+    def __call__(self, x_NE: Tensor) -> Tensor:
+        if not self.is_folded:
+            return F.rms_norm(x_NE, (self.size,), self.weight, self.eps)
+        return x_NE / torch.hypot(torch.linalg.vector_norm(x_NE, dim=-1, keepdim=True), self.floor)
+
+
+class PackedLayer:
+    """The same layer as `DecoderLayer`, for a frozen copy of its weights."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, has_input_norm: bool = True) -> None:
+        def empty(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        c = config
+        self.config = config
+        self.num_rotated = c.num_heads + c.num_kv_heads
+        self.input_norm = PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device) if has_input_norm else None
+        self.mlp_norm = PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device)
+        self.qkv_weight = empty(c.num_qkv * c.head_dim, c.hidden_size)
+        self.qkv_bias = empty(c.num_qkv * c.head_dim) if c.qkv_bias else None
+        self.qk_norm_weight = empty(self.num_rotated, c.head_dim) if c.qk_norm else None
+        self.output_weight = empty(c.hidden_size, c.num_heads * c.head_dim)
+        self.gate_up_weight = empty(2 * c.intermediate_size, c.hidden_size)
+        self.down_weight = empty(c.hidden_size, c.intermediate_size)
+        self.output_weight_t, self.down_weight_t = self.output_weight.t(), self.down_weight.t()
+
+    def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
+        """Copies a layer in, by its Hugging Face names below `prefix`. Missing tensors raise KeyError."""
+
+        def cat(*names: str) -> Tensor:
+            return torch.cat([tensors[prefix + name].detach() for name in names])
+
+        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+        gains = self.input_norm.load(tensors[prefix + "input_layernorm.weight"].detach()) if self.input_norm else 1.0
+        self.qkv_weight.copy_(cat(*(name + ".weight" for name in qkv)).double() * gains)
+        if self.qkv_bias is not None:
+            self.qkv_bias.copy_(cat(*(name + ".bias" for name in qkv)))
+        if self.qk_norm_weight is not None:
+            q, k = (tensors[f"{prefix}self_attn.{name}_norm.weight"].detach() for name in "qk")
+            self.qk_norm_weight.copy_(torch.stack([q] * self.config.num_heads + [k] * self.config.num_kv_heads))
+        self.output_weight.copy_(tensors[prefix + "self_attn.o_proj.weight"].detach())
+        gains = self.mlp_norm.load(tensors[prefix + "post_attention_layernorm.weight"].detach())
+        self.gate_up_weight.copy_(cat("mlp.gate_proj.weight", "mlp.up_proj.weight").double() * gains)
+        self.down_weight.copy_(tensors[prefix + "mlp.down_proj.weight"].detach())
+
+    def qkv(self, x_NE: Tensor) -> Tensor:
+        h_NE = self.input_norm(x_NE) if self.input_norm is not None else x_NE
+        qkv_NSD = F.linear(h_NE, self.qkv_weight, self.qkv_bias).view(-1, self.config.num_qkv, self.config.head_dim)
+        if self.qk_norm_weight is not None:
+            qk = qkv_NSD[:, : self.num_rotated]
+            torch.mul(F.rms_norm(qk, (self.config.head_dim,), None, self.config.rms_norm_eps), self.qk_norm_weight, out=qk)
+        return qkv_NSD
+
+    def add_attention(self, x_NE: Tensor, attended_NA: Tensor) -> Tensor:
+        return torch.addmm(x_NE, attended_NA, self.output_weight_t)
+
+    def add_mlp(self, x_NE: Tensor) -> Tensor:
+        gate_NF, up_NF = F.linear(self.mlp_norm(x_NE), self.gate_up_weight).chunk(2, dim=-1)
+        return torch.addmm(x_NE, F.silu(gate_NF).mul_(up_NF), self.down_weight_t)
+
+
+class PackedTransformer:
+    """The engine's copy of a policy: inference only, never a parameter of anything.
+
+    `version` counts the policies loaded, as their publisher numbers them.
+    """
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.layers = [PackedLayer(config, dtype, self.device) for _ in range(config.num_layers)]
+        self.embedding_VE = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=self.device)
+        self.head_VE = self.embedding_VE if config.tie_embeddings else torch.empty_like(self.embedding_VE)
+        self.final_norm = PackedNorm(config.hidden_size, config.rms_norm_eps, dtype, self.device)
+        self.final_gain_E = torch.empty(config.hidden_size, dtype=dtype, device=self.device)
+        self.rope = Rope(config, config.max_positions, dtype, self.device)
+        self.version = -1
+
+    @torch.no_grad()
+    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
+        """Copies a policy in by its Hugging Face names. Everything must arrive: KeyError or RuntimeError otherwise."""
+        for index, layer in enumerate(self.layers):
+            layer.load(tensors, f"model.layers.{index}.")
+        self.embedding_VE.copy_(tensors["model.embed_tokens.weight"].detach())
+        if not self.config.tie_embeddings:
+            self.head_VE.copy_(tensors["lm_head.weight"].detach())
+        self.final_gain_E.copy_(self.final_norm.load(tensors["model.norm.weight"].detach()))
+        self.version = version
+
+    @classmethod
+    def from_module(cls, model: Transformer, dtype: torch.dtype, version: int = 0) -> PackedTransformer:
+        packed = cls(model.config, dtype, model.head_weight.device)
+        packed.load(dict(model.named_parameters()), version)
+        return packed
+
+    def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
+        """Features_NE, as `Transformer.forward`."""
+        x_NE = F.embedding(token_ids_N, self.embedding_VE)
+        rope = self.rope.at(positions_N)
+        for index, layer in enumerate(self.layers):
+            x_NE = run_layer(layer, index, x_NE, rope, attend)
+        features_NE = self.final_norm(x_NE)
+        return features_NE.mul_(self.final_gain_E) if self.final_norm.is_folded else features_NE
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        return F.embedding(token_ids, self.embedding_VE)
+
+    def logits(self, features_NE: Tensor) -> Tensor:
+        return F.linear(features_NE, self.head_VE)

@@ -1,0 +1,225 @@
+"""Countdown: reach a target from a few numbers, using every number exactly once. Knows puzzles and text, not models.
+
+A puzzle is numbers and a target. A step takes two of the remaining numbers and puts back the result of `+ - * /`;
+results are positive integers and division is exact. The text a model reads and writes:
+
+    prompt     [2,9,16:5]                                              numbers in order, then the target
+    response   16-9=7[2,7:5]7-2=5!16-9=7,7-2=5                         search, `!`, the answer's steps
+    response   16+9=25[2,25:5]25-2=23x25+2=27x25*2=50x[2,9,16:5]16-9=7[2,7:5]7-2=5!16-9=7,7-2=5
+
+`x` marks a last step that missed the target. When every move of a state has failed, its parent is written out again.
+Each state restates what is left *and* the target, so that the next step depends on nearby text only: that is what lets
+a model of a few million parameters learn the search.
+
+This file runs in reward workers: it imports neither torch nor transformers.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal, cast, get_args
+
+Split = Literal["train", "test"]
+
+#: Solutions are sought among steps with results up to this bound (the scorer accepts any positive integer).
+MAX_INTERMEDIATE = 99
+#: One puzzle in this many belongs to the test split.
+TEST_ONE_IN = 8
+#: Weights of puzzles with 2, 3 and 4 numbers where the caller names none.
+DEFAULT_MIX: Mapping[int, float] = {2: 0.05, 3: 0.5, 4: 0.45}
+
+_STEP = re.compile(r"([1-9][0-9]{0,5})([-+*/])([1-9][0-9]{0,5})=([1-9][0-9]{0,5})")
+
+
+@dataclass(frozen=True)
+class Puzzle:
+    """Numbers in ascending order, and the target."""
+
+    numbers: tuple[int, ...]
+    target: int
+
+    def __str__(self) -> str:
+        return f"[{','.join(map(str, self.numbers))}:{self.target}]"
+
+    @property
+    def split(self) -> Split:
+        """A function of the puzzle alone: train and test cannot overlap, whatever the seeds."""
+        digest = hashlib.blake2b(str(self).encode(), digest_size=8).digest()
+        return "test" if int.from_bytes(digest, "big") % TEST_ONE_IN == 0 else "train"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The rules
+
+
+def apply(a: int, operator: str, b: int) -> int | None:
+    """The result of one step; None where the rules forbid it (not positive, or not exact)."""
+    match operator:
+        case "+":
+            return a + b
+        case "*":
+            return a * b
+        case "-":
+            return a - b if a > b else None
+        case "/":
+            return a // b if b > 0 and a % b == 0 else None
+    raise ValueError(f"operator {operator!r} is none of + - * /")
+
+
+@lru_cache(maxsize=1 << 16)
+def moves(numbers: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Every step and the state it leads to, larger numbers first; one step for each distinct next state."""
+    found: dict[tuple[int, ...], str] = {}
+    for i in range(len(numbers) - 1, 0, -1):
+        for j in range(i - 1, -1, -1):
+            a, b = numbers[i], numbers[j]
+            rest = numbers[:j] + numbers[j + 1 : i] + numbers[i + 1 :]
+            for operator in "-+/*":
+                result = apply(a, operator, b)
+                if result is not None and result <= MAX_INTERMEDIATE:
+                    found.setdefault(tuple(sorted((*rest, result))), f"{a}{operator}{b}={result}")
+    return tuple((step, state) for state, step in found.items())
+
+
+@lru_cache(maxsize=1 << 16)
+def reachable(numbers: tuple[int, ...]) -> frozenset[int]:
+    """Every value that some sequence of steps makes of all the numbers."""
+    if len(numbers) == 1:
+        return frozenset(numbers)
+    return frozenset().union(*(reachable(state) for _, state in moves(numbers)))
+
+
+def is_correct(puzzle: Puzzle, answer: str) -> bool:
+    """Whether `answer` (`16-9=7,7-2=5`) is exact, uses every number exactly once and ends at the target."""
+    remaining = list(puzzle.numbers)
+    for text in answer.split(","):
+        step = _STEP.fullmatch(text)
+        if step is None:
+            return False
+        a, operator, b, result = int(step[1]), step[2], int(step[3]), int(step[4])
+        for operand in (a, b):
+            if operand not in remaining:
+                return False
+            remaining.remove(operand)
+        if apply(a, operator, b) != result:
+            return False
+        remaining.append(result)
+    return remaining == [puzzle.target]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The search a base model is trained to write
+
+
+def write_search(puzzle: Puzzle, rng: random.Random, skip: float = 0.0, max_chars: int | None = None) -> str | None:
+    """A depth-first search written out as a response; None when it grows beyond `max_chars`.
+
+    Moves are tried in the order of `moves`, each left out with probability `skip` (never in a state of two numbers).
+    A fixed order makes the text predictable, hence cheap to speculate on; the skipping is what reinforcement learning
+    can improve, by learning which moves deserve to be skipped. When a pass over the first state fails, the next begins.
+    """
+    if puzzle.target not in reachable(puzzle.numbers):
+        raise ValueError(f"puzzle {puzzle} has no solution with results up to {MAX_INTERMEDIATE}: change the target")
+    assert 0 <= skip < 1
+    pieces: list[str] = []
+    length = 0
+
+    def write(text: str) -> None:
+        nonlocal length
+        length += len(text)
+        pieces.append(text)
+
+    def search(numbers: tuple[int, ...]) -> list[str] | None:
+        for step, state in moves(numbers):
+            if len(numbers) > 2 and rng.random() < skip:
+                continue
+            if max_chars is not None and length > max_chars:
+                return None
+            write(step)
+            if len(state) == 1:
+                if state[0] == puzzle.target:
+                    return [step]
+                write("x")
+                continue
+            write(str(Puzzle(state, puzzle.target)))
+            if (steps := search(state)) is not None:
+                return [step, *steps]
+            write(str(Puzzle(numbers, puzzle.target)))
+        return None
+
+    while (steps := search(puzzle.numbers)) is None:
+        if max_chars is not None and length > max_chars:
+            return None
+    text = f"{''.join(pieces)}!{','.join(steps)}"
+    return text if max_chars is None or len(text) <= max_chars else None
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The task
+
+
+def draw_puzzle(rng: random.Random, split: Split, mix: Mapping[int, float], max_number: int, max_target: int) -> Puzzle:
+    """A solvable puzzle of the split: how many numbers, then which, then a target among those they reach."""
+    counts = list(mix)
+    (count,) = rng.choices(counts, [mix[c] for c in counts])
+    while True:
+        numbers = tuple(sorted(rng.randint(1, max_number) for _ in range(count)))
+        puzzles = [Puzzle(numbers, target) for target in sorted(reachable(numbers)) if target <= max_target]
+        puzzles = [puzzle for puzzle in puzzles if puzzle.split == split]
+        if puzzles:
+            return rng.choice(puzzles)
+
+
+@dataclass(frozen=True)
+class Countdown:
+    """The task `countdown` (see `tlt.rl.tasks.Task`)."""
+
+    def problems(
+        self,
+        num: int,
+        seed: int,
+        *,
+        split: str = "train",
+        mix: Mapping[int, float] | Mapping[str, float] | None = None,
+        max_number: int = 10,
+        max_target: int = 60,
+    ) -> list[dict[str, Any]]:
+        """Solvable puzzles; the i-th depends on (seed, i) and the options only.
+
+        mix          weight of puzzles with so many numbers, {2: 0.05, 3: 0.5, 4: 0.45}; keys may be strings (TOML)
+        max_number   the given numbers are 1..max_number
+        max_target   targets are 1..max_target
+        """
+        if split not in get_args(Split):
+            raise ValueError(f"countdown split {split!r} does not exist: use one of {get_args(Split)}")
+        weights = {int(count): float(weight) for count, weight in (mix or DEFAULT_MIX).items()}
+        if not set(weights) <= {2, 3, 4, 5} or min(weights.values()) < 0 or sum(weights.values()) <= 0:
+            raise ValueError(f"countdown mix {weights} is not valid: give positive weights to counts between 2 and 5")
+        if max_number < 2 or max_target < 2:
+            raise ValueError(f"countdown max_number {max_number}, max_target {max_target}: both must be at least 2")
+        problems = []
+        for index in range(num):
+            rng = random.Random(f"countdown {split} {seed} {index}")
+            puzzle = draw_puzzle(rng, cast(Split, split), weights, max_number, max_target)
+            problems.append(
+                {
+                    "problem_id": f"countdown-{split}-{seed}-{index}",
+                    "prompt": str(puzzle),
+                    "numbers": list(puzzle.numbers),
+                    "target": puzzle.target,
+                }
+            )
+        return problems
+
+    def score(self, problem: Mapping[str, Any], response_text: str) -> dict[str, Any]:
+        """1.0 when what follows the last `!` solves the puzzle, else 0.0; the search before it is not judged."""
+        puzzle = Puzzle(tuple(problem["numbers"]), problem["target"])
+        _, mark, answer = response_text.rpartition("!")
+        solved = bool(mark) and is_correct(puzzle, answer)
+        return {"reward": float(solved), "solved": solved}
+
+
+TASK = Countdown()

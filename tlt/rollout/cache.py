@@ -1,0 +1,69 @@
+"""Keys and values of the running sequences, one slot each. Storage only: it knows no model and no schedule.
+
+The running batch lies in slots 0..B-1. When a sequence ends, the last one moves into its slot; nothing else is copied.
+Capacity grows by doubling, so that a short run stays small; growing is the only time the whole cache is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tlt.models.transformer import ModelConfig
+
+_BLOCK = 128
+"""Granularity of lengths, in tokens."""
+
+
+class Cache:
+    """`layers[i]` is [slots, 2 × kv heads, length, head dim], keys before values. Entries beyond a sequence's length are
+    finite rubbish: rejected drafts, or zeros."""
+
+    def __init__(self, config: ModelConfig, num_layers: int, dtype: torch.dtype, device: torch.device, max_slots: int) -> None:
+        self.max_slots = max_slots
+        heads, dim = 2 * config.num_kv_heads, config.head_dim
+        self.storage_ISKLD = torch.zeros(num_layers, 0, heads, _BLOCK, dim, dtype=dtype, device=device)
+        self.layers: list[Tensor] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return self.storage_ISKLD.nbytes
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Makes room for `num_slots` sequences of `length` tokens."""
+        _, slots, _, capacity, _ = self.storage_ISKLD.shape
+        if num_slots <= slots and length <= capacity:
+            return
+        assert num_slots <= self.max_slots, f"{num_slots} slots wanted of {self.max_slots}"
+        new_slots = slots if num_slots <= slots else min(max(num_slots, 2 * slots), self.max_slots)
+        new_length = capacity if length <= capacity else max(-(-length // _BLOCK) * _BLOCK, 2 * capacity)
+        layers, _, heads, _, dim = self.storage_ISKLD.shape
+        grown = self.storage_ISKLD.new_zeros(layers, new_slots, heads, new_length, dim)
+        grown[:, :slots, :, :capacity] = self.storage_ISKLD
+        self.storage_ISKLD = grown
+        self.layers = list(grown)
+
+    def fork(self, source: int, targets: Sequence[int], length: int) -> None:
+        """The first `length` entries of one slot, copied to others: a prompt shared by its samples."""
+        if targets:
+            first, last = targets[0], targets[-1] + 1
+            assert list(targets) == list(range(first, last)), "forks are admitted into neighbouring slots"
+            self.storage_ISKLD[:, first:last, :, :length] = self.storage_ISKLD[:, source, None, :, :length]
+
+    def commit(self, slot: int, start: int, path: Sequence[int]) -> None:
+        """Keeps the entries at start + path[i] as start + i: the accepted branch of a draft tree. A path that is a
+        prefix (a chain always is) costs nothing."""
+        if any(column != i for i, column in enumerate(path)):
+            columns = torch.tensor(path, device=self.storage_ISKLD.device) + start
+            kept = self.storage_ISKLD[:, slot].index_select(2, columns)
+            self.storage_ISKLD[:, slot, :, start : start + len(path)] = kept
+
+    def move(self, source: int, target: int, length: int) -> None:
+        self.storage_ISKLD[:, target, :, :length] = self.storage_ISKLD[:, source, :, :length]
+
+    def release(self) -> None:
+        """Gives the memory back; the next `reserve` starts anew."""
+        self.storage_ISKLD = self.storage_ISKLD[:, :0, :, :_BLOCK].clone()
+        self.layers = []

@@ -1,0 +1,305 @@
+"""The rollout engine: continuous batching with lossless speculation, one step at a time.
+
+    add ─▶ admit ─▶ prefill (a prompt once for all its samples) ─▶ fork
+             ▼
+    step:  choose a strategy ─▶ propose a tree ─▶ one target forward ─▶ verify ─▶ commit ─▶ release what ended
+
+A step without speculation is the same step with a tree that is only its root. The engine knows neither rewards nor
+ranks nor training; time is measured here and nowhere below.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tlt.models.attention import Cached, StoringPrefill, padding_mask
+from tlt.models.transformer import ModelConfig, PackedTransformer
+from tlt.rollout.cache import Cache
+from tlt.rollout.noise import NoiseBlocks
+from tlt.rollout.scheduler import Admission, Scheduler
+from tlt.speculative.protocol import DraftContext, Drafter
+from tlt.speculative.sampling import BatchParams
+from tlt.speculative.tree import ancestors, chain, chain_mask, tree_mask
+from tlt.speculative.verify import verify
+from tlt.types import BatchState, DraftTree, Request, Rollout, Span, Strategy, StrategyTuner, UserError
+
+_MAX_DEPTH = 32
+"""Deepest tree the noise blocks are laid out for."""
+
+
+@dataclass
+class EngineStats:
+    """Counts since the engine was made, or since `reset`."""
+
+    num_tokens: int = 0
+    num_verifications: int = 0
+    num_verified_tokens: int = 0
+    num_steps: int = 0
+    prefill_seconds: float = 0.0
+    seconds_by_strategy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    survivors_by_depth: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    attempts_by_depth: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens committed per verification, the bonus token included; None when nothing was speculated."""
+        return self.num_verified_tokens / self.num_verifications if self.num_verifications else None
+
+    @property
+    def accept_by_depth(self) -> list[float]:
+        """Share of verifications whose walk survived to depth 1, 2, ... (of those that drafted so deep)."""
+        return [self.survivors_by_depth[d] / self.attempts_by_depth[d] for d in sorted(self.attempts_by_depth)]
+
+    def record_verification(self, depth: int, num_accepted: int, num_kept: int) -> None:
+        self.num_verifications += 1
+        self.num_verified_tokens += num_kept
+        for d in range(1, depth + 1):
+            self.attempts_by_depth[d] += 1
+            if num_accepted >= d:
+                self.survivors_by_depth[d] += 1
+
+
+class RolloutEngine:
+    """Generates responses for requests. All state lives in this object; nothing in it is random.
+
+    on_span receives what the engine spent its time on ("prefill", "decode", "speculate").
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        max_batch_size: int = 64,
+        tuner: StrategyTuner | None = None,
+        on_span: Callable[[Span], None] | None = None,
+    ) -> None:
+        self.config, self.device = config, torch.device(device)
+        self.model = PackedTransformer(config, dtype, self.device)
+        self.tuner = tuner
+        self.drafter: Drafter | None = None
+        self.scheduler = Scheduler(max_batch_size, config.max_positions)
+        self.cache = Cache(config, config.num_layers, dtype, self.device, max_batch_size)
+        self.noise = NoiseBlocks(config.vocab_size, max_batch_size, _MAX_DEPTH if tuner else 0, self.device)
+        self.on_span = on_span
+        self.stats = EngineStats()
+        self._params: BatchParams | None = None
+
+    # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
+        """Publishes a policy into the engine, by Hugging Face names. Never in the middle of a response."""
+        assert self.scheduler.is_idle, "a policy cannot change under running responses"
+        self.model.load(tensors, version)
+
+    def load_drafter(self, drafter: Drafter) -> None:
+        """Attaches a drafter. Without a tuner nothing would ever use it."""
+        assert self.scheduler.is_idle, "a drafter is attached between responses"
+        if self.tuner is None:
+            raise UserError("speculation is off, so a drafter has no use; set speculation to adaptive or DEPTHxWIDTHxBUDGET")
+        self.drafter = drafter
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def room(self) -> int:
+        return self.scheduler.room
+
+    @property
+    def num_running(self) -> int:
+        return len(self.scheduler.running)
+
+    @property
+    def is_idle(self) -> bool:
+        return self.scheduler.is_idle
+
+    def add(self, requests: Iterable[Request]) -> None:
+        requests = list(requests)
+        for request in requests:
+            if not request.prompt_ids:
+                raise UserError(f"prompt of problem {request.problem_id!r} is empty; give it at least one token")
+            if len(request.prompt_ids) >= self.config.max_positions:
+                raise UserError(
+                    f"prompt of problem {request.problem_id!r} has {len(request.prompt_ids)} tokens; the model's window is "
+                    f"{self.config.max_positions}, so shorten it to at most {self.config.max_positions - 1}"
+                )
+        self.scheduler.add(requests)
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
+        """Yields each response as it finishes, in no particular order."""
+        self.add(requests)
+        while not self.is_idle:
+            yield from self.step()
+
+    def abort(self) -> None:
+        """Forgets everything that runs or waits. Because of the law, asking again gives the same tokens."""
+        self.scheduler.clear()
+        self.noise.clear()
+        self._params = None
+
+    def release(self) -> None:
+        """Gives the cache's memory back; only when idle."""
+        assert self.is_idle
+        self.cache.release()
+
+    # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @torch.inference_mode()
+    def step(self) -> list[Rollout]:
+        """Admits what fits, advances every running sequence by at least one token, returns those that ended."""
+        admissions = self.scheduler.admit()
+        if admissions:
+            self._prefill(admissions)
+        if not self.scheduler.running:
+            return []
+        start = time.perf_counter()
+        batch = self._batch_state()
+        strategy = self._choose(batch)
+        tree, noise_BDV = self._propose(strategy)
+        prefix_B = torch.tensor([sequence.num_cached for sequence in self.scheduler.running], device=self.device)
+        features_BNE, logits_BNV, noise_BNV = self._forward(tree, prefix_B, noise_BDV)
+        verdicts = verify(tree, logits_BNV, noise_BNV, self._batch_params())
+        num_tokens = 0
+        for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
+            if not tree.is_chain:
+                self.cache.commit(slot, sequence.num_cached, verdict.path)
+            num_kept = sequence.commit(verdict)
+            num_tokens += num_kept
+            if not strategy.is_off:
+                self.stats.record_verification(strategy.depth, verdict.num_accepted, num_kept)
+        self._remember(tree, features_BNE, prefix_B, [verdict.path for verdict in verdicts])
+        end = time.perf_counter()
+        self._account(strategy, batch, num_tokens, start, end)
+        return self._release_finished()
+
+    def _prefill(self, admissions: list[Admission]) -> None:
+        """Runs every distinct prompt once, all but its last token, and copies its cache entries to its other samples."""
+        start = time.perf_counter()
+        for admission in admissions:
+            for slot in admission.slots:
+                request = self.scheduler.running[slot].request
+                self.noise.admit(slot, request)
+                if self.drafter is not None:
+                    self.drafter.admit(slot, request)
+        self._params = None
+        longest = max(len(sequence.tokens) for sequence in self.scheduler.running)
+        self.cache.reserve(len(self.scheduler.running), longest + 1)
+        prompts = [a for a in admissions if len(a.prompt_ids) > 1]
+        if prompts:
+            lengths = [len(a.prompt_ids) - 1 for a in prompts]
+            attend = StoringPrefill(self.config, lengths, self.cache.layers, [a.slots[0] for a in prompts])
+            token_ids_N = torch.tensor([t for a in prompts for t in a.prompt_ids[:-1]], device=self.device)
+            features_NE = self.model.forward(token_ids_N, attend.positions(self.device), attend)
+            for admission, length, features_TE in zip(prompts, lengths, features_NE.split(lengths), strict=True):
+                self.cache.fork(admission.slots[0], admission.slots[1:], length)
+                if self.drafter is not None:
+                    slots_B = torch.tensor(admission.slots, device=self.device)
+                    positions_BT = torch.arange(length, device=self.device).expand(len(slots_B), -1)
+                    self.drafter.remember(slots_B, positions_BT, features_TE.expand(len(slots_B), -1, -1), length)
+        end = time.perf_counter()
+        self.stats.prefill_seconds += end - start
+        if self.on_span is not None:
+            self.on_span(Span("prefill", start, end))
+
+    def _batch_state(self) -> BatchState:
+        running = self.scheduler.running
+        drafter_version = self.drafter.version if self.drafter is not None else 0
+        return BatchState(len(running), max(len(s.tokens) for s in running), self.model.version, drafter_version)
+
+    def _choose(self, batch: BatchState) -> Strategy:
+        if self.tuner is None or self.drafter is None:
+            return Strategy.OFF
+        if any(len(sequence.tokens) < 2 for sequence in self.scheduler.running):
+            return Strategy.OFF  # no feature exists yet to draft from
+        return self.tuner.choose(batch)
+
+    def _batch_params(self) -> BatchParams:
+        if self._params is None:
+            self._params = BatchParams([s.request.params for s in self.scheduler.running], self.device)
+        return self._params
+
+    def _propose(self, strategy: Strategy) -> tuple[DraftTree, Tensor]:
+        """The draft tree and the noise of the positions after its depths, [B, depth + 1, V]."""
+        running = self.scheduler.running
+        noise_BDV = self.noise.rows([len(s.tokens) for s in running], strategy.depth)
+        if strategy.is_off:
+            return chain(torch.tensor([[s.tokens[-1]] for s in running], device=self.device)), noise_BDV
+        assert self.drafter is not None
+        context = DraftContext([s.tokens for s in running], [s.request for s in running], self._batch_params())
+        return self.drafter.propose(context, strategy, noise_BDV), noise_BDV
+
+    def _forward(self, tree: DraftTree, prefix_B: Tensor, noise_BDV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Features, logits and noise at every node, in one target forward."""
+        prefixes = [sequence.num_cached for sequence in self.scheduler.running]
+        B, N = tree.tokens_BN.shape
+        length = max(prefixes) + N
+        self.cache.reserve(B, length)
+        columns_BN = prefix_B[:, None] if N == 1 else prefix_B[:, None] + torch.arange(N, device=self.device)
+        positions_BN, noise_BNV = columns_BN, noise_BDV
+        mask: Tensor | None = None
+        if N == 1:
+            if min(prefixes) != max(prefixes):
+                mask = padding_mask(prefix_B + 1, length, self.model.dtype)
+        elif tree.is_chain:
+            mask = chain_mask(N, prefix_B, length, self.model.dtype)
+        else:
+            seen_BNN = ancestors(tree.parents_BN)
+            depths_BN = seen_BNN.sum(dim=-1) - 1
+            positions_BN = prefix_B[:, None] + depths_BN
+            noise_BNV = noise_BDV[torch.arange(B, device=self.device)[:, None], depths_BN]
+            mask = tree_mask(seen_BNN, prefix_B, length, self.model.dtype)
+        attend = Cached(self.config, self.cache.layers, columns_BN, length, mask)
+        positions_N = positions_BN.flatten()
+        if length > self.config.max_positions:
+            positions_N = positions_N.clamp_max(self.config.max_positions - 1)  # drafts beyond the window are never kept
+        features_NE = self.model.forward(tree.tokens_BN.flatten(), positions_N, attend)
+        return features_NE.view(B, N, -1), self.model.logits(features_NE).view(B, N, -1), noise_BNV
+
+    def _remember(self, tree: DraftTree, features_BNE: Tensor, prefix_B: Tensor, paths: list[tuple[int, ...]]) -> None:
+        """Hands the drafter the features of the visited nodes, at the positions their tokens now have: the root stays at
+        `prefix`, the path follows it."""
+        if self.drafter is None:
+            return
+        slots_B = torch.arange(len(paths), device=self.device)
+        if not tree.is_chain:
+            longest = max(map(len, paths))
+            rows = [[*path, *[path[-1]] * (longest - len(path))] for path in paths]
+            features_BNE = features_BNE[slots_B[:, None], torch.tensor(rows, device=self.device)]
+        columns_N = torch.arange(features_BNE.shape[1], device=self.device)
+        end = max(sequence.num_cached for sequence in self.scheduler.running) + features_BNE.shape[1]
+        self.drafter.remember(slots_B, prefix_B[:, None] + columns_N, features_BNE, end)
+
+    def _account(self, strategy: Strategy, batch: BatchState, num_tokens: int, start: float, end: float) -> None:
+        self.stats.num_steps += 1
+        self.stats.num_tokens += num_tokens
+        self.stats.seconds_by_strategy[str(strategy)] += end - start
+        if self.tuner is not None:
+            self.tuner.observe(strategy, batch, num_tokens, end - start)
+        if self.on_span is not None:
+            self.on_span(Span("decode" if strategy.is_off else "speculate", start, end))
+
+    def _release_finished(self) -> list[Rollout]:
+        rollouts = []
+        for slot in reversed(range(len(self.scheduler.running))):
+            sequence = self.scheduler.running[slot]
+            if sequence.finish_reason is None:
+                continue
+            rollout = sequence.to_rollout(self.model.version)
+            rollouts.append(rollout)
+            if self.drafter is not None:
+                self.drafter.finish(slot, rollout)
+            moved_from = self.scheduler.remove(slot)
+            self.noise.remove(slot)
+            self._params = None
+            if moved_from is not None:
+                self.cache.move(moved_from, slot, self.scheduler.running[slot].num_cached)
+                if self.drafter is not None:
+                    self.drafter.move(moved_from, slot)
+        return rollouts

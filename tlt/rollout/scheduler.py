@@ -1,0 +1,67 @@
+"""Continuous batching: which requests wait, which run, and in which slot. Lists only; it knows no tensor.
+
+Samples of one prompt wait next to each other and are admitted together where there is room, so that their prompt is
+prefilled once. The running sequences fill slots 0..B-1 without holes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tlt.rollout.sequence import Sequence
+from tlt.types import Request
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Neighbouring slots that start from one prompt."""
+
+    prompt_ids: tuple[int, ...]
+    slots: tuple[int, ...]
+
+
+class Scheduler:
+    def __init__(self, max_slots: int, window: int) -> None:
+        self.max_slots, self.window = max_slots, window
+        self.waiting: deque[Request] = deque()
+        self.running: list[Sequence] = []
+
+    @property
+    def room(self) -> int:
+        """How many more requests could start at once."""
+        return max(self.max_slots - len(self.running) - len(self.waiting), 0)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def add(self, requests: Iterable[Request]) -> None:
+        self.waiting.extend(requests)
+
+    def admit(self) -> list[Admission]:
+        """Starts what fits."""
+        admissions: list[Admission] = []
+        while self.waiting and len(self.running) < self.max_slots:
+            request = self.waiting.popleft()
+            slot = len(self.running)
+            max_tokens = min(request.params.max_tokens, self.window - len(request.prompt_ids))
+            self.running.append(Sequence(request, max_tokens))
+            if admissions and admissions[-1].prompt_ids == request.prompt_ids:
+                admissions[-1] = Admission(request.prompt_ids, (*admissions[-1].slots, slot))
+            else:
+                admissions.append(Admission(request.prompt_ids, (slot,)))
+        return admissions
+
+    def remove(self, slot: int) -> int | None:
+        """Takes a finished sequence out; the last one takes its slot. Returns the slot that one came from."""
+        last = self.running.pop()
+        if slot == len(self.running):
+            return None
+        self.running[slot] = last
+        return len(self.running)
+
+    def clear(self) -> None:
+        self.waiting.clear()
+        self.running.clear()

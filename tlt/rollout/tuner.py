@@ -1,0 +1,54 @@
+"""Which strategy for the batch that is running now."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tlt.types import BatchState, Strategy, StrategyTuner
+
+
+class Fixed:
+    """Always the same strategy."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy = strategy
+
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        return (self.strategy,)
+
+    def choose(self, batch: BatchState) -> Strategy:
+        return self.strategy
+
+    def observe(self, strategy: Strategy, batch: BatchState, num_tokens: int, seconds: float) -> None:
+        """Nothing to learn."""
+
+
+class ByBatchSize:
+    """A table: the strategy of the first row whose bound the batch does not exceed, and off beyond the last row."""
+
+    def __init__(self, rows: Sequence[tuple[int, Strategy]]) -> None:
+        self.rows = sorted(rows, key=lambda row: row[0])
+
+    @property
+    def strategies(self) -> Sequence[Strategy]:
+        return tuple(strategy for _, strategy in self.rows)
+
+    def choose(self, batch: BatchState) -> Strategy:
+        for bound, strategy in self.rows:
+            if batch.num_running <= bound:
+                return strategy
+        return Strategy.OFF
+
+    def observe(self, strategy: Strategy, batch: BatchState, num_tokens: int, seconds: float) -> None:
+        """Nothing to learn."""
+
+
+def make_tuner(speculation: str, drafter: str = "learned") -> StrategyTuner | None:
+    """From the user's word: `off` (None: nothing is allocated for drafting), `adaptive` or DEPTHxWIDTHxBUDGET."""
+    if speculation == "off":
+        return None
+    if speculation == "adaptive":
+        rows = [(1, (6, 1, 6)), (2, (5, 1, 5)), (4, (3, 1, 3)), (8, (2, 1, 2))]
+        return ByBatchSize([(bound, Strategy(drafter, *shape)) for bound, shape in rows])
+    return Fixed(Strategy.parse(speculation, drafter))

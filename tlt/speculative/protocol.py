@@ -1,0 +1,55 @@
+"""What the engine asks of a drafter: candidates for the next tokens, as a tree. How it finds them is its own affair.
+
+The engine keeps its sequences in slots 0..B-1. A drafter with state per slot is told when a sequence enters, moves or
+has grown; it learns the target's features of committed tokens if it wants them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tlt.speculative.sampling import BatchParams
+from tlt.types import DraftTree, Request, Rollout, Strategy
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """The running batch as a drafter sees it: row b is the sequence in slot b.
+
+    tokens:   committed tokens per sequence, prompt included; the last one is the root of its tree.
+    requests: whose sequences they are (siblings share a problem id).
+    params:   sampling parameters of the batch.
+    """
+
+    tokens: Sequence[Sequence[int]]
+    requests: Sequence[Request]
+    params: BatchParams
+
+
+class Drafter(Protocol):
+    """`version` counts the drafter's own updates; statistics about older versions age."""
+
+    name: str
+    version: int
+
+    def admit(self, slot: int, request: Request) -> None:
+        """A new sequence starts in this slot; whatever the slot held is forgotten."""
+
+    def remember(self, slots_B: Tensor, positions_BT: Tensor, features_BTE: Tensor, end: int) -> None:
+        """The target's features at these positions, all below `end`. Those of rejected drafts may be among them: they lie beyond the
+        committed tokens and are overwritten before anything reads them."""
+
+    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
+        """A tree for each sequence. noise_BDV[b, d] is the law's noise of the position d + 1 after the root, which the
+        target will use at depth d: candidates may be ranked with it. Ignoring it costs speed, never truth."""
+        ...
+
+    def move(self, source: int, target: int) -> None:
+        """The sequence of one slot continues in another."""
+
+    def finish(self, slot: int, rollout: Rollout) -> None:
+        """The response in this slot has ended; the slot still holds what was remembered of it."""

@@ -1,0 +1,133 @@
+"""The sampling law: which token follows, as a pure function of logits and a key.
+
+    y(n) = argmax_v [ log p_n(v) + Gumbel(key, n, v) ]        p_n: logits → temperature → top-k → top-p → min-p → softmax
+
+The noise of a token depends on nothing but (key, absolute position n, token id v): no generator has a state, so any
+engine, batch, draft tree or restart draws the same token. Ties go to the lowest token id; temperature 0 is plain argmax.
+This is the Gumbel coupling of Daliri, Musco and Suresh (arXiv 2408.07978).
+
+This file knows logits and keys; it knows no model and no tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tlt.types import SamplingParams
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Philox4x32-10 (Salmon et al., SC'11, "Parallel random numbers: as easy as 1, 2, 3").
+
+    Words are int64 tensors holding values below 2³², broadcast against each other. A product of two words may wrap
+    int64; its low and high halves are right all the same, because the arithmetic shift is masked.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for round_index in range(_ROUNDS):
+        if round_index:
+            k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+        product0, product1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (
+            ((product1 >> 32) & _MASK) ^ c1 ^ k0,
+            product1 & _MASK,
+            ((product0 >> 32) & _MASK) ^ c3 ^ k1,
+            product0 & _MASK,
+        )
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tensor:
+    """Gumbel(key, n, v) as float32[B, T, V].
+
+    One Philox block yields the noise of four neighbouring tokens: counter (v // 4, n, key 2, key 3), key (key 0, key 1).
+    A 32-bit word r becomes w = (r + ½) / 2³², E = -log1p(-w), G = -log E, in float64 whatever the model's dtype, and is
+    rounded once. The largest value is 22.9; exceeding it has probability 2⁻³³.
+    """
+    blocks = torch.arange((vocab_size + 3) // 4, device=keys_B4.device)
+    k0, k1, k2, k3 = (keys_B4[:, i, None, None] for i in range(4))
+    words = philox((blocks, positions_BT[:, :, None], k2, k3), (k0, k1))
+    uniform = (torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size].double() + 0.5) * 2.0**-32
+    return torch.log1p(uniform.neg_()).neg_().log_().neg_().float()
+
+
+def keys_tensor(keys: Sequence[tuple[int, int, int, int]], device: torch.device | str = "cpu") -> Tensor:
+    """int64[B, 4] of 32-bit words."""
+    return torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 4)
+
+
+class BatchParams:
+    """The sampling parameters of B sequences as tensors, made once per change of the batch.
+
+    At temperature 0 the temperature counts as 1 and the noise as 0 (`noise_scale_B1`), which makes the law an argmax
+    of the logits and `logprobs` those of temperature 1.
+    """
+
+    def __init__(self, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> None:
+        def column(values: list[float] | list[int]) -> Tensor:
+            return torch.tensor(values, device=device)[:, None, None]
+
+        temperatures = [p.temperature or 1.0 for p in params]
+        self.inverse_temperature_B11 = (
+            None if all(t == 1.0 for t in temperatures) else column([1.0 / t for t in temperatures])
+        )
+        self.is_greedy = [p.temperature == 0 for p in params]
+        self.truncates = any(p.truncates and p.temperature > 0 for p in params)
+        if self.truncates:
+            self.top_k_B11 = column([p.top_k if p.top_k > 0 else torch.iinfo(torch.int64).max for p in params])
+            self.top_p_B11 = column([p.top_p for p in params])
+            self.min_p_B11 = column([p.min_p for p in params])
+
+    def scale(self, logits_BNV: Tensor) -> Tensor:
+        """Logits at their temperature, in at least float32."""
+        logits_BNV = logits_BNV.float() if logits_BNV.dtype == torch.bfloat16 else logits_BNV
+        if self.inverse_temperature_B11 is None:
+            return logits_BNV
+        return logits_BNV * self.inverse_temperature_B11.to(logits_BNV.dtype)
+
+
+def truncate(scaled_BNV: Tensor, params: BatchParams) -> Tensor:
+    """-inf where top-k, then top-p, then min-p remove a token.
+
+    Tokens are ranked by probability, equal ones by id. top-k keeps the first k; top-p the shortest prefix of those
+    whose renormalized mass reaches p; min-p those of at least min_p times the largest probability. The first always stays.
+    """
+    sorted_logits, order = scaled_BNV.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(scaled_BNV.shape[-1], device=scaled_BNV.device)
+    removed = rank >= params.top_k_B11
+    probabilities = sorted_logits.masked_fill(removed, float("-inf")).double().softmax(dim=-1)
+    mass_before = probabilities.cumsum(dim=-1) - probabilities
+    removed = removed | ((mass_before >= params.top_p_B11) & (params.top_p_B11 < 1))
+    removed |= probabilities < params.min_p_B11 * probabilities[..., :1]
+    removed[..., 0] = False
+    return scaled_BNV.masked_fill(torch.zeros_like(removed).scatter_(-1, order, removed), float("-inf"))
+
+
+def sample(logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> tuple[Tensor, Tensor]:
+    """The law at every node: (tokens_BN int64, logprobs_BN).
+
+    `logprobs` are log-softmax(logits / temperature) of the drawn tokens, before truncation.
+    """
+    scaled_BNV = params.scale(logits_BNV)
+    kept_BNV = truncate(scaled_BNV, params) if params.truncates else scaled_BNV
+    tokens_BN = (kept_BNV + noise_BNV).argmax(dim=-1)
+    chosen_BN = scaled_BNV.gather(-1, tokens_BN[..., None])[..., 0]
+    return tokens_BN, chosen_BN - scaled_BNV.logsumexp(dim=-1)
+
+
+def law_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution p_n that the law samples from, float64[V]: what tests and audits compare against."""
+    if params.temperature == 0:
+        return torch.nn.functional.one_hot(logits_V.argmax(), logits_V.numel()).double()
+    batch = BatchParams([params], logits_V.device)
+    scaled = batch.scale(logits_V.double()[None, None])
+    kept = truncate(scaled, batch) if batch.truncates else scaled
+    return kept[0, 0].softmax(dim=-1)

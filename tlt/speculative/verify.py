@@ -1,0 +1,32 @@
+"""Verification: the target draws its own token at every node, and the walk follows the drafts that agree.
+
+Nothing of the drafter's enters but the tokens it proposed, so each committed token is the target's own sample of the
+law (sampling.py): lossless for any drafter and any tree.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tlt.speculative.sampling import BatchParams, sample
+from tlt.types import DraftTree, Verdict
+
+
+def verify(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> list[Verdict]:
+    """One verdict per sequence. `logits_BNV` are the target's at every node, `noise_BNV` the noise of the position
+    that *follows* each node. Synchronizes once, to hand the tokens to the host."""
+    chosen_BN, logprobs_BN = sample(logits_BNV, noise_BNV, params)
+    chosen, logprobs = chosen_BN.tolist(), logprobs_BN.tolist()
+    if tree.num_nodes == 1:
+        return [Verdict((c[0],), 0, (0,), (p[0],)) for c, p in zip(chosen, logprobs, strict=True)]
+    tokens, parents = tree.tokens_BN.tolist(), tree.parents_BN.tolist()
+    return [_walk(*row) for row in zip(tokens, parents, chosen, logprobs, strict=True)]
+
+
+def _walk(tokens: list[int], parents: list[int], chosen: list[int], logprobs: list[float]) -> Verdict:
+    node, path = 0, [0]
+    for child in range(1, len(tokens)):  # parents come before children, so one pass finds the whole path
+        if parents[child] == node and tokens[child] == chosen[node]:
+            node = child
+            path.append(child)
+    return Verdict(tuple(chosen[i] for i in path), len(path) - 1, tuple(path), tuple(logprobs[i] for i in path))

@@ -1,0 +1,232 @@
+"""The nouns that cross a boundary: frozen values, no behaviour beyond what follows from their fields.
+
+This file knows neither models nor engines; torch appears only as the type of a tensor.
+
+Axes used throughout the package:
+    N tokens of a flat batch · B sequences · T tokens per sequence · V vocabulary · E hidden size
+    H query heads · K key/value heads · D head dimension · L cache length · S cache slots
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+FinishReason = Literal["stop", "length"]
+Purpose = Literal["rollout", "evaluation", "generate"]
+
+LAW_VERSION = 1
+"""Version of the sampling law. Bump it whenever the same key would give another token."""
+
+
+class UserError(ValueError):
+    """A mistake of the user's: one line that names the place, the value and the remedy (exit code 2)."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one sequence is sampled. `top_k` 0, `top_p` 1 and `min_p` 0 switch the truncation off."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 2048
+    stop_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            (self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more"),
+            (self.top_k >= 0, "top_k", self.top_k, "0 (off) or more"),
+            (0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]"),
+            (0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]"),
+            (self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more"),
+        )
+        for is_valid, name, value, remedy in checks:
+            if not is_valid:
+                raise UserError(f"sampling: {name} is {value}; it must be {remedy}")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p can remove a token."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response wanted: sample `sample_index` of a problem, with everything its tokens depend on."""
+
+    problem_id: str
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    purpose: Purpose = "rollout"
+    policy_step: int = 0
+
+    @property
+    def key(self) -> tuple[int, int, int, int]:
+        """The noise key: 128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem id,
+        sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does."""
+        fields = (self.params.seed, self.purpose, self.policy_step, self.problem_id, self.sample_index)
+        digest = hashlib.blake2b(repr((LAW_VERSION, *fields)).encode(), digest_size=16).digest()
+        words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
+        return words[0], words[1], words[2], words[3]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One finished response. `logprobs` are log-softmax(logits / temperature) before truncation, one per token;
+    at temperature 0 they are those of temperature 1."""
+
+    problem_id: str
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    policy_version: int
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes
+    (the root, the last committed token, not counted). `Strategy.OFF` decodes plainly."""
+
+    drafter: str
+    depth: int
+    width: int
+    budget: int
+
+    OFF: ClassVar[Strategy]
+
+    def __post_init__(self) -> None:
+        if self.depth < 0 or self.width < 0 or self.budget < 0:
+            raise UserError(f"strategy {self}: depth, width and budget must not be negative")
+        if self.depth and not (1 <= self.width and self.depth <= self.budget):
+            raise UserError(f"strategy {self}: needs width >= 1 and budget >= depth; for a chain use {self.depth}x1x{self.depth}")
+
+    @property
+    def is_off(self) -> bool:
+        return self.depth == 0
+
+    def __str__(self) -> str:
+        return "off" if self.is_off else f"{self.drafter}:{self.depth}x{self.width}x{self.budget}"
+
+    @staticmethod
+    def parse(text: str, drafter: str = "learned") -> Strategy:
+        """`off`, `DEPTHxWIDTHxBUDGET` or `drafter:DEPTHxWIDTHxBUDGET`."""
+        if text == "off":
+            return Strategy.OFF
+        name, _, shape = text.rpartition(":")
+        parts = shape.split("x")
+        if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
+            raise UserError(f"speculation: {text!r} is no strategy; give off, adaptive or DEPTHxWIDTHxBUDGET such as 4x1x4")
+        depth, width, budget = map(int, parts)
+        return Strategy(name or drafter, depth, width, budget)
+
+
+Strategy.OFF = Strategy("none", 0, 0, 0)
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Drafted tokens of B sequences as trees of one common shape bound.
+
+    tokens_BN:  int64. Column 0 is the root: the last committed token, whose successor is sought.
+    parents_BN: int64. Column of each node's parent; always smaller than the node's own column. Column 0 holds -1.
+    A node that is padding (a sequence with fewer nodes than others) has parent -1 and is never visited.
+    Siblings carry distinct tokens.
+    is_chain: every row is a chain, column i following column i - 1; its mask and its commit are then trivial.
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    is_chain: bool = False
+
+    @property
+    def num_nodes(self) -> int:
+        return self.tokens_BN.shape[1]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one verification decided for one sequence.
+
+    tokens:       the committed tokens: the accepted drafts, then the target's own next token.
+    num_accepted: drafted tokens among them, len(tokens) - 1.
+    path:         columns of the visited nodes, the root first; their cache entries are kept.
+    logprobs:     one per committed token.
+    """
+
+    tokens: tuple[int, ...]
+    num_accepted: int
+    path: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class BatchState:
+    """What a tuner may look at: the batch that is running now, and the versions of what runs it."""
+
+    num_running: int
+    max_length: int
+    policy_version: int
+    drafter_version: int
+
+
+class StrategyTuner(Protocol):
+    """Chooses a strategy for every engine step, and learns from what it cost."""
+
+    def choose(self, batch: BatchState) -> Strategy: ...
+
+    def observe(self, strategy: Strategy, batch: BatchState, num_tokens: int, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A prompt with what its scorer needs. `data` is the task's own record, opaque to everything between."""
+
+    problem_id: str
+    prompt_ids: tuple[int, ...]
+    data: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Reward:
+    """What a task says of one response. `error` is empty, or why no score could be had (time-out, exception)."""
+
+    value: float
+    is_solved: bool
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time on one rank; seconds on that process's monotonic clock."""
+
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class DrafterReport:
+    """What a session of drafter training did; `max_micro_step_seconds` bounds how long a preemption can take."""
+
+    num_micro_steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    loss: float = float("nan")
+    max_micro_step_seconds: float = 0.0
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    dtypes = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    if name not in dtypes:
+        raise UserError(f"dtype: {name!r} is unknown; use one of {', '.join(dtypes)}")
+    return dtypes[name]
