@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
-from tyro.conf import FlagConversionOff, OmitArgPrefixes, OmitSubcommandPrefixes, Positional, arg, subcommand
+from tyro.conf import FlagConversionOff, Positional, arg
 
 from tlt import __version__
 
@@ -28,15 +28,16 @@ from tlt import __version__
 
 @dataclass(frozen=True)
 class Train:
-    """Train a policy with RL: tlt train CONFIG [--section.key value ...] | tlt train --resume DIR.
+    """Train a policy with RL.
 
-    Every value of the configuration can be overridden by its name, such as --optimizer.learning_rate 1e-4.
+    New: tlt train CONFIG [--section.key value ...], where every value of the configuration can be overridden by its
+    name, such as --optimizer.learning_rate 1e-4. Continued: tlt train --resume DIR [--run.num_steps N ...].
     """
 
-    config: Annotated[Positional[Path | None], arg(metavar="CONFIG")] = None
-    """TOML configuration."""
+    config: Annotated[Positional[Path | None], arg(metavar="[CONFIG]")] = None
+    """TOML configuration; may be left out with --resume."""
     resume: Annotated[Path | None, arg(metavar="DIR")] = None
-    """Continue the run in this folder, with its own configuration."""
+    """Continue the run in this folder. Its configuration stays, but for how long and on what it runs (run.*)."""
 
 
 @dataclass(frozen=True)
@@ -133,17 +134,228 @@ class DrafterTrain:
     """CPU threads."""
 
 
-@dataclass(frozen=True)
-class Drafter:
-    """Drafters: train one."""
+COMMANDS: dict[str, type] = {
+    "train": Train,
+    "generate": Generate,
+    "task": Task,
+    "score": Score,
+    "drafter train": DrafterTrain,
+}
 
-    command: Annotated[DrafterTrain, subcommand("train")]
+
+# --------------------------------------------------------------------------------------------------------------------
+# What is done
 
 
-Command = (
-    Annotated[Train, subcommand("train")]
-    | Annotated[Generate, subcommand("generate")]
-    | Annotated[Task, subcommand("task")]
-    | Annotated[Score, subcommand("score")]
-    | Annotated[Drafter, subcommand("drafter")]
-)
+def run(command: Any, overrides: Sequence[str]) -> int:
+    """Carries out a command; returns the exit code."""
+    match command:
+        case Train():
+            return _train(command, overrides)
+        case Generate():
+            return _generate(command)
+        case Task():
+            return _task(command)
+        case Score():
+            return _score(command)
+        case DrafterTrain():
+            return _drafter_train(command)
+        case _:
+            raise AssertionError(command)
+
+
+def _train(command: Train, overrides: Sequence[str]) -> int:
+    from tlt.commands import resolve_train_config
+
+    config = resolve_train_config(command.config, overrides, command.resume)
+    from tlt.distributed.launch import launch
+    from tlt.train import preflight
+
+    preflight(config)
+    return launch(config.to_json(), config.run.num_ranks, "tlt.train:main", threads_per_rank=config.run.threads_per_rank)
+
+
+def _generate(command: Generate) -> int:
+    from tlt import commands
+    from tlt.types import SamplingParams
+
+    params = SamplingParams(
+        temperature=command.temperature,
+        top_k=command.top_k,
+        top_p=command.top_p,
+        min_p=command.min_p,
+        max_tokens=command.max_tokens,
+        seed=command.seed,
+    )
+    options = commands.GenerateOptions(
+        model=command.model,
+        prompts=command.prompts,
+        out=command.out,
+        samples=command.samples,
+        params=params,
+        speculation=command.speculation,
+        drafter=command.drafter,
+        dtype=command.dtype,
+        device=command.device,
+        max_batch_size=command.max_batch_size,
+        threads=command.threads,
+    )
+    return _print_json(commands.generate(options))
+
+
+def _task(command: Task) -> int:
+    from tlt import commands
+    from tlt.types import UserError
+
+    try:
+        options = json.loads(command.options)
+    except json.JSONDecodeError as error:
+        raise UserError(f"--options: {command.options!r} is no JSON ({error.msg}); write an object") from None
+    if not isinstance(options, dict):
+        raise UserError(f"--options: {command.options!r} is no JSON object; write one such as '{{\"key\": 1}}'")
+    return _print_json(commands.write_problems(command.name, command.num, command.seed, command.split, options, command.out))
+
+
+def _score(command: Score) -> int:
+    from tlt import commands
+
+    score = commands.score(command.name, command.problems, command.responses, command.out)
+    width = max(len(problem.problem_id) for problem in score.problems)
+    for problem in score.problems:
+        solved = f"{problem.num_solved}/{problem.num_responses}"
+        print(f"{problem.problem_id:<{width}}  solved {solved}  mean reward {problem.mean_reward:.3f}")
+    summary = score.summary
+    print(f"mean reward {summary['mean_reward']:.4f}, solve rate {summary['solve_rate']:.4f}")
+    return _print_json(summary)
+
+
+def _drafter_train(command: DrafterTrain) -> int:
+    from tlt import commands
+
+    return _print_json(commands.train_drafter(commands.DrafterTrainOptions(**vars(command))))
+
+
+def _print_json(summary: dict[str, Any]) -> int:
+    """The last line of a command is for programs."""
+    print(json.dumps(summary), flush=True)
+    return 0
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Parse
+
+
+class UsageError(Exception):
+    """Arguments that say nothing we know, in one line."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"tlt {__version__}")
+        return 0
+    try:
+        command, overrides = parse(arguments)
+        return run(command, overrides)
+    except UsageError as error:
+        return _fail(error)
+    except KeyboardInterrupt:
+        print("tlt: interrupted", file=sys.stderr)
+        return 130
+    except ValueError as error:
+        from tlt.types import UserError  # here, since it brings torch
+
+        if isinstance(error, UserError):
+            return _fail(error)
+        raise
+
+
+def parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
+    """The command with its arguments, and the configuration overrides (of `train` alone)."""
+    name, rest = _split_name(arguments)
+    overrides: list[str] = []
+    if name == "train":
+        rest, overrides = split_overrides(rest)
+    boxes = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(boxes):
+            command: Any = tyro.cli(COMMANDS[name], prog=f"tlt {name}", args=rest, config=(FlagConversionOff,))
+    except SystemExit as exit_:
+        if not exit_.code:  # --help has been printed
+            raise
+        raise UsageError(f"{condense(boxes.getvalue())}; see tlt {name} --help") from None
+    return command, overrides
+
+
+def _split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """The command's name, of one word or two, and what follows it."""
+    for num_words in (2, 1):
+        name = " ".join(arguments[:num_words])
+        if name in COMMANDS:
+            return name, list(arguments[num_words:])
+    word = arguments[0]
+    if longer := [name for name in COMMANDS if name.startswith(f"{word} ")]:
+        raise UsageError(f"{word}: incomplete command; write tlt {' | tlt '.join(longer)}")
+    nearest = [name for name in COMMANDS if name.startswith(word)] or difflib.get_close_matches(word, COMMANDS, n=1)
+    remedy = f"did you mean tlt {nearest[0]}?" if nearest else f"commands are {', '.join(COMMANDS)}"
+    raise UsageError(f"{word}: unknown command; {remedy}")
+
+
+def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Takes `--section.key value` and `--section.key=value` out of the arguments; tlt.config reads them."""
+    rest: list[str] = []
+    overrides: list[str] = []
+    pending = list(arguments)
+    while pending:
+        word = pending.pop(0)
+        if not re.match(r"--[^=]*\.", word):
+            rest.append(word)
+            continue
+        overrides.append(word)
+        if "=" not in word and pending and not pending[0].startswith("--"):
+            overrides.append(pending.pop(0))
+    return rest, overrides
+
+
+def condense(box: str) -> str:
+    """tyro's error box as one line: its message without title, rules, help texts and the hint at --help."""
+    sections: list[list[str]] = [[]]
+    for line in box.splitlines():
+        if re.match(r"│ ─+ │", line):
+            sections.append([])
+        elif text := re.match(r"│ (.*) │$", line):
+            indent = len(text[1]) - len(text[1].lstrip())
+            if indent < 8:  # deeper lines are an option's help text
+                sections[-1].append(text[1].strip())
+    noise = ("Argument helptext", "For full helptext")
+    message = " ".join(" ".join(section) for section in sections if section and not section[0].startswith(noise))
+    return (message or " ".join(box.split())).rstrip(".")
+
+
+def _fail(error: Exception) -> int:
+    print(f"tlt: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 2
+
+
+def _help() -> str:
+    """The commands with the first line of their docstrings."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {(cls.__doc__ or '').splitlines()[0]}" for name, cls in COMMANDS.items()]
+    return "\n".join(
+        [
+            "usage: tlt COMMAND ...",
+            "",
+            "Train reasoning models with RL; speculative decoding makes the rollout faster without changing the result.",
+            "",
+            *lines,
+            "",
+            "tlt COMMAND --help explains a command; tlt --version prints the version.",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,8 +24,13 @@ from tlt.config import Config, load_config
 from tlt.types import Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from tlt.models.tokenizer import Tokenizer
+    from tlt.models.transformer import ModelConfig
     from tlt.rl.tasks import Task
+    from tlt.rollout.engine import EngineStats, RolloutEngine
+    from tlt.speculative.protocol import Drafter
 
 Record = dict[str, Any]
 
@@ -231,6 +236,54 @@ def _response_record(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
     }
 
 
+def _make_engine(options: GenerateOptions, model_config: ModelConfig, tensors: Mapping[str, Tensor]) -> RolloutEngine:
+    import torch
+
+    from tlt.rollout.engine import RolloutEngine
+    from tlt.rollout.tuner import make_tuner
+
+    has_cuda = torch.cuda.is_available()
+    if options.device == "cuda" and not has_cuda:
+        raise UserError("--device: cuda is not available here; give --device cpu or auto")
+    engine = RolloutEngine(
+        model_config,
+        dtype=resolve_dtype(options.dtype),
+        device="cuda" if has_cuda and options.device != "cpu" else "cpu",
+        max_batch_size=options.max_batch_size,
+        tuner=make_tuner(options.speculation),
+    )
+    engine.load_policy(tensors)
+    if engine.tuner is not None:
+        assert options.drafter is not None
+        engine.load_drafter(_load_drafter(options.drafter, engine, options.max_batch_size))
+    return engine
+
+
+def _load_drafter(path: Path, engine: RolloutEngine, max_slots: int) -> Drafter:
+    from tlt.drafting.export import load_drafter
+    from tlt.models.drafter import PackedDrafter, drafter_config
+    from tlt.rollout.drafters import LearnedDrafter
+
+    packed = PackedDrafter(drafter_config(engine.config), engine.model.dtype, engine.device)
+    packed.load(load_drafter(path, engine.config), version=0)
+    return LearnedDrafter(packed, engine.model, max_slots)
+
+
+def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:
+    """`seconds` are of generation, without loading; accept_length is null when nothing was speculated."""
+    num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    return {
+        "responses": len(rollouts),
+        "tokens": num_tokens,
+        "seconds": seconds,
+        "tokens_per_second": num_tokens / seconds,
+        "accept_length": stats.accept_length,
+        "accept_by_depth": stats.accept_by_depth,
+        "strategy_seconds": dict(stats.seconds_by_strategy),
+        "truncated_share": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
+    }
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # task and score
 
@@ -304,13 +357,13 @@ def score(name: str, problems_path: Path, responses_path: Path, out: Path | None
     for place, response in read_jsonl(responses_path, "--responses"):
         problem_id, text = _get_id(place, response), response.get("text")
         if problem_id not in problems:
-            raise UserError(f"{place}: problem_id {problem_id!r} is not in {problems_path}; give the problems that were answered")
+            raise UserError(f"{place}: problem_id {problem_id!r} is not in {problems_path}; give the problems answered")
         if not isinstance(text, str):
             raise UserError(f"{place}: text is {text!r}; it must be the response's text")
         try:
             verdict = task.score(problems[problem_id], text)
         except KeyError as error:
-            raise UserError(f"{problems_path}: problem {problem_id!r} has no {error}, which task {name} needs to score it") from None
+            raise UserError(f"{problems_path}: problem {problem_id!r} has no {error}; task {name} needs it to score") from None
         verdicts[problem_id].append(verdict)
         scored.append({**response, "reward": verdict["reward"], "solved": verdict["solved"]})
     if out is not None:
@@ -345,11 +398,14 @@ def _summarize_scores(verdicts: Mapping[str, Sequence[Record]]) -> Score:
 # train
 
 
-def resolve_train_config(path: Path | None, overrides: Sequence[str], resume: Path | None) -> Config:
-    """The configuration of a run: of a TOML file, or with `resume` the one that the run in that folder wrote.
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"out_dir", "num_steps", "num_ranks", "threads_per_rank", "device", "checkpoint_every", "time_limit_minutes"}
+)
+"""Keys of [run] that say how long and on what a run runs, not what it computes."""
 
-    A resumed run is the same run, so it takes its own configuration; overrides may lengthen it (run.*), nothing else.
-    """
+
+def resolve_train_config(path: Path | None, overrides: Sequence[str], resume: Path | None) -> Config:
+    """The configuration of a new run, or with `resume` of the run in that folder, refusing to mix the two up."""
     if resume is None:
         if path is None:
             raise UserError("train: no configuration given; write tlt train CONFIG.toml, or --resume DIR to continue a run")
@@ -360,8 +416,21 @@ def resolve_train_config(path: Path | None, overrides: Sequence[str], resume: Pa
                 f" continue it with --resume {config.run.out_dir}, or give another --run.out_dir"
             )
         return config
-    if path is not None:
-        raise UserError(f"--resume: a run continues with its own configuration; leave out {path}, or leave out --resume")
-    if not (resume / "config.json").is_file():
+    written = resume / "config.json"
+    if not written.is_file():
         raise UserError(f"--resume: {resume} holds no run (no config.json); give the folder that the run wrote")
-    return load_config(resume / "config.json", [*overrides, "--run.out_dir", str(resume)])
+    config = load_config(path or written, [*overrides, "--run.out_dir", str(resume)])
+    _refuse_changes(load_config(written), config, resume)
+    return config
+
+
+def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
+    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
+    for section, values in old.items():
+        for key, value in values.items():
+            may_change = section == "run" and key in MAY_CHANGE_ON_RESUME
+            if not may_change and new[section][key] != value:
+                raise UserError(
+                    f"--resume: {section}.{key} is {new[section][key]!r} but the run in {folder} has {value!r};"
+                    " a resumed run keeps its configuration: remove the change, or start a new run"
+                )

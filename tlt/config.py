@@ -160,7 +160,7 @@ class DrafterConfig(Section):
     @model_validator(mode="after")
     def _buffer_holds_a_micro_step(self) -> DrafterConfig:
         if self.buffer_tokens < self.tokens_per_micro_step:
-            raise _mistake(f"buffer_tokens {self.buffer_tokens} must be tokens_per_micro_step {self.tokens_per_micro_step} or more")
+            raise _mistake(f"buffer_tokens {self.buffer_tokens} is less than tokens_per_micro_step: raise it")
         return self
 
 
@@ -239,7 +239,7 @@ class Config(Section):
     def _sections_agree(self) -> Config:
         num_responses = self.rollout.problems_per_step * self.rollout.samples_per_problem
         if self.drafter.path is None and self.drafter.train:
-            raise _mistake("drafter.train is true but drafter.path is not set: give a drafter folder, or set drafter.train to false")
+            raise _mistake("drafter.train is true but drafter.path is not set: give a drafter folder, or set it to false")
         if self.drafter.path is None and self.rollout.speculation != "off":
             raise _mistake(
                 f"rollout.speculation is {self.rollout.speculation!r} but drafter.path is not set:"
@@ -251,7 +251,9 @@ class Config(Section):
                 f" {self.task.num_problems}: a step would repeat a problem; raise the second or lower the first"
             )
         if self.algorithm.minibatches > num_responses:
-            raise _mistake(f"algorithm.minibatches is {self.algorithm.minibatches} but a step has only {num_responses} responses: lower it")
+            raise _mistake(
+                f"algorithm.minibatches is {self.algorithm.minibatches} but a step has only {num_responses} responses: lower it"
+            )
         return self
 
     def to_json(self) -> str:
@@ -290,7 +292,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     overridden = parse_overrides(overrides)
     for keys, value in overridden.items():
         _assign(values, keys, value)
-    if isinstance(run := values.setdefault("run", {}), dict) and isinstance(out_dir := run.get("out_dir", str(_DEFAULT_OUT_DIR)), str):
+    run = values.setdefault("run", {})
+    if isinstance(run, dict) and isinstance(out_dir := run.setdefault("out_dir", str(_DEFAULT_OUT_DIR)), str):
         run["out_dir"] = str(Path(out_dir).absolute())
     config = _validate(values, str(path), frozenset(overridden))
     _check_paths(config, str(path), frozenset(overridden))
@@ -307,7 +310,7 @@ def _read_file(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except ValueError as error:
-        raise UserError(f"{path}: not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error}; correct that place") from None
+        raise UserError(f"{path}: cannot be parsed ({error}); correct that place") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no configuration; it must be a table of sections")
     return values
@@ -362,7 +365,8 @@ def _accepted_types(keys: tuple[str, ...]) -> set[Any]:
     """The plain types that a key accepts; empty for an unknown key and for a task's own options."""
     section = Config.model_fields.get(keys[0])
     field = section.annotation.model_fields.get(keys[1]) if section is not None and len(keys) == 2 else None  # type: ignore[union-attr]
-    pending, found = [field.annotation] if field is not None else [], set()
+    found: set[Any] = set()
+    pending = [field.annotation] if field is not None else []
     while pending:
         annotation: Any = pending.pop()
         origin = typing.get_origin(annotation)

@@ -224,6 +224,16 @@ class DrafterReport:
     loss: float = float("nan")
     max_micro_step_seconds: float = 0.0
 
+    def plus(self, later: DrafterReport) -> DrafterReport:
+        """Both sessions as one; the loss is the later one's."""
+        return DrafterReport(
+            self.num_micro_steps + later.num_micro_steps,
+            self.num_tokens + later.num_tokens,
+            self.seconds + later.seconds,
+            later.loss,
+            max(self.max_micro_step_seconds, later.max_micro_step_seconds),
+        )
+
 
 def resolve_dtype(name: str) -> torch.dtype:
     dtypes = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}

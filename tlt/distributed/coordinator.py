@@ -130,6 +130,11 @@ class Coordinator:
         self._beat()
         self._store.add("open", -1)
 
+    def abandon(self) -> None:
+        """Lets go of what this replica holds, unfinished, because the run stops: the phase is never done then, and the next
+        `begin` does not object."""
+        self._held.clear()
+
     def has_work(self) -> bool:
         """Whether a unit could be taken now."""
         self._refresh()

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import resource_tracker
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 from tlt.types import UserError
 
@@ -152,6 +152,7 @@ def _run_rank(entry: Entry | str, config_json: str, report_dir: str, shared_stop
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGTERM and any(Path(report_dir).iterdir()):
+            Path(report_dir, f"ended{os.environ['RANK']}").touch()
             os._exit(128 + number)  # the agent ends this rank because another has failed: nothing to wait for
         stop.signal = signal.Signals(number)
 
@@ -179,14 +180,13 @@ def _run_rank(entry: Entry | str, config_json: str, report_dir: str, shared_stop
 def _run_agent(
     config_json: str, num_ranks: int, entry: Entry | str, threads_per_rank: int, grace_seconds: float, monitor_seconds: float
 ) -> int:
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     assert threading.current_thread() is threading.main_thread(), "signals are heard in the main thread only"
     shared_stop = multiprocessing.get_context("spawn").Event()
     report_dir = tempfile.mkdtemp(prefix="tlt-launch-")
-    logs = _no_logs(report_dir)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -199,13 +199,10 @@ def _run_agent(
         monitor_interval=monitor_seconds,
         start_method="spawn",
         signals_to_handle="SIGQUIT",  # SIGINT and SIGTERM are the supervisor's; Ctrl-\ stays the agent's
-        logs_specs=logs,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
-    agent_log = logging.getLogger("torch.distributed.elastic")
-    agent_level = agent_log.level
-    agent_log.setLevel(logging.CRITICAL + 1)  # it would print its own account of what is reported below
     try:
-        with _environment(threads_per_rank), _Supervisor(shared_stop, grace_seconds) as supervisor:
+        with _quiet_agent(), _environment(threads_per_rank), _Supervisor(shared_stop, grace_seconds) as supervisor:
             try:
                 elastic_launch(config, _run_rank)(entry, config_json, report_dir, shared_stop)
             except SignalException as quit:
@@ -213,17 +210,24 @@ def _run_agent(
             except ChildFailedError as failed:
                 if supervisor.has_killed:
                     return supervisor.exit_code
-                return _report_failures(report_dir, {rank: child.exitcode for rank, child in failed.failures.items()})
+                return _report_failures(report_dir, num_ranks, {rank: child.exitcode for rank, child in failed.failures.items()})
             return supervisor.exit_code
     finally:
-        agent_log.setLevel(agent_level)
         shutil.rmtree(report_dir, ignore_errors=True)
 
 
-def _no_logs(report_dir: str) -> Any:
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-
-    return DefaultLogsSpecs(log_dir=os.devnull)
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """The agent would print its own account of what `_report_failures` says in one line."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
@@ -317,21 +321,28 @@ class _Supervisor(threading.Thread):
             child.kill()
 
 
-def _report_failures(report_dir: str, exit_codes: dict[int, int]) -> int:
-    """Prints why the run failed, as the rank that failed first put it, and returns the exit code."""
+def _report_failures(report_dir: str, num_ranks: int, exit_codes: dict[int, int]) -> int:
+    """Prints why the run failed, as the rank that failed first put it, and returns the exit code. `exit_codes`: those that
+    the agent saw first. A rank that was killed leaves no report; its peers then fail of the broken connection."""
     failures = [RankFailure(**json.loads(path.read_text())) for path in Path(report_dir).glob("rank*.json")]
-    for failure in sorted(failures, key=lambda failure: (not failure.is_user_error, failure.time)):
-        if failure.is_user_error:
-            _say(f"error: {failure.message}")
-            return EXIT_USER_ERROR
-        _say(f"{failure.traceback.rstrip()}\nerror: rank {failure.rank} failed: {failure.message}")
-        return EXIT_FAILURE
-    for rank, code in exit_codes.items():
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = " (out of memory?)" if code == -signal.SIGKILL else ""
-        _say(f"error: rank {rank} {how}{hint}")
+    failures.sort(key=lambda failure: (not failure.is_user_error, failure.time))
+    if failures and failures[0].is_user_error:
+        _say(f"error: {failures[0].message}")
+        return EXIT_USER_ERROR
+    ended = {int(path.name.removeprefix("ended")) for path in Path(report_dir).glob("ended*")}
+    silent = sorted(set(range(num_ranks)) - ended - {failure.rank for failure in failures})
+    for rank in silent:
+        code = exit_codes.get(rank)
+        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else "killed by a signal"
+        _say(f"error: rank {rank} ended without a word: {how} (out of memory?)")
+    if failures and not silent:
+        sys.stderr.write(failures[0].traceback)
+        _say(f"error: rank {failures[0].rank} failed: {failures[0].message}")
+    elif failures and not any(exit_codes.get(rank, 0) < 0 for rank in silent):
+        _say(f"error: rank {failures[0].rank} failed: {failures[0].message}")
     return EXIT_FAILURE
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"tlt: {text}\n")
+    sys.stderr.flush()

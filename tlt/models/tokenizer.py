@@ -37,11 +37,12 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], place: str = "messages") -> tuple[int, ...]:
         """The ids of chat messages through the tokenizer's template, ready for the assistant's turn."""
         if not self.hf.chat_template:
-            raise UserError(f"{place}: {self.path} has no chat template; give the prompt as text (prompt) or as ids (prompt_ids)")
+            raise UserError(f"{place}: {self.path} has no chat template; give prompt (text) or prompt_ids instead")
         try:
             ids = self.hf.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
         except Exception as error:  # a template refuses roles and shapes by exceptions of its own (jinja2's)
-            raise UserError(f"{place}: the chat template of {self.path} refuses them ({_one_line(error)}); correct the messages") from None
+            message = f"{place}: the chat template of {self.path} refuses them ({_one_line(error)}); correct them"
+            raise UserError(message) from None
         return self._checked(ids, place)
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -66,11 +67,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     path = Path(path)
     vocab_size = _vocab_size(path)
     if not has_tokenizer(path):
-        raise UserError(f"{path}: has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the model's tokenizer files there")
+        raise UserError(f"{path}: has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the model's files there")
     try:
-        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True)  # type: ignore[no-untyped-call]
+        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # a broken file surfaces as anything, down to the tokenizers library's bare Exception
-        raise UserError(f"{path}: the tokenizer cannot be loaded ({_one_line(error)}); copy the model's tokenizer files there again") from None
+        message = f"{path}: the tokenizer cannot be loaded ({_one_line(error)}); copy the model's files there again"
+        raise UserError(message) from None
     # Added tokens may leave gaps, so the largest id counts, not how many there are.
     num_tokens = max(hf.get_vocab().values(), default=-1) + 1
     if num_tokens > vocab_size:
@@ -97,7 +99,7 @@ def read_stop_ids(path: str | Path) -> tuple[int, ...]:
         vocab_size = _vocab_size(path)
         for stop_id in ids:
             if not isinstance(stop_id, int) or isinstance(stop_id, bool) or not 0 <= stop_id < vocab_size:
-                raise UserError(f"{path / name}: eos_token_id is {value!r}; it must be ids below the vocabulary size {vocab_size}")
+                raise UserError(f"{path / name}: eos_token_id is {value!r}; ids must be below the vocabulary size {vocab_size}")
         return tuple(sorted(set(ids)))
     return ()
 
@@ -107,7 +109,9 @@ def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, wind
     if not prompt_ids:
         raise UserError(f"{place}: the prompt is empty; give at least one token")
     if bad := next((token for token in prompt_ids if not 0 <= token < vocab_size), None):
-        raise UserError(f"{place}: token id {bad} is outside the model's vocabulary of {vocab_size}; encode with the model's own tokenizer")
+        raise UserError(
+            f"{place}: token id {bad} is outside the vocabulary of {vocab_size}; encode with the model's own tokenizer"
+        )
     if len(prompt_ids) > window - 1:
         raise UserError(
             f"{place}: the prompt has {len(prompt_ids)} tokens but the model's window is {window},"
@@ -122,7 +126,7 @@ def _check_coverage(text: str, offsets: Sequence[tuple[int, int]], place: str, p
         covered[start:end] = b"\1" * (end - start)
     for index, character in enumerate(text):
         if not covered[index] and not character.isspace():
-            raise UserError(f"{place}: the tokenizer of {path} has no token for {character!r} (character {index + 1}); remove it")
+            raise UserError(f"{place}: the tokenizer of {path} has no token for {character!r} (column {index + 1}); remove it")
 
 
 def _vocab_size(path: Path) -> int:

@@ -11,7 +11,7 @@ ranks nor training; time is measured here and nowhere below.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -43,8 +43,8 @@ class EngineStats:
     num_steps: int = 0
     prefill_seconds: float = 0.0
     seconds_by_strategy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    survivors_by_depth: dict[int, int] = field(default_factory=lambda: defaultdict(int))
-    attempts_by_depth: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    survivors_by_depth: Counter[int] = field(default_factory=Counter)
+    attempts_by_depth: Counter[int] = field(default_factory=Counter)
 
     @property
     def accept_length(self) -> float | None:
@@ -55,6 +55,18 @@ class EngineStats:
     def accept_by_depth(self) -> list[float]:
         """Share of verifications whose walk survived to depth 1, 2, ... (of those that drafted so deep)."""
         return [self.survivors_by_depth[d] / self.attempts_by_depth[d] for d in sorted(self.attempts_by_depth)]
+
+    def add(self, other: EngineStats) -> None:
+        """Counts of another engine or phase on top of these."""
+        for name in ("num_tokens", "num_verifications", "num_verified_tokens", "num_steps", "prefill_seconds"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for mine, theirs in (
+            (self.seconds_by_strategy, other.seconds_by_strategy),
+            (self.survivors_by_depth, other.survivors_by_depth),
+            (self.attempts_by_depth, other.attempts_by_depth),
+        ):
+            for key, value in theirs.items():
+                mine[key] += value  # type: ignore[index, operator]
 
     def record_verification(self, depth: int, num_accepted: int, num_kept: int) -> None:
         self.num_verifications += 1

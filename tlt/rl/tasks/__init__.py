@@ -1,7 +1,7 @@
 """What a task is, and how to find one by name. Knows no model: tasks also run in reward worker processes."""
 
 import importlib
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 #: The tasks that come with TLT, as "module:object".
 BUILTIN = {"countdown": "tlt.rl.tasks.countdown:TASK"}
@@ -30,9 +30,9 @@ def get_task(name: str) -> Task:
     if not (module_name and colon and attribute):
         raise ValueError(f"unknown task {name!r}: use one of {sorted(BUILTIN)} or your own as 'package.module:object'")
     try:
-        task = getattr(importlib.import_module(module_name), attribute)
+        task: object = getattr(importlib.import_module(module_name), attribute)
     except (ModuleNotFoundError, AttributeError) as error:
         raise ValueError(f"task {name!r} cannot be loaded ({error}): check its name and PYTHONPATH") from error
     if not isinstance(task, Task):
         raise ValueError(f"task {name!r} is a {type(task).__name__} without problems() and score(): give a Task")
-    return cast(Task, task)
+    return task

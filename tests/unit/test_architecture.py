@@ -1,0 +1,129 @@
+"""Imports point down only (DESIGN §3). Reads every import statement under tlt/, those inside functions too; runs no module.
+
+    cli → { train, audit, bench, integrations, commands } → phase → { rollout, drafting, rl, distributed, report }
+        → { models, speculative } → { types, config }
+
+A module may import lower layers and its own package, never a higher layer and never a sibling. One exception:
+config → types, for its errors are the package's UserError and its strategies are read by Strategy.parse.
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import tlt
+
+ROOT = Path(tlt.__file__).parent
+
+LAYERS: tuple[frozenset[str], ...] = (
+    frozenset({"types", "config"}),
+    frozenset({"models", "speculative"}),
+    frozenset({"rollout", "drafting", "rl", "distributed", "report"}),
+    frozenset({"phase"}),
+    frozenset({"train", "audit", "bench", "integrations", "commands"}),
+    frozenset({"cli"}),
+)
+HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
+SIBLINGS_ALLOWED = {("config", "types")}
+
+
+def find_violations(module: str, source: str) -> list[str]:
+    """The imports in `source` that its place forbids. `module` is dotted, such as "tlt.rollout.engine"."""
+    part = _part(module)
+    found = []
+    for line, target in _imported_parts(module, source):
+        if target not in HEIGHT:
+            found.append(f"{module}:{line} imports tlt.{target}, which has no layer: give it one in {Path(__file__).name}")
+        elif target == part or (part, target) in SIBLINGS_ALLOWED:
+            continue
+        elif HEIGHT[target] > HEIGHT[part]:
+            found.append(f"{module}:{line} imports upwards: {part} → {target}")
+        elif HEIGHT[target] == HEIGHT[part]:
+            found.append(f"{module}:{line} imports a sibling: {part} → {target}")
+    return found
+
+
+def _part(module: str) -> str:
+    return module.split(".")[1]
+
+
+def _imported_parts(module: str, source: str) -> list[tuple[int, str]]:
+    """(line, part) of everything imported from the package; `tlt` itself, its version, is no part."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".")[: -node.level]
+                base = ".".join([*package, *([base] if base else [])])
+            # `from tlt import commands` names a part in the alias; `from tlt.types import X` in the base.
+            found += [(node.lineno, f"{base}.{alias.name}" if base == "tlt" else base) for alias in node.names]
+    return [(line, name.split(".")[1]) for line, name in found if name.startswith("tlt.") and not name.startswith("tlt.__")]
+
+
+def _modules() -> dict[str, str]:
+    sources = {}
+    for path in sorted(ROOT.rglob("*.py")):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+        sources[module] = path.read_text(encoding="utf-8")
+    return sources
+
+
+def test_every_module_has_a_layer() -> None:
+    parts = {_part(module) for module in _modules()} - {"__init__"}
+    assert parts <= set(HEIGHT), f"without a layer: {sorted(parts - set(HEIGHT))}"
+
+
+def test_imports_point_down_only() -> None:
+    modules = {module: source for module, source in _modules().items() if module != "tlt.__init__"}
+    assert len(modules) > 10
+    violations = [line for module, source in modules.items() for line in find_violations(module, source)]
+    assert violations == []
+
+
+def test_the_package_itself_imports_nothing_of_its_own() -> None:
+    assert _imported_parts("tlt.__init__", (ROOT / "__init__.py").read_text(encoding="utf-8")) == []
+
+
+def test_an_upward_import_is_found_even_inside_a_function() -> None:
+    source = "import torch\n\ndef f():\n    from tlt.rollout.engine import RolloutEngine\n    return RolloutEngine\n"
+    assert find_violations("tlt.speculative.verify", source) == [
+        "tlt.speculative.verify:4 imports upwards: speculative → rollout"
+    ]
+
+
+def test_a_sibling_import_is_found_in_each_of_its_spellings() -> None:
+    expected = ["tlt.speculative.tree:1 imports a sibling: speculative → models"]
+    for source in ("import tlt.models.attention", "from tlt.models import attention", "from tlt import models", "from ..models import x"):
+        assert find_violations("tlt.speculative.tree", source) == expected, source
+
+
+def test_the_one_exception_does_not_work_in_reverse() -> None:
+    assert find_violations("tlt.config", "from tlt.types import UserError") == []
+    assert find_violations("tlt.types", "from tlt.config import Config") == ["tlt.types:1 imports a sibling: types → config"]
+
+
+def test_downward_and_own_package_imports_are_allowed() -> None:
+    source = "from tlt.types import Rollout\nfrom tlt.models.transformer import ModelConfig\nfrom . import cache\nimport tlt.rollout.noise\n"
+    assert find_violations("tlt.rollout.engine", source) == []
+
+
+def test_a_part_without_a_layer_is_found() -> None:
+    (message,) = find_violations("tlt.rollout.engine", "import tlt.utils")
+    assert "tlt.utils, which has no layer" in message
+
+
+def test_the_mathematics_of_losslessness_imports_torch_and_types_only() -> None:
+    """DESIGN §3: speculative/ is auditable in an hour."""
+    allowed = {"torch", "tlt", "__future__", "collections", "dataclasses", "typing", "math", "functools", "itertools"}
+    for module, source in _modules().items():
+        if _part(module) != "speculative":
+            continue
+        for node in ast.walk(ast.parse(source)):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            assert {name.split(".")[0] for name in names} <= allowed, f"{module} imports {names}"

@@ -1,0 +1,270 @@
+"""The configuration: defaults, layers, paths, and one line for every mistake."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from tlt.config import Config, ModelConfig, RolloutConfig, TaskConfig, load_config, parse_overrides
+from tlt.types import UserError
+
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "countdown" / "quickstart.toml"
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """recipe/run.toml with a model and a drafter beside it; the working directory is elsewhere."""
+    recipe = tmp_path / "recipe"
+    for name in ("base", "drafter"):
+        (recipe / name).mkdir(parents=True)
+    (recipe / "run.toml").write_text('[model]\npath = "base"\n\n[task]\nname = "countdown"\n')
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return recipe
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def mistake(path: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# ── values ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_minimal_file_gets_every_default(folder: Path) -> None:
+    config = load_config(folder / "run.toml")
+    assert config.rollout.speculation == "off"
+    assert config.drafter.path is None
+    assert config.algorithm.clip_high == 0.28
+    assert config.task.num_problems == 4096
+
+
+def test_overrides_win_over_the_file_and_the_last_one_over_the_others(folder: Path) -> None:
+    path = write(folder, '[model]\npath = "base"\n[task]\nname = "countdown"\n[run]\nseed = 1\nnum_steps = 7\n')
+    config = load_config(path, ["--run.seed", "2", "--run.seed=3", "--optimizer.learning_rate", "1e-4"])
+    assert (config.run.seed, config.run.num_steps, config.optimizer.learning_rate) == (3, 7, 1e-4)
+
+
+def test_overrides_are_read_as_the_key_wants_them(folder: Path) -> None:
+    config = load_config(
+        folder / "run.toml",
+        [
+            *("--rollout.speculation", "off", "--drafter.train", "false", "--run.time_limit_minutes", "none"),
+            *("--task.options.mix", "{2 = 0.5, 3 = 0.5}", "--task.options.label", "hard", "--sampling.temperature", "1"),
+        ],
+    )
+    assert config.run.time_limit_minutes is None
+    assert config.task.options == {"mix": {"2": 0.5, "3": 0.5}, "label": "hard"}
+    assert config.sampling.temperature == 1.0
+
+
+def test_a_negative_number_is_a_value_and_not_an_option(folder: Path) -> None:
+    assert "it must be greater than or equal to 0" in mistake(folder / "run.toml", "--run.seed", "-1")
+
+
+def test_the_configuration_is_frozen(folder: Path) -> None:
+    config = load_config(folder / "run.toml")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.run.seed = 1  # type: ignore[misc]
+
+
+def test_json_round_trip_changes_nothing(folder: Path) -> None:
+    config = load_config(folder / "run.toml", ["--drafter.path", str(folder / "drafter"), "--rollout.speculation", "4x1x4"])
+    again = Config.from_json(config.to_json())
+    assert again == config
+    assert again.content_hash == config.content_hash
+    (folder / "config.json").write_text(config.to_json())
+    assert load_config(folder / "config.json") == config
+
+
+def test_the_hash_changes_with_any_value(folder: Path) -> None:
+    hashes = [load_config(folder / "run.toml", ["--run.seed", str(seed)]).content_hash for seed in (0, 1)]
+    assert hashes[0] != hashes[1]
+
+
+def test_every_key_of_the_contract_exists() -> None:
+    config = Config(model=ModelConfig(path=Path("m")), task=TaskConfig(name="t"))
+    keys = {section: set(values) for section, values in json.loads(config.to_json()).items()}
+    assert keys == {
+        "run": set("out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every time_limit_minutes".split()),
+        "model": {"path"},
+        "task": {"name", "options", "num_problems", "problems_file"},
+        "rollout": {"problems_per_step", "samples_per_problem", "max_batch_size", "speculation"},
+        "sampling": {"temperature", "top_k", "top_p", "min_p", "max_tokens"},
+        "drafter": set(
+            "path train learning_rate tokens_per_micro_step buffer_tokens carry_longest clip_grad_norm"
+            " coupling_temperature".split()
+        ),
+        "algorithm": set(
+            "clip_low clip_high kl_coefficient normalize_advantages_by_std epochs minibatches tokens_per_micro_batch"
+            " importance_correction_cap".split()
+        ),
+        "optimizer": set("learning_rate beta1 beta2 eps weight_decay warmup_steps schedule clip_grad_norm".split()),
+        "evaluation": {"every", "num_problems", "samples_per_problem", "temperature", "keep_best"},
+        "rewards": {"num_workers", "timeout_seconds"},
+    }
+
+
+def test_the_quickstart_recipe_is_valid_toml_with_known_keys_only() -> None:
+    """The model and drafter folders may not have been built where this runs; everything else must hold."""
+    here = str(Path(__file__).parent)
+    config = load_config(QUICKSTART, ["--model.path", here, "--drafter.path", here])
+    assert config.run.num_ranks == 2
+    assert config.drafter.train
+
+
+# ── paths ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_path_in_the_file_is_relative_to_the_file_where_it_exists_there(folder: Path) -> None:
+    assert load_config(folder / "run.toml").model.path == folder / "base"
+
+
+def test_a_path_in_the_file_is_else_relative_to_the_working_directory(folder: Path) -> None:
+    (Path.cwd() / "elsewhere").mkdir()
+    path = write(folder, '[model]\npath = "elsewhere"\n[task]\nname = "countdown"\n')
+    assert load_config(path).model.path == Path.cwd() / "elsewhere"
+
+
+def test_a_path_in_an_override_and_out_dir_are_relative_to_the_working_directory(folder: Path) -> None:
+    (Path.cwd() / "base").mkdir()
+    config = load_config(folder / "run.toml", ["--model.path", "base", "--run.out_dir", "runs/x"])
+    assert config.model.path == Path.cwd() / "base"
+    assert config.run.out_dir == Path.cwd() / "runs" / "x"
+    assert load_config(folder / "run.toml").run.out_dir == Path.cwd() / "runs" / "run"
+
+
+# ── mistakes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_missing_file_is_named() -> None:
+    assert mistake(Path("nowhere.toml")) == "nowhere.toml: no such file; give the path of a TOML configuration"
+
+
+def test_a_syntax_error_is_placed_by_line_and_column(folder: Path) -> None:
+    message = mistake(write(folder, "[run]\nseed = = 1\n"))
+    assert "run.toml: cannot be parsed" in message
+    assert "line 2, column 8" in message
+
+
+def test_an_unknown_key_suggests_the_nearest(folder: Path) -> None:
+    path = write(folder, '[model]\npath = "base"\n[task]\nname = "countdown"\n[run]\nnum_step = 1\n')
+    assert mistake(path) == f"{path}: run.num_step is unknown; did you mean run.num_steps?"
+
+
+def test_an_unknown_section_suggests_the_nearest(folder: Path) -> None:
+    path = write(folder, '[model]\npath = "base"\n[task]\nname = "countdown"\n[roll_out]\n')
+    assert mistake(path) == f"{path}: roll_out is unknown; did you mean rollout?"
+
+
+def test_an_unknown_key_far_from_all_others_lists_them(folder: Path) -> None:
+    assert "known keys are num_workers, timeout_seconds" in mistake(folder / "run.toml", "--rewards.zzz", "1")
+
+
+def test_a_misspelt_required_key_is_reported_as_unknown_and_not_as_missing(folder: Path) -> None:
+    path = write(folder, '[model]\npth = "base"\n[task]\nname = "countdown"\n')
+    assert "model.pth is unknown; did you mean model.path?" in mistake(path)
+
+
+def test_a_missing_section_and_a_missing_key_say_how_to_add_them(folder: Path) -> None:
+    assert "model is missing; add a section [model]" in mistake(write(folder, '[task]\nname = "countdown"\n'))
+    assert "task.name is missing; add it to section [task]" in mistake(write(folder, '[model]\npath = "base"\n[task]\n'))
+
+
+@pytest.mark.parametrize(
+    ("override", "remedy"),
+    [
+        (("--run.seed", "x"), "--run.seed: run.seed is 'x'; it must be a valid integer"),
+        (("--run.num_steps", "1.5"), "run.num_steps is 1.5; it must be a valid integer"),
+        (("--run.num_steps", "true"), "run.num_steps is True; it must be a valid integer"),
+        (("--run.num_steps", "0"), "it must be greater than or equal to 1"),
+        (("--drafter.train", "yes"), "drafter.train is 'yes'; it must be a valid boolean"),
+        (("--sampling.top_p", "0"), "it must be greater than 0"),
+        (("--sampling.temperature", "nan"), "it must be a finite number"),
+        (("--run.dtype", "float16"), "it must be 'float32', 'float64' or 'bfloat16'"),
+        (("--rollout.speculation", "4x1"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
+        (("--rollout.speculation", "4x1x2"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
+        (("--rollout.samples_per_problem", "1"), "it must be greater than or equal to 2"),
+        (("--run.time_limit_minutes", "0"), "it must be greater than 0"),
+        (("--task.name", ""), "task.name is ''"),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_place_and_remedy(folder: Path, override: tuple[str, str], remedy: str) -> None:
+    message = mistake(folder / "run.toml", *override)
+    assert message.startswith(f"{override[0]}: ")
+    assert remedy in message
+
+
+def test_a_wrong_type_in_the_file_is_placed_in_the_file(folder: Path) -> None:
+    path = write(folder, '[model]\npath = "base"\n[task]\nname = "countdown"\n[run]\nseed = "7"\n')
+    assert mistake(path) == f"{path}: run.seed is '7'; it must be a valid integer"
+
+
+def test_a_section_that_is_a_value_is_refused(folder: Path) -> None:
+    path = write(folder, 'run = 3\n[model]\npath = "base"\n[task]\nname = "countdown"\n')
+    assert "run is 3; it must be a table of keys" in mistake(path)
+    assert "run is a value, not a table" in mistake(path, "--run.seed", "1")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["--run.seed"], "--run.seed: has no value; write --run.seed VALUE"),
+        (["--run.seed", "--run.num_steps", "3"], "--run.seed: has no value; write --run.seed VALUE"),
+        (["--seed", "3"], "--seed: unknown option; an override is written --section.key value, such as --run.seed 1"),
+        (["run.seed", "3"], "run.seed: unexpected argument; an override is written --section.key value"),
+        (["--run.", "3"], "--run.: unexpected argument; an override is written --section.key value"),
+    ],
+)
+def test_a_malformed_override_says_how_to_write_it(overrides: list[str], message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_overrides(overrides)
+    assert str(caught.value) == message
+
+
+def test_a_model_folder_that_does_not_exist_is_refused(folder: Path) -> None:
+    assert "model.path is /nowhere; there is no such folder" in mistake(folder / "run.toml", "--model.path", "/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part"),
+    [
+        (["--rollout.speculation", "adaptive"], "rollout.speculation is 'adaptive' but drafter.path is not set"),
+        (["--drafter.train", "true"], "drafter.train is true but drafter.path is not set"),
+        (["--task.num_problems", "3"], "rollout.problems_per_step is 8 but task.num_problems only 3"),
+        (["--algorithm.minibatches", "33"], "algorithm.minibatches is 33 but a step has only 32 responses"),
+        (["--drafter.buffer_tokens", "10"], "buffer_tokens 10 is less than tokens_per_micro_step"),
+    ],
+)
+def test_sections_that_contradict_each_other_are_refused(folder: Path, overrides: list[str], part: str) -> None:
+    assert part in mistake(folder / "run.toml", *overrides)
+
+
+def test_problems_come_from_one_source(folder: Path) -> None:
+    (folder / "problems.jsonl").write_text("{}\n")
+    path = write(
+        folder, '[model]\npath = "base"\n[task]\nname = "countdown"\nproblems_file = "problems.jsonl"\nnum_problems = 9\n'
+    )
+    assert "exclude each other" in mistake(path)
+    path = write(folder, '[model]\npath = "base"\n[task]\nname = "countdown"\nproblems_file = "problems.jsonl"\n')
+    config = load_config(path)
+    assert (config.task.num_problems, config.task.problems_file) == (None, folder / "problems.jsonl")
+    assert load_config(path, ["--task.num_problems", "9"]).task.problems_file is None
+
+
+def test_direct_construction_is_as_strict(folder: Path) -> None:
+    with pytest.raises(ValidationError, match="extra_forbidden"):
+        RolloutConfig(batch=1)  # type: ignore[call-arg]

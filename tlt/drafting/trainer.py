@@ -1,0 +1,190 @@
+"""Training the drafter: one micro-step at a time, so that whoever has better work to do gets its processor back.
+
+    micro-step = recompute a chunk of features, or one optimizer step on a packed batch
+    SpotTrainer.run(should_stop):   while not should_stop(): micro-step
+
+The target comes in packed and read-only; nothing here can write to it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.drafting.buffer import PackedBatch, Trajectory, TrajectoryBuffer
+from tlt.drafting.losses import LossWeights, eagle_loss
+from tlt.models.attention import Cached, PackedCausal
+from tlt.models.drafter import DraftModel, align
+from tlt.models.transformer import PackedTransformer
+from tlt.speculative.tree import chain_mask
+from tlt.types import DrafterReport, Rollout, Span
+
+_RECOMPUTE_TOKENS = 128
+"""Target tokens per recomputing micro-step."""
+
+
+class DrafterTrainer:
+    """AdamW on the drafter's own parameters. `num_tokens` counts all it was ever trained on."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        target: PackedTransformer,
+        learning_rate: float = 1e-3,
+        clip_grad_norm: float = 1.0,
+        weights: LossWeights | None = None,
+        own_feature_share: float = 0.5,
+    ) -> None:
+        self.model, self.target = model, target
+        self.clip_grad_norm = clip_grad_norm
+        self.weights = weights or LossWeights()
+        self.own_feature_share = own_feature_share
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.generator = torch.Generator().manual_seed(0)
+        self.num_tokens = 0
+
+    def step(self, batch: PackedBatch) -> float:
+        """One optimizer step; the loss. A loss that is not finite raises: a broken drafter must not go unnoticed."""
+        pairs = align(batch.lengths)
+        dtype = next(self.model.parameters()).dtype
+        features_NE = batch.features_NE.to(dtype)
+        inputs_ME = features_NE[pairs.feature_index_M]
+        targets_ME = features_NE[pairs.target_index_M]
+        embeddings_ME = self.target.embed(batch.token_ids_N[pairs.token_index_M]).to(dtype)
+        attend = PackedCausal(self.model.config, pairs.lengths)
+        inputs_ME = self._mix_in_own_features(embeddings_ME, inputs_ME, pairs.positions_M, attend)
+        with torch.enable_grad():
+            predicted_ME = self.model(embeddings_ME, inputs_ME, pairs.positions_M, attend)
+            loss = eagle_loss(predicted_ME, targets_ME, self.target.head_VE.to(dtype), batch.weight_M.to(dtype), self.weights)
+            loss.backward()  # type: ignore[no-untyped-call]
+        value = loss.item()
+        if value != value or value in (float("inf"), float("-inf")):
+            raise FloatingPointError(f"drafter training: the loss is {value} after {self.num_tokens} tokens; lower drafter.learning_rate")
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.num_tokens += batch.num_tokens
+        return value
+
+    @torch.no_grad()
+    def _mix_in_own_features(self, embeddings_ME: Tensor, features_ME: Tensor, positions_M: Tensor, attend: PackedCausal) -> Tensor:
+        """While drafting, all but the first pair read the drafter's own predictions. A share of the training inputs is
+        therefore replaced by them (scheduled sampling, arXiv 1506.03099): pair t then reads what pair t - 1 predicted."""
+        if self.own_feature_share == 0:
+            return features_ME
+        predicted_ME = self.model(embeddings_ME, features_ME, positions_M, attend)
+        own_ME = torch.roll(predicted_ME, 1, dims=0)
+        is_own_M = torch.rand(len(positions_M), generator=self.generator) < self.own_feature_share
+        is_own_M &= positions_M > 0  # the first pair of a sequence has no predecessor
+        return torch.where(is_own_M[:, None], own_ME, features_ME)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"optimizer": self.optimizer.state_dict(), "num_tokens": self.num_tokens}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.num_tokens = state["num_tokens"]
+
+    def shared_tensors(self) -> list[Tensor]:
+        """Weights and Adam moments, in a fixed order: what replicas average. Moments exist from here on, if only as zeros."""
+        tensors: list[Tensor] = []
+        for parameter in self.model.parameters():
+            state = self.optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            tensors += [parameter.data, state["exp_avg"], state["exp_avg_sq"], state["step"]]
+        return tensors
+
+
+class FeatureRecompute:
+    """Recomputes one trajectory's features through the engine's copy of the target, a chunk at a time."""
+
+    def __init__(self, target: PackedTransformer, trajectory: Trajectory) -> None:
+        c = target.config
+        self.target, self.trajectory = target, trajectory
+        length = trajectory.num_usable
+        shape = (c.num_layers, 1, 2 * c.num_kv_heads, length, c.head_dim)
+        self.layers = list(torch.zeros(shape, dtype=target.dtype, device=target.device))
+        self.chunks: list[Tensor] = []
+        self.done = 0
+
+    @torch.inference_mode()
+    def advance(self, num_tokens: int) -> bool:
+        """Processes the next tokens; True when the trajectory is complete (and has its features)."""
+        end = min(self.done + num_tokens, self.trajectory.num_usable)
+        columns_1T = torch.arange(self.done, end, device=self.target.device)[None]
+        mask = chain_mask(end - self.done, columns_1T[:, 0], end, self.target.dtype)
+        attend = Cached(self.target.config, self.layers, columns_1T, end, mask)
+        tokens_T = torch.tensor(self.trajectory.token_ids[self.done : end])
+        self.chunks.append(self.target.forward(tokens_T, columns_1T[0], attend))
+        self.done = end
+        if end < self.trajectory.num_usable:
+            return False
+        self.trajectory.features_TE = torch.cat(self.chunks)
+        self.trajectory.policy_version = self.target.version
+        return True
+
+
+class SpotTrainer:
+    """Trains the drafter while nothing else is to be done. Optimizer, buffer and counters live on between sessions."""
+
+    def __init__(
+        self,
+        trainer: DrafterTrainer,
+        buffer: TrajectoryBuffer,
+        tokens_per_micro_step: int,
+        carry_longest: int = 8,
+        on_span: Callable[[Span], None] | None = None,
+    ) -> None:
+        self.trainer, self.buffer = trainer, buffer
+        self.tokens_per_micro_step, self.carry_longest = tokens_per_micro_step, carry_longest
+        self.on_span = on_span
+        self._recompute: FeatureRecompute | None = None
+
+    def run(self, should_stop: Callable[[], bool]) -> DrafterReport:
+        """Micro-steps until `should_stop()`, which is asked before every one of them; with nothing to train on, returns
+        at once."""
+        num_steps, losses, longest = 0, [], 0.0
+        tokens_before, start = self.trainer.num_tokens, time.perf_counter()
+        now = start
+        while not should_stop():
+            loss = self.micro_step()
+            if loss is None:
+                break
+            before, now = now, time.perf_counter()
+            num_steps, longest = num_steps + 1, max(longest, now - before)
+            losses.append(loss)
+            if self.on_span is not None:
+                self.on_span(Span("train drafter", before, now))
+        trained = [loss for loss in losses if loss == loss]
+        mean_loss = sum(trained) / len(trained) if trained else float("nan")
+        return DrafterReport(num_steps, self.trainer.num_tokens - tokens_before, now - start, mean_loss, longest)
+
+    def carry_over(self, rollouts: Sequence[Rollout]) -> None:
+        """The step is over: the longest responses of all replicas stay for the next one."""
+        self._recompute = None
+        self.buffer.carry_over(rollouts, self.carry_longest)
+
+    def micro_step(self) -> float | None:
+        """One unit of work: the loss of a training step, NaN for a recomputed chunk, None when there is nothing to do.
+
+        Ready trajectories come first; recomputing alternates with training on what is ready.
+        """
+        version = self.trainer.target.version
+        if self._recompute is None and (stale := self.buffer.missing(version)) is not None:
+            stale.features_TE = None
+            self._recompute = FeatureRecompute(self.trainer.target, stale)
+        if self._recompute is not None and self._recompute.trajectory.policy_version > version:
+            self._recompute = None
+        if self._recompute is not None:
+            if self._recompute.advance(_RECOMPUTE_TOKENS):
+                self._recompute = None
+            return float("nan")
+        batch = self.buffer.sample(self.tokens_per_micro_step)
+        return None if batch is None else self.trainer.step(batch)

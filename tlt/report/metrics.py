@@ -1,0 +1,237 @@
+"""What a step was like, one JSON line each, and the statistics that say whether training helped. Pure files and numbers.
+
+JSON has no NaN: a quantity that does not exist (the accept length of a step without verification) is null in the file and
+NaN in the record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt.types import UserError
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class LengthStats:
+    """Of the numbers of tokens of a step's responses (of 128, say, p95 is interpolated between the 121st and the 122nd)."""
+
+    mean: float
+    p50: float
+    p95: float
+    max: int
+
+    @staticmethod
+    def of(lengths: Sequence[int]) -> LengthStats:
+        if not lengths:
+            return LengthStats(NAN, NAN, NAN, 0)
+        return LengthStats(float(np.mean(lengths)), percentile(lengths, 50), percentile(lengths, 95), max(lengths))
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise; sums run over all ranks.
+
+    reward_mean, solve_rate: of this step's responses, as sampled for training.
+    evaluation_solve_rate: on held-out problems after this step; None: no evaluation at this step.
+    truncated_share: of responses that reached their token limit.  zero_variance_groups: groups that give no gradient.
+    engine_trainer_logprob_gap: mean |log-probability by the engine - by the trainer| over response tokens.
+    cpu_seconds: processor time of all ranks.
+    idle_seconds: from a replica's last token to the last token of all, summed.
+    drafter_train_seconds: of those, spent training the drafter.  harvested_share: their quotient.
+    accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
+    accept_by_depth: unconditional survival to depth 1, 2, …
+    strategy_seconds: engine seconds under each strategy, "off" included.
+    tokens_per_second: response tokens / rollout seconds.
+    finished_at: Unix time.
+    """
+
+    step: int
+    reward_mean: float
+    solve_rate: float
+    num_responses: int
+    num_tokens: int
+    response_tokens: LengthStats
+    truncated_share: float
+    zero_variance_groups: int
+    loss: float
+    grad_norm: float
+    entropy: float
+    clip_fraction: float
+    kl: float
+    lr: float
+    engine_trainer_logprob_gap: float
+    rollout_seconds: float
+    update_seconds: float
+    step_seconds: float
+    cpu_seconds: float
+    idle_seconds: float
+    drafter_train_seconds: float
+    harvested_share: float
+    drafter_loss: float
+    drafter_tokens: int
+    accept_length: float
+    accept_by_depth: tuple[float, ...]
+    strategy_seconds: dict[str, float]
+    tokens_per_second: float
+    policy_version: int
+    drafter_version: int
+    evaluation_solve_rate: float | None = None
+    finished_at: float = NAN
+
+    def to_json(self) -> str:
+        return dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(line: str) -> StepRecord:
+        """Raises ValueError, naming the fields, where they are not those of a StepRecord."""
+        values = json.loads(line)
+        fields = {field.name: field for field in dataclasses.fields(StepRecord)}
+        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+        if not required <= values.keys() <= fields.keys():
+            wrong = sorted(required - values.keys()) + sorted(values.keys() - fields.keys())
+            raise ValueError(f"fields missing or unknown: {', '.join(wrong)}")
+        lengths = values["response_tokens"]
+        values["response_tokens"] = LengthStats(**{name: NAN if value is None else value for name, value in lengths.items()})
+        values["accept_by_depth"] = tuple(_nan_if_null(value) for value in values["accept_by_depth"])
+        values["strategy_seconds"] = {name: _nan_if_null(value) for name, value in values["strategy_seconds"].items()}
+        is_float = {name for name, field in fields.items() if field.type == "float"}
+        return StepRecord(**{name: _nan_if_null(value) if name in is_float else value for name, value in values.items()})
+
+
+class MetricsWriter:
+    """Appends one line per step and flushes it. Opening it at `first_step` drops what an earlier attempt wrote for that step
+    and later ones, and a line that a kill tore: no step ever stands twice in the file."""
+
+    def __init__(self, path: str | Path, first_step: int) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line, record in _read_lines(self.path) if record.step < first_step] if self.path.exists() else []
+        replace_text(self.path, "".join(line + "\n" for line in kept))
+        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+        self._next_step = first_step
+
+    def write(self, record: StepRecord) -> None:
+        assert record.step >= self._next_step, f"step {record.step} after step {self._next_step - 1}"
+        self._next_step = record.step + 1
+        self._file.write(record.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[StepRecord]:
+    """All whole records of a metrics.jsonl, also of one that is being written."""
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")
+    return [record for _, record in _read_lines(path)]
+
+
+def _read_lines(path: Path) -> list[tuple[str, StepRecord]]:
+    """(line, record) pairs. A last line without its newline was torn by a kill and is left out; any other fault is an error."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append((line, StepRecord.from_json(line)))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise UserError(f"{path}, line {number}: no step record ({error}); repair or remove the line") from error
+    return records
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    os.replace(partial, path)
+
+
+def dumps(value: Any) -> str:
+    """JSON that every reader takes: NaN and infinities become null, numpy and torch scalars plain numbers."""
+    return json.dumps(_plain(value), allow_nan=False, separators=(", ", ": "))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if not isinstance(value, str | int | float | None) and callable(getattr(value, "item", None)):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _nan_if_null(value: float | None) -> float:
+    return NAN if value is None else value
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Linearly interpolated; NaN of nothing."""
+    return float(np.percentile(np.asarray(values, dtype=np.float64), percent)) if len(values) else NAN
+
+
+def paired_sign_flip_test(
+    before: Sequence[float],
+    after: Sequence[float],
+    num_permutations: int = 100_000,
+    seed: int = 0,
+    alternative: Literal["greater", "two-sided"] = "greater",
+) -> float:
+    """p value of the hypothesis that training changed nothing, from one pair of scores per problem.
+
+    Under it each difference after - before is as likely to have either sign. p = the share of sign patterns whose mean
+    difference is at least the observed one ("greater": one-sided, training helped; "two-sided": in absolute value).
+    Exact, over all 2^n patterns of the n differences other than 0, where these are at most `num_permutations`; otherwise
+    from that many random patterns, the observed one counted among them (p is never 0; Phipson & Smyth 2010).
+    """
+    if len(before) != len(after):
+        raise ValueError(f"paired test: {len(before)} scores before and {len(after)} after; they must be of the same problems")
+    difference_P = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
+    if not np.isfinite(difference_P).all():
+        raise ValueError("paired test: a score is not finite")
+    difference_P = difference_P[difference_P != 0]
+    num_pairs = len(difference_P)
+    observed = difference_P.sum()
+    slack = 1e-12 * np.abs(difference_P).sum()  # sums of the same terms in another order are ties
+
+    def count_extreme(signs_MP: NDArray[np.float64]) -> int:
+        flipped_M = signs_MP @ difference_P
+        if alternative == "two-sided":
+            return int((np.abs(flipped_M) >= abs(observed) - slack).sum())
+        return int((flipped_M >= observed - slack).sum())
+
+    chunk = 4096
+    if num_pairs < 60 and 2**num_pairs <= num_permutations:
+        bits_P = np.arange(num_pairs)
+        patterns = (np.arange(start, min(start + chunk, 2**num_pairs)) for start in range(0, 2**num_pairs, chunk))
+        return sum(count_extreme(1.0 - 2.0 * (pattern_M[:, None] >> bits_P & 1)) for pattern_M in patterns) / 2**num_pairs
+    generator = np.random.default_rng(seed)
+    num_extreme = 0
+    for start in range(0, num_permutations, chunk):
+        shape = (min(chunk, num_permutations - start), num_pairs)
+        num_extreme += count_extreme(1.0 - 2.0 * generator.integers(0, 2, size=shape, dtype=np.int8))
+    return (1 + num_extreme) / (1 + num_permutations)

@@ -1,0 +1,214 @@
+"""Where the time of each rank went, as spans, and their picture (Chrome trace: chrome://tracing, ui.perfetto.dev).
+
+    rank 0   | step ......................................................... |
+             | prefill | decode | speculate                | update           |
+    rank 1   | prefill | decode | train drafter ........... | update           |
+
+Recording appends to a list; `flush` appends to `timeline.rank<R>.jsonl`; `merge_timelines` makes one timeline.json of all.
+Times in these files are Unix seconds of rank 0's clock, so that ranks and resumed runs share one axis.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tlt.report.metrics import replace_text
+from tlt.types import Span
+
+GENERATION = frozenset({"prefill", "decode", "speculate"})
+MERGE_GAP_SECONDS = 0.001
+"""Adjacent spans of one name are one where at most this lies between them (an engine step follows another)."""
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Timeline:
+    """Records the spans of one rank.
+
+    epoch: seconds to add to `clock` for the shared axis, from `shared_epoch`; 0: the clock is the axis.
+    path: file that `flush` appends to; None: nothing is ever written. An earlier attempt's spans in it stay.
+    """
+
+    def __init__(
+        self, rank: int, path: str | Path | None = None, epoch: float = 0.0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.rank = rank
+        self._path = None if path is None else Path(path)
+        self._epoch = epoch
+        self._clock = clock
+        self._spans: list[list[Any]] = []  # [name, start, end, busy seconds, number of spans merged]
+        if self._path is not None:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            _end_torn_line(self._path)
+
+    def span(self, name: str) -> _OpenSpan:
+        """`with timeline.span("decode"): …` about 1 µs. Spans may nest."""
+        return _OpenSpan(self, name)
+
+    def add(self, span: Span) -> None:
+        """A span measured elsewhere, on this rank's clock."""
+        self.record(span.name, span.start, span.end)
+
+    def record(self, name: str, start: float, end: float) -> None:
+        spans = self._spans
+        if spans:
+            last = spans[-1]
+            if last[0] == name and 0.0 <= start - last[2] <= MERGE_GAP_SECONDS:
+                last[2] = end
+                last[3] += end - start
+                last[4] += 1
+                return
+        spans.append([name, start, end, end - start, 1])
+
+    @property
+    def spans(self) -> list[Span]:
+        """What was recorded since the last flush, merged, on this rank's own clock."""
+        return [Span(name, start, end) for name, start, end, _, _ in self._spans]
+
+    def flush(self) -> None:
+        """Moves what was recorded to the end of the file. Call it once a step; without a file all stays here."""
+        if self._path is None or not self._spans:
+            return
+        epoch = self._epoch
+        lines = [json.dumps([name, start + epoch, end + epoch, busy, count]) for name, start, end, busy, count in self._spans]
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(line + "\n" for line in lines))
+        self._spans = []
+
+
+class _OpenSpan:
+    __slots__ = ("_name", "_start", "_timeline")
+
+    def __init__(self, timeline: Timeline, name: str) -> None:
+        self._timeline = timeline
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._start = self._timeline._clock()
+
+    def __exit__(self, *_: object) -> None:
+        self._timeline.record(self._name, self._start, self._timeline._clock())
+
+
+def shared_epoch(
+    rank: int,
+    gather: Callable[[Any], list[Any]],
+    clock: Callable[[], float] = time.perf_counter,
+    wall: Callable[[], float] = time.time,
+    num_rounds: int = 7,
+) -> float:
+    """What to add to this rank's clock to get rank 0's Unix time. Every rank calls it; `gather` returns every rank's value in
+    the order of ranks, when all have called (a barrier). On one machine the monotonic clock is shared and the answer exact;
+    between machines it is the median over rounds, as exact as the ranks leave `gather` together."""
+    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else f"rank {rank}"
+    rounds = []
+    gather(None)
+    for _ in range(num_rounds):
+        rounds.append(gather((boot_id, clock(), wall())))
+    boot_0, clock_0, wall_0 = rounds[0][0]
+    offset = 0.0
+    if any(boot != boot_0 for boot, _, _ in rounds[0]):
+        differences = sorted(values[0][1] - values[rank][1] for values in rounds[1:])
+        offset = differences[len(differences) // 2]
+    return float(wall_0 - clock_0 + offset)
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def rank_path(directory: str | Path, rank: int) -> Path:
+    return Path(directory) / f"timeline.rank{rank}.jsonl"
+
+
+def read_spans(directory: str | Path) -> dict[int, list[Span]]:
+    """The flushed spans of every rank of a run, in Unix seconds of rank 0."""
+    return {rank: [Span(name, start, end) for name, start, end, _, _ in rows] for rank, rows in _read_rows(directory).items()}
+
+
+def merge_timelines(directory: str | Path, out: str | Path) -> None:
+    """Writes one Chrome trace of all ranks' files, a row per rank, starting at 0."""
+    rows_by_rank = _read_rows(directory)
+    origin = min((row[1] for rows in rows_by_rank.values() for row in rows), default=0.0)
+    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "TLT"}}]
+    for rank, rows in rows_by_rank.items():
+        events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+        events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}})
+        for name, start, end, busy, count in sorted(rows, key=lambda row: (row[1], -row[2])):
+            times = {"ts": _microseconds(start - origin), "dur": _microseconds(end - start)}
+            args = {"args": {"spans": count, "busy_ms": round(busy * 1e3, 3)}} if count > 1 else {}
+            events.append({"ph": "X", "pid": 0, "tid": rank, "name": name, **times, **args})
+    text = ",\n".join(json.dumps(event) for event in events)
+    replace_text(Path(out), '{"displayTimeUnit": "ms", "traceEvents": [\n' + text + "\n]}\n")
+
+
+def _read_rows(directory: str | Path) -> dict[int, list[list[Any]]]:
+    paths = {int(path.name.split(".")[1].removeprefix("rank")): path for path in Path(directory).glob("timeline.rank*.jsonl")}
+    rows = {}
+    for rank, path in sorted(paths.items()):
+        whole_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
+        rows[rank] = [json.loads(line) for line in whole_lines if line]
+    return rows
+
+
+def _end_torn_line(path: Path) -> None:
+    """Drops a last line that a kill tore, so that appending starts on a line of its own."""
+    if path.exists():
+        text = path.read_text(encoding="utf-8")
+        if not text.endswith("\n"):
+            replace_text(path, text[: text.rfind("\n") + 1])
+
+
+def _microseconds(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+# -- what the spans say ------------------------------------------------------------------------------------------------
+
+
+def critical_path_share(
+    spans_by_rank: Mapping[int, Sequence[Span]], names: str | Collection[str] = "train drafter", step_name: str = "step"
+) -> float:
+    """What the named work (drafter training) adds to the critical path, as a share of the steps' seconds.
+
+    In each step (spans named `step_name`, on any one rank): from the end of the last response of all ranks, the seconds that
+    some rank still spends in spans of these names; the rank that spends most counts. Before that end the work runs beside the
+    generation and adds nothing. Generation inside an "evaluate" span belongs to no rollout.
+    """
+    names = {names} if isinstance(names, str) else set(names)
+    steps = next(([span for span in spans if span.name == step_name] for spans in spans_by_rank.values() if _has(spans, step_name)), [])
+    evaluations = [span for spans in spans_by_rank.values() for span in spans if span.name == "evaluate"]
+    added = 0.0
+    for step in steps:
+        ends = [
+            span.end
+            for spans in spans_by_rank.values()
+            for span in spans
+            if span.name in GENERATION and step.start <= span.start < step.end and not _lies_in(span, evaluations)
+        ]
+        if ends:
+            added += max(_covered(spans, names, max(ends), step.end) for spans in spans_by_rank.values())
+    total = sum(step.end - step.start for step in steps)
+    return added / total if total > 0 else float("nan")
+
+
+def _has(spans: Sequence[Span], name: str) -> bool:
+    return any(span.name == name for span in spans)
+
+
+def _lies_in(span: Span, others: Sequence[Span]) -> bool:
+    return any(other.start <= span.start and span.end <= other.end for other in others)
+
+
+def _covered(spans: Sequence[Span], names: Collection[str], start: float, end: float) -> float:
+    """Seconds of [start, end] within the union of the spans of these names (nested ones count once)."""
+    pieces = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.name in names)
+    covered, reached = 0.0, start
+    for piece_start, piece_end in pieces:
+        if piece_end > reached:
+            covered += piece_end - max(piece_start, reached)
+            reached = piece_end
+    return covered

@@ -1,0 +1,426 @@
+"""THE loop: rollout phase → update → publish → record → checkpoint. Everything it drives is made in `Run`.
+
+    for step in steps:      problems ─▶ phase (responses, rewards; idle ranks train the drafter) ─▶ policy update
+                               ▲                                                                      │
+                               └──────────── publish: the engines load the new policy ◀───────────────┘
+
+The same program runs on every rank; what rank 0 does besides is write files and print.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tlt.config import Config
+from tlt.distributed.checkpoint import RunState, latest_checkpoint, load_checkpoint, save_checkpoint
+from tlt.distributed.collectives import World, any_rank, gather_objects, init_process_group_from_env, shutdown
+from tlt.distributed.coordinator import connect_coordinator
+from tlt.drafting.buffer import TrajectoryBuffer
+from tlt.drafting.export import load_drafter, save_drafter
+from tlt.drafting.trainer import DrafterTrainer, SpotTrainer
+from tlt.models.checkpoint import content_hash, load_tensors
+from tlt.models.checkpoint import load_config as load_model_config
+from tlt.models.checkpoint import save_checkpoint as save_model
+from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
+from tlt.models.tokenizer import check_prompt, load_tokenizer
+from tlt.models.transformer import Transformer
+from tlt.phase import PhaseResult, RolloutPhase, StopRequested
+from tlt.report.console import Console
+from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test
+from tlt.report.timeline import Timeline, merge_timelines, rank_path, shared_epoch
+from tlt.rl.policy import PolicyTrainer, UpdateMetrics
+from tlt.rl.rewards import RewardPool
+from tlt.rl.tasks import get_task
+from tlt.rollout.drafters import LearnedDrafter
+from tlt.rollout.engine import RolloutEngine
+from tlt.rollout.tuner import make_tuner
+from tlt.types import Problem, SamplingParams, UserError, resolve_dtype
+
+if TYPE_CHECKING:
+    from tlt.distributed.launch import StopRequest
+
+
+def main(config_json: str, stop: StopRequest) -> None:
+    """What every rank runs; `launch` calls it."""
+    config = Config.from_json(config_json)
+    torch.set_num_threads(config.run.threads_per_rank)
+    world = init_process_group_from_env(_device(config))
+    run = Run(config, world, stop)
+    try:
+        train(run)
+    finally:
+        run.close()
+    del run
+    shutdown(world)
+
+
+def train(run: Run) -> None:
+    """From where the last checkpoint left off to the last step, or to the user's stop."""
+    try:
+        if run.step == 0:
+            run.evaluate()
+        while run.step < run.config.run.num_steps and not run.is_out_of_time():
+            started = time.perf_counter()
+            phase = run.generate()
+            update = run.update(phase)
+            run.publish()
+            run.record(phase, update, time.perf_counter() - started)
+            run.evaluate_if_due()
+            run.checkpoint_if_due()
+        run.evaluate()
+        run.finish()
+    except StopRequested as reason:
+        run.stop(str(reason))
+
+
+def preflight(config: Config) -> None:
+    """Everything that can be refused before a process is started: UserError, one line."""
+    model_config = load_model_config(config.model.path)
+    if config.drafter.path is not None:
+        load_drafter(config.drafter.path, model_config)
+    load_problems(config, "train")
+    if config.evaluation.num_problems:
+        load_problems(config, "test")
+
+
+class Run:
+    """The objects of one run on one rank, and the steps of the loop."""
+
+    def __init__(self, config: Config, world: World, stop: StopRequest) -> None:
+        self.config, self.world = config, world
+        self.out_dir = config.run.out_dir
+        self.step = 0
+        self.drafter_version = 0
+        self.started = time.perf_counter()
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        if world.is_leader:
+            (self.out_dir / "config.json").write_text(config.to_json())
+        epoch = shared_epoch(world.rank, lambda value: gather_objects(world, value))
+        self.timeline = Timeline(world.rank, rank_path(self.out_dir, world.rank), epoch)
+        self.console = Console(enabled=world.is_leader)
+
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.problems = load_problems(config, "train")
+        self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
+
+        self.model_config = load_model_config(config.model.path)
+        dtype = resolve_dtype(config.run.dtype)
+        self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        initial = load_tensors(config.model.path, self.model_config, self.master_dtype)
+        self.policy = self._make_policy(initial)
+        reference = self._make_policy(initial) if config.algorithm.kl_coefficient > 0 else None
+        self.trainer = PolicyTrainer(
+            self.policy,
+            config.algorithm,
+            config.optimizer,
+            temperature=config.sampling.temperature,
+            num_steps=config.run.num_steps,
+            group=world.group,
+            reference=reference,
+        )
+        self.engine = RolloutEngine(
+            self.model_config,
+            dtype=dtype,
+            device=world.device,
+            max_batch_size=config.rollout.max_batch_size,
+            tuner=make_tuner(config.rollout.speculation),
+            on_span=self.timeline.add,
+        )
+        self.spot = self._attach_drafter()
+        self._resume()
+        self.publish()
+        self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
+        self.phase = RolloutPhase(
+            world,
+            self.engine,
+            connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0),
+            self.scorers,
+            self.tokenizer.decode,
+            self.timeline,
+            stop.is_set,
+            self.spot,
+        )
+        self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
+
+    # ── making ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _make_policy(self, tensors: dict[str, torch.Tensor]) -> Transformer:
+        with torch.device("meta"):
+            policy = Transformer(self.model_config)
+        policy.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
+        return policy.to(self.world.device)
+
+    def _attach_drafter(self) -> SpotTrainer | None:
+        """The drafter in the engine, and who trains it; without speculation there is neither."""
+        settings = self.config.drafter
+        if self.engine.tuner is None:
+            return None
+        assert settings.path is not None, "config.py requires a drafter for speculation"
+        model = DraftModel(drafter_config(self.model_config)).to(self.world.device)
+        model.load_state_dict({name: tensor.float() for name, tensor in load_drafter(settings.path, self.model_config).items()})
+        packed = PackedDrafter(model.config, self.engine.model.dtype, self.world.device)
+        packed.load(dict(model.named_parameters()), version=0)
+        slots = self.config.rollout.max_batch_size
+        drafter = LearnedDrafter(packed, self.engine.model, slots, settings.coupling_temperature)
+        self.engine.load_drafter(drafter)
+        self.draft_model = model
+        if not settings.train:
+            return None
+        buffer = TrajectoryBuffer(settings.buffer_tokens, self.config.run.seed)
+        drafter.on_finish = buffer.add
+        trainer = DrafterTrainer(model, self.engine.model, settings.learning_rate, settings.clip_grad_norm)
+        return SpotTrainer(trainer, buffer, settings.tokens_per_micro_step, settings.carry_longest, self.timeline.add)
+
+    # ── the steps of the loop ────────────────────────────────────────────────────────────────────────────────────────
+
+    def generate(self) -> PhaseResult:
+        """This step's problems, answered and scored."""
+        self.cpu_started = time.process_time()
+        self.step_started = time.perf_counter()
+        problems = problems_of_step(self.problems, self.step, self.config.rollout.problems_per_step, self.config.run.seed)
+        return self.phase.run(problems, self.config.rollout.samples_per_problem, self._sampling(), "rollout", self.step)
+
+    def update(self, phase: PhaseResult) -> UpdateMetrics:
+        with self.timeline.span("update"):
+            return self.trainer.update(phase.rollouts, phase.rewards, self.step)
+
+    def publish(self) -> None:
+        """The engine gets the policy as it is now; its version is the number of updates behind it."""
+        with self.timeline.span("publish"):
+            self.engine.load_policy(dict(self.policy.named_parameters()), self.step)
+
+    def record(self, phase: PhaseResult, update: UpdateMetrics, step_seconds: float) -> None:
+        """One line of metrics.jsonl and of the table. From here on the step counts as done."""
+        self.timeline.record("step", self.step_started, time.perf_counter())
+        cpu_seconds = sum(gather_objects(self.world, time.process_time() - self.cpu_started))
+        record = step_record(self.step, phase, update, step_seconds, cpu_seconds)
+        if self.metrics is not None:
+            self.metrics.write(record)
+        self.console.step(record)
+        self.timeline.flush()
+        self.step += 1
+
+    def evaluate_if_due(self) -> None:
+        every = self.config.evaluation.every
+        if every and self.step % every == 0 and self.step < self.config.run.num_steps:
+            self.evaluate()
+
+    def evaluate(self) -> None:
+        """Solves the held-out problems with the same noise every time, so that two evaluations can be paired."""
+        settings = self.config.evaluation
+        if not self.held_out or any(e["step"] == self.step for e in self._evaluations()):
+            return
+        params = dataclasses.replace(self._sampling(), temperature=settings.temperature)
+        with self.timeline.span("evaluate"), self.console.status(f"evaluating on {len(self.held_out)} held-out problems"):
+            phase = self.phase.run(self.held_out, settings.samples_per_problem, params, "evaluation", 0, train_drafter=False)
+        scores: dict[str, list[float]] = {}
+        for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
+            scores.setdefault(rollout.problem_id, []).append(float(reward.is_solved))
+        by_problem = {problem: sum(values) / len(values) for problem, values in scores.items()}
+        solve_rate = sum(by_problem.values()) / len(by_problem)
+        best = max((e["solve_rate"] for e in self._evaluations()), default=-1.0)
+        if self.world.is_leader:
+            if settings.keep_best and solve_rate > best:
+                self._save_policy(self.out_dir / "best")
+            line = {"step": self.step, "solve_rate": solve_rate, "seconds": phase.seconds, "by_problem": by_problem}
+            with (self.out_dir / "evaluations.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        self.console.evaluation(self.step, solve_rate, phase.seconds)
+        gather_objects(self.world, None)  # nobody reads the file before it is written
+
+    def checkpoint_if_due(self) -> None:
+        every = self.config.run.checkpoint_every
+        if every and self.step % every == 0 and self.step < self.config.run.num_steps:
+            self.checkpoint()
+
+    def is_out_of_time(self) -> bool:
+        limit = self.config.run.time_limit_minutes
+        return limit is not None and any_rank(self.world, time.perf_counter() - self.started > 60 * limit)
+
+    # ── keeping ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def checkpoint(self) -> None:
+        """All that the rest of the run depends on. Ranks hold the same state, so one of them writes it."""
+        if self.world.is_leader:
+            drafter = None
+            if self.engine.tuner is not None:
+                assert self.engine.drafter is not None
+                self.drafter_version = self.engine.drafter.version
+                drafter = self.draft_model.state_dict()
+            state = RunState(self.step, self.drafter_version, self.config.content_hash)
+            training = {"policy": self.trainer.state_dict()}
+            if self.spot is not None:
+                training["drafter"] = self.spot.trainer.state_dict()
+            with self.timeline.span("checkpoint"):
+                save_checkpoint(self.out_dir / "checkpoints", state, self.policy.state_dict(), drafter, training)
+        gather_objects(self.world, None)
+
+    def _resume(self) -> None:
+        path = latest_checkpoint(self.out_dir / "checkpoints")
+        if path is None:
+            return
+        state, policy, drafter, training = load_checkpoint(path, self.world.device)
+        self.step, self.drafter_version = state.step, state.drafter_version
+        self.policy.load_state_dict(policy)
+        self.trainer.load_state_dict(training["policy"])
+        if drafter is not None and self.engine.drafter is not None:
+            self.draft_model.load_state_dict(drafter)
+            assert isinstance(self.engine.drafter, LearnedDrafter)
+            self.engine.drafter.model.load(dict(self.draft_model.named_parameters()), state.drafter_version)
+            if self.spot is not None:
+                self.spot.trainer.load_state_dict(training["drafter"])
+        self.console.note(f"resumed at step {self.step} from {path}")
+
+    def finish(self) -> None:
+        """The run's products: the policy and the drafter, each in a format that others load, and the picture of the time."""
+        self.checkpoint()
+        self.timeline.flush()
+        gather_objects(self.world, None)
+        if not self.world.is_leader:
+            return
+        self._save_policy(self.out_dir / "policy")
+        products = {"policy": self.out_dir / "policy"}
+        if self.engine.tuner is not None:
+            about = {"policy_hash": content_hash(self.policy.state_dict()), "policy_step": self.step}
+            save_drafter(self.out_dir / "drafter", self.draft_model, torch.float32, about)
+            products["drafter"] = self.out_dir / "drafter"
+        merge_timelines(self.out_dir, self.out_dir / "timeline.json")
+        products |= {name: self.out_dir / name for name in ("metrics.jsonl", "config.json", "timeline.json")}
+        self.console.summary(products, self._progress(), self.step, time.perf_counter() - self.started)
+
+    def stop(self, reason: str) -> None:
+        """The user's stop: the last finished step is kept, the unfinished one will be generated again, token for token."""
+        self.checkpoint()
+        self.timeline.flush()
+        self.console.note(f"stopped {reason}; {self.step} steps are kept. Continue with: tlt train --resume {self.out_dir}")
+
+    def close(self) -> None:
+        if self.metrics is not None:
+            self.metrics.close()
+        self.scorers.close()
+        self.console.close()
+
+    # ── small things ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _sampling(self) -> SamplingParams:
+        s = self.config.sampling
+        stop_ids = self.tokenizer.stop_ids
+        return SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.max_tokens, stop_ids, self.config.run.seed)
+
+    def _save_policy(self, path: Path) -> None:
+        save_model(path, self.model_config, self.policy.state_dict(), dtype=self.master_dtype, source=self.config.model.path)
+
+    def _evaluations(self) -> list[dict[str, Any]]:
+        """Evaluations of steps that this run has done, not those of an attempt it has gone back behind."""
+        path = self.out_dir / "evaluations.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [entry for entry in map(json.loads, lines) if entry["step"] <= self.step]
+
+    def _progress(self) -> dict[str, float] | None:
+        """Solve rates of the first and the last evaluation and the p value of their paired difference."""
+        evaluations = self._evaluations()
+        if len(evaluations) < 2:
+            return None
+        before, after = evaluations[0]["by_problem"], evaluations[-1]["by_problem"]
+        problems = sorted(before)
+        p_value = paired_sign_flip_test([before[p] for p in problems], [after[p] for p in problems])
+        return {"before": evaluations[0]["solve_rate"], "after": evaluations[-1]["solve_rate"], "p_value": p_value}
+
+
+# ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _device(config: Config) -> str:
+    if config.run.device != "auto":
+        return config.run.device
+    return "cuda" if torch.cuda.device_count() >= config.run.num_ranks else "cpu"
+
+
+def load_problems(config: Config, split: str) -> list[Problem]:
+    """The task's problems of a split, as tokens; each is checked against the model's window."""
+    tokenizer = load_tokenizer(config.model.path)
+    window = load_model_config(config.model.path).max_positions
+    records = _problem_records(config, split)
+    problems = []
+    for record in records:
+        where = f"task {config.task.name}, problem {record['problem_id']!r}"
+        prompt_ids = tokenizer.encode_text(record["prompt"], where)
+        check_prompt(prompt_ids, where, vocab_size=tokenizer.vocab_size, window=window)
+        problems.append(Problem(record["problem_id"], prompt_ids, record))
+    return problems
+
+
+def _problem_records(config: Config, split: str) -> list[dict[str, Any]]:
+    file = config.task.problems_file
+    if split == "train" and file is not None:
+        records = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
+        if not records:
+            raise UserError(f"task.problems_file: {file} is empty; write problems with tlt task {config.task.name}")
+        return records
+    num = config.task.num_problems if split == "train" else config.evaluation.num_problems
+    assert num is not None
+    try:
+        return get_task(config.task.name).problems(num, config.run.seed, split=split, **config.task.options)
+    except (ValueError, TypeError) as error:
+        raise UserError(f"task {config.task.name}: {error}; correct [task] in the configuration") from None
+
+
+def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int) -> list[Problem]:
+    """Step `step`'s share of an endless sequence of epochs, each shuffled by (seed, epoch). What does not fill a step at
+    the end of an epoch waits for the next."""
+    steps_per_epoch = len(problems) // num
+    epoch, position = divmod(step, steps_per_epoch)
+    order = list(range(len(problems)))
+    random.Random(f"{seed}/{epoch}").shuffle(order)
+    return [problems[i] for i in order[position * num : (position + 1) * num]]
+
+
+def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_seconds: float, cpu_seconds: float) -> StepRecord:
+    """What metrics.jsonl keeps of a step."""
+    lengths = [len(rollout.token_ids) for rollout in phase.rollouts]
+    stats = phase.stats
+    reports = [replica.drafter for replica in phase.replicas]
+    trained = [report for report in reports if report.num_tokens]
+    nan = float("nan")
+    drafter_tokens = sum(report.num_tokens for report in reports)
+    return StepRecord(
+        step=step,
+        reward_mean=sum(reward.value for reward in phase.rewards) / len(phase.rewards),
+        solve_rate=sum(reward.is_solved for reward in phase.rewards) / len(phase.rewards),
+        num_responses=len(lengths),
+        num_tokens=sum(lengths),
+        response_tokens=LengthStats.of(lengths),
+        truncated_share=sum(rollout.finish_reason == "length" for rollout in phase.rollouts) / len(lengths),
+        zero_variance_groups=update.zero_variance_groups,
+        loss=update.loss,
+        grad_norm=update.grad_norm,
+        entropy=update.entropy,
+        clip_fraction=update.clip_fraction,
+        kl=update.kl,
+        lr=update.lr,
+        engine_trainer_logprob_gap=update.engine_trainer_logprob_gap,
+        rollout_seconds=phase.seconds,
+        update_seconds=update.seconds,
+        step_seconds=step_seconds,
+        cpu_seconds=cpu_seconds,
+        idle_seconds=phase.idle_seconds,
+        drafter_train_seconds=phase.drafter_seconds,
+        harvested_share=phase.drafter_seconds / phase.idle_seconds if phase.idle_seconds > 0 else nan,
+        drafter_loss=sum(r.loss * r.num_tokens for r in trained) / drafter_tokens if trained else nan,
+        drafter_tokens=drafter_tokens,
+        accept_length=stats.accept_length if stats.accept_length is not None else nan,
+        accept_by_depth=tuple(stats.accept_by_depth),
+        strategy_seconds=dict(stats.seconds_by_strategy),
+        tokens_per_second=sum(lengths) / phase.seconds,
+        policy_version=step,
+        drafter_version=phase.drafter_version,
+        finished_at=time.time(),
+    )
