@@ -12,6 +12,7 @@ import io
 import json
 import re
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +126,7 @@ class DrafterTrain:
     epochs: float = 1.0
     """Passes over the responses."""
     learning_rate: float = 1e-3
-    """Peak, after a short warm-up."""
+    """Peak: a short warm-up before it, a linear end after the first half."""
     tokens_per_micro_step: int = 4096
     """Tokens per optimizer step."""
     seed: int = 0
@@ -232,7 +233,15 @@ def _score(command: Score) -> int:
 def _drafter_train(command: DrafterTrain) -> int:
     from tlt import commands
 
-    return _print_json(commands.train_drafter(commands.DrafterTrainOptions(**vars(command))))
+    shown = time.monotonic()
+
+    def show(share: float, loss: float) -> None:
+        nonlocal shown
+        if time.monotonic() - shown >= 5:
+            shown = time.monotonic()
+            print(f"drafter: {share:.0%} of the tokens, loss {loss:.4f}", file=sys.stderr, flush=True)
+
+    return _print_json(commands.train_drafter(commands.DrafterTrainOptions(**vars(command)), show))
 
 
 def _print_json(summary: dict[str, Any]) -> int:
@@ -279,15 +288,24 @@ def parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     overrides: list[str] = []
     if name == "train":
         rest, overrides = split_overrides(rest)
-    boxes = io.StringIO()
     try:
-        with contextlib.redirect_stderr(boxes):
-            command: Any = tyro.cli(COMMANDS[name], prog=f"tlt {name}", args=rest, config=(FlagConversionOff,))
+        return _parse_command(name, rest), overrides
     except SystemExit as exit_:
-        if not exit_.code:  # --help has been printed
+        if not exit_.code:  # --help: once more, now for the terminal with its width and colours
+            tyro.cli(COMMANDS[name], prog=f"tlt {name}", args=rest, config=(FlagConversionOff,))
+        raise
+
+
+def _parse_command(name: str, arguments: list[str]) -> Any:
+    """tyro looks at stdout to decide how to draw its boxes; without a terminal they are plain text to condense."""
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box), contextlib.redirect_stdout(io.StringIO()):
+            return tyro.cli(COMMANDS[name], prog=f"tlt {name}", args=arguments, config=(FlagConversionOff,))
+    except SystemExit as exit_:
+        if not exit_.code:
             raise
-        raise UsageError(f"{condense(boxes.getvalue())}; see tlt {name} --help") from None
-    return command, overrides
+        raise UsageError(f"{condense(box.getvalue())}; see tlt {name} --help") from None
 
 
 def _split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
@@ -321,17 +339,19 @@ def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def condense(box: str) -> str:
-    """tyro's error box as one line: its message without title, rules, help texts and the hint at --help."""
+    """tyro's error as one line: its message without title, rules, help texts and the hint at --help.
+
+    The plain box: a title, then sections between rules of dashes; two columns of margin.
+    """
     sections: list[list[str]] = [[]]
     for line in box.splitlines():
-        if re.match(r"│ ─+ │", line):
+        text = line[2:].rstrip()
+        if text.strip("-") == "" and "---" in text:
             sections.append([])
-        elif text := re.match(r"│ (.*) │$", line):
-            indent = len(text[1]) - len(text[1].lstrip())
-            if indent < 8:  # deeper lines are an option's help text
-                sections[-1].append(text[1].strip())
-    noise = ("Argument helptext", "For full helptext")
-    message = " ".join(" ".join(section) for section in sections if section and not section[0].startswith(noise))
+        elif text.strip() and not text.startswith(" " * 8):  # deeper lines are an option's help text
+            sections[-1].append(text.strip())
+    hints = ("Argument helptext", "For full helptext")
+    message = " ".join(" ".join(section) for section in sections[1:] if section and not section[0].startswith(hints))
     return (message or " ".join(box.split())).rstrip(".")
 
 

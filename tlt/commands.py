@@ -13,9 +13,10 @@ import contextlib
 import inspect
 import json
 import os
+import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -392,6 +393,123 @@ def _summarize_scores(verdicts: Mapping[str, Sequence[Record]]) -> Score:
         "problems_without_responses": len(verdicts) - len(by_problem),
     }
     return Score(by_problem, summary)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# drafter train
+
+
+@dataclass(frozen=True)
+class DrafterTrainOptions:
+    """Everything `tlt drafter train` depends on."""
+
+    model: Path
+    responses: Path
+    out: Path
+    init: Path | None
+    epochs: float
+    learning_rate: float
+    tokens_per_micro_step: int
+    seed: int
+    threads: int
+
+
+def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, float], None]) -> Record:
+    """Trains a drafter on responses of the model `options.model` and writes it to the new folder `options.out`.
+
+    on_progress: receives the share of the tokens done and the loss of the last step.
+    """
+    import torch
+
+    from tlt.drafting.buffer import TrajectoryBuffer
+    from tlt.drafting.export import load_drafter, save_drafter
+    from tlt.drafting.trainer import DrafterTrainer, SpotTrainer
+    from tlt.models.checkpoint import content_hash, load_tensors
+    from tlt.models.checkpoint import load_config as load_model_config
+    from tlt.models.drafter import DraftModel, drafter_config
+    from tlt.models.transformer import PackedTransformer
+
+    _check_drafter_train(options)
+    config = load_model_config(options.model)
+    rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
+    tensors = load_tensors(options.model, config)
+    torch.set_num_threads(options.threads)
+    target = PackedTransformer(config, torch.float32)
+    target.load(tensors, version=0)
+    model = DraftModel(drafter_config(config)).initialize(options.seed)
+    if options.init is not None:
+        model.load_state_dict(load_drafter(options.init, config))
+
+    buffer = TrajectoryBuffer(max_tokens=sum(len(rollout.prompt_ids) + len(rollout.token_ids) for rollout in rollouts))
+    buffer.random.seed(options.seed)
+    for rollout in rollouts:
+        buffer.add(rollout)
+    if not len(buffer):
+        raise UserError(f"--responses: {options.responses} has no response of three tokens or more; give longer ones")
+    trainer = DrafterTrainer(model, target, learning_rate=options.learning_rate)
+    spot = SpotTrainer(trainer, buffer, options.tokens_per_micro_step)
+    wanted = max(int(options.epochs * buffer.num_tokens), 1)
+    begin, num_steps, loss = time.perf_counter(), 0, float("nan")
+    while trainer.num_tokens < wanted:
+        progress = trainer.num_tokens / wanted
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = options.learning_rate * min(1.0, (progress + 0.005) / 0.05, (1.0 - progress) / 0.5 + 0.02)
+        step_loss = spot.micro_step()
+        assert step_loss is not None, "the buffer holds trajectories"
+        if step_loss == step_loss:  # NaN marks a recomputed chunk of features
+            num_steps, loss = num_steps + 1, step_loss
+            on_progress(trainer.num_tokens / wanted, loss)
+    seconds = time.perf_counter() - begin
+
+    about = {"target": content_hash(tensors), "num_tokens": trainer.num_tokens, "init": str(options.init or "random")}
+    unfinished = options.out.with_name(f".{options.out.name}.tmp")
+    try:
+        save_drafter(unfinished, model, torch.bfloat16, about)
+        unfinished.rename(options.out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return {
+        "responses": len(rollouts),
+        "tokens": trainer.num_tokens,
+        "steps": num_steps,
+        "seconds": seconds,
+        "loss": loss,
+        "out": str(options.out),
+    }
+
+
+def _check_drafter_train(options: DrafterTrainOptions) -> None:
+    for name, value in (("tokens-per-micro-step", options.tokens_per_micro_step), ("threads", options.threads)):
+        if value < 1:
+            raise UserError(f"--{name}: is {value}; it must be 1 or more")
+    for name, rate in (("epochs", options.epochs), ("learning-rate", options.learning_rate)):
+        if not 0 < rate < float("inf"):
+            raise UserError(f"--{name}: is {rate}; it must be more than 0")
+    if options.out.exists():
+        raise UserError(f"--out: {options.out} exists; give the name of a new folder")
+    check_output_file(options.out, "--out")
+
+
+def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]:
+    """Responses as `tlt generate` writes them; only their ids are needed."""
+    from tlt.models.tokenizer import check_prompt
+
+    rollouts = []
+    for index, (place, record) in enumerate(read_jsonl(path, "--responses")):
+        ids: list[tuple[int, ...]] = []
+        for key in ("prompt_ids", "token_ids"):
+            value = record.get(key)
+            if not isinstance(value, list) or not all(type(token) is int for token in value):
+                raise UserError(f"{place}: {key} must be a list of whole numbers, as tlt generate writes it")
+            ids.append(tuple(value))
+        prompt_ids, token_ids = ids
+        if len(prompt_ids) + len(token_ids) > window:
+            length = len(prompt_ids) + len(token_ids)
+            raise UserError(f"{place}: has {length} tokens but the model's window is {window}; remove the line")
+        check_prompt(prompt_ids + token_ids, place, vocab_size=vocab_size, window=window + 1)
+        rollouts.append(Rollout(f"line {index}", 0, prompt_ids, token_ids, (), "stop", policy_version=0))
+    return rollouts
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ class Run:
             (self.out_dir / "config.json").write_text(config.to_json())
         epoch = shared_epoch(world.rank, lambda value: gather_objects(world, value))
         self.timeline = Timeline(world.rank, rank_path(self.out_dir, world.rank), epoch)
-        self.console = Console(enabled=world.is_leader)
+        self.console = Console(enabled=world.is_leader, num_steps=config.run.num_steps)
 
         self.tokenizer = load_tokenizer(config.model.path)
         self.problems = load_problems(config, "train")
@@ -123,7 +123,7 @@ class Run:
             config.optimizer,
             temperature=config.sampling.temperature,
             num_steps=config.run.num_steps,
-            group=world.group,
+            process_group=world.group,
             reference=reference,
         )
         self.engine = RolloutEngine(
@@ -404,7 +404,7 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         grad_norm=update.grad_norm,
         entropy=update.entropy,
         clip_fraction=update.clip_fraction,
-        kl=update.kl,
+        kl=update.kl if update.kl is not None else nan,
         lr=update.lr,
         engine_trainer_logprob_gap=update.engine_trainer_logprob_gap,
         rollout_seconds=phase.seconds,

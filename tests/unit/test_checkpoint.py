@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
@@ -400,6 +401,9 @@ def test_what_we_save_transformers_loads(case: str, max_shard_bytes: int, tmp_pa
     if len(shards) > 1:
         total = json.loads((target / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
         assert total == sum(tensor.nbytes for tensor in tensors.values())
+    for shard in shards:
+        with safe_open(shard, framework="pt") as opened:
+            assert opened.metadata() == {"format": "pt"}  # transformers 4 asks for it, 5 no longer does
     loaded, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not any(report.values()), report
     assert loaded.dtype == torch.float32

@@ -45,13 +45,14 @@ def init_process_group_from_env(device: str | torch.device = "cpu", timeout_seco
     convention). Without RANK this process is a world of one, and no process group is made. gloo serves tensors on the
     CPU; NCCL, where the device is a GPU, those on it (both are then set up: objects travel over gloo)."""
     device = torch.device(device)
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
         if local_rank >= torch.cuda.device_count():
-            raise UserError(f"device: rank {local_rank} of this machine has no GPU of its own ({torch.cuda.device_count()} found); lower the ranks")
+            found = torch.cuda.device_count()
+            raise UserError(f"device: cuda for rank {local_rank} of this machine, which has {found} GPU(s); give fewer ranks")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return World(0, 1, local_rank, device, dist.HashStore(), None)
     timeout = timedelta(seconds=timeout_seconds)
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
@@ -75,7 +76,7 @@ def gather_objects(world: World, value: Any) -> list[Any]:
     if world.group is None:
         return [value]
     values: list[Any] = [None] * world.world_size
-    dist.all_gather_object(values, value, group=_object_group(world))
+    dist.all_gather_object(values, value, group=world.group)
     return values
 
 
@@ -127,7 +128,3 @@ def broadcast_tensors(world: World, tensors: Sequence[Tensor], source: int = 0) 
 
 def _bucket_device(tensors: Sequence[Tensor]) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _object_group(world: World) -> dist.ProcessGroup | None:
-    return world.group

@@ -233,9 +233,11 @@ def local_coordinator(timeout: float = 600.0) -> Coordinator:
 
 def connect_coordinator(store: Store, replica: int, num_replicas: int, timeout: float) -> Coordinator:
     """A coordinator on a client connection and a key prefix of its own, so that nobody's blocking wait holds it up."""
-    own = PrefixStore("coordinator", store).clone() if num_replicas > 1 else HashStore()
-    own.set_timeout(timedelta(seconds=timeout))
-    return Coordinator(own, replica, num_replicas, timeout)
+    if num_replicas == 1:
+        return local_coordinator(timeout)
+    connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
+    connection.set_timeout(timedelta(seconds=timeout))
+    return Coordinator(PrefixStore("coordinator", connection), replica, num_replicas, timeout)
 
 
 def _read(store: Store, key: str) -> bytes:

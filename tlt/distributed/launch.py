@@ -210,7 +210,8 @@ def _run_agent(
             except ChildFailedError as failed:
                 if supervisor.has_killed:
                     return supervisor.exit_code
-                return _report_failures(report_dir, num_ranks, {rank: child.exitcode for rank, child in failed.failures.items()})
+                exit_codes = {rank: child.exitcode for rank, child in failed.failures.items()}
+                return _report_failures(report_dir, num_ranks, exit_codes)
             return supervisor.exit_code
     finally:
         shutil.rmtree(report_dir, ignore_errors=True)
@@ -303,7 +304,7 @@ class _Supervisor(threading.Thread):
                 if number in STOP_SIGNALS:
                     self._hear(signal.Signals(number))
             if time.monotonic() > self._deadline and not self.has_killed:
-                self._kill(f"the ranks did not finish within {self._grace_seconds:g} s and were killed; the step under way is lost")
+                self._kill(f"not finished after {self._grace_seconds:g} s: the ranks were killed; the step under way is lost")
 
     def _hear(self, number: signal.Signals) -> None:
         if self.first_signal is None:

@@ -26,8 +26,8 @@ def save_drafter(path: Path, model: DraftModel, dtype: torch.dtype, about: Mappi
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().to(dtype).contiguous().cpu() for name, tensor in model.state_dict().items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    described = config_to_hf(model.config, dtype, {"architectures": [ARCHITECTURE], "tlt": dict(about or {})})
-    described["tie_word_embeddings"] = False
+    described = config_to_hf(model.config, dtype, {"tlt": dict(about or {})})
+    described |= {"architectures": [ARCHITECTURE], "tie_word_embeddings": False}
     (path / "config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 

@@ -423,7 +423,7 @@ def _write_tensors(
         shard = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
         for name, tensor in shard.items():
             assert tensor.shape == expected[name], f"{name} has shape {list(tensor.shape)}, not {list(expected[name])}"
-        save_file(shard, directory / file, metadata={"format": "pt"})  # transformers refuses files without the format
+        save_file(shard, directory / file, metadata={"format": "pt"})  # transformers 4 refuses files without the format
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total_size = sum(shape.numel() for shape in expected.values()) * dtype.itemsize

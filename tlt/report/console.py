@@ -1,7 +1,7 @@
 """What the user sees of a run: a table that grows by one line per step, and a summary at the end. Text only; computes nothing.
 
-On a terminal: colours, and a live line below the table that says what is going on now. Into a file or pipe, on a dumb terminal or
-under NO_COLOR: the same table as plain lines, nothing else.
+On a terminal: colours, and a live line below the table that says what is going on now. Into a file or pipe, on a dumb
+terminal or under NO_COLOR: the same table as plain lines, nothing else.
 """
 
 from __future__ import annotations
@@ -10,12 +10,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from rich.console import Console, RenderableType
+import rich.console
+from rich.console import RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.panel import Panel
@@ -59,7 +62,7 @@ COLUMNS = (
     Column("step", "", 5, "bold", lambda r: str(r.step)),
     Column("reward", "mean", 7, "", lambda r: _number(r.reward_mean, ".3f")),
     Column("solved", "sampled", 8, "bold green", lambda r: _share(r.solve_rate, 1)),
-    Column("tokens", "p50 / max", 12, "", _lengths),
+    Column("tokens", "p50 / max", 15, "", _lengths),
     Column("rollout", "s", 8, "", lambda r: _number(r.rollout_seconds, ".1f")),
     Column("update", "s", 7, "", lambda r: _number(r.update_seconds, ".1f")),
     Column("speed", "tok/s", 8, "", lambda r: _number(r.tokens_per_second, ",.0f")),
@@ -69,82 +72,76 @@ COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """What is said at the end. `drafter` None: there is none. `solve_rate_before` / `_after` and `p_value` None: not
-    evaluated. `resume_command` None: the run is complete."""
+class Console:
+    """Prints a run, on the rank where it is `enabled`; elsewhere every method does nothing. `close` it (or use `with`).
 
-    policy: Path | None
-    drafter: Path | None
-    metrics: Path
-    config: Path
-    timeline: Path
-    num_steps: int
-    seconds: float
-    solve_rate_before: float | None = None
-    solve_rate_after: float | None = None
-    p_value: float | None = None
-    evaluation: str = ""
-    resume_command: str | None = None
-
-
-class TrainingConsole:
-    """Prints a run. Use as a context manager; on all ranks but one pass `is_silent`.
-
-    first_step, last_step: of this session, for the progress bar: a resumed run does not start at its first.
+    num_steps: of the whole run, for the progress bar; None: no bar.
     """
 
     def __init__(
         self,
-        first_step: int,
-        last_step: int,
+        enabled: bool = True,
+        num_steps: int | None = None,
         stream: TextIO | None = None,
         environ: Mapping[str, str] = os.environ,
-        is_silent: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         stream = sys.stdout if stream is None else stream
-        self.is_live = not is_silent and stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
-        # A width of its own where nobody looks: a log must not depend on the terminal that wrote it.
-        self._console = Console(
+        is_terminal = stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+        self.is_live = enabled and is_terminal
+        # A fixed width where nobody looks: a log must not depend on the terminal that wrote it.
+        self._rich = rich.console.Console(
             file=stream,
             width=None if self.is_live else WIDTH,
             no_color=not self.is_live,
             force_terminal=self.is_live,
-            quiet=is_silent,
+            quiet=not enabled,
             highlight=False,
             emoji=False,
             markup=False,
         )
-        self._first_step, self._last_step = first_step, last_step
+        self._num_steps = num_steps
         self._clock = clock
-        self._started_at = clock()
         self._num_rows = 0
         self._best = float("-inf")
         self._what = ""
-        self._step = first_step
+        self._step: int | None = None
+        self._recent: deque[float] = deque(maxlen=8)
         self._spinner = Spinner("dots", style="cyan")
         self._live: Live | None = None
-
-    def __enter__(self) -> TrainingConsole:
-        self._started_at = self._clock()
         if self.is_live:
-            self._live = Live(get_renderable=self._status_line, console=self._console, refresh_per_second=REFRESHES_PER_SECOND, transient=True)
+            self._live = Live(
+                get_renderable=self._status_line,
+                console=self._rich,
+                refresh_per_second=REFRESHES_PER_SECOND,
+                transient=True,
+            )
             self._live.start()
+
+    def __enter__(self) -> Console:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes the live line away and gives the terminal back. Printing goes on to work."""
         if self._live is not None:
             self._live.stop()
             self._live = None
 
-    def status(self, step: int, what: str) -> None:
-        """What is going on now, such as "rollout · 41 of 64 responses"; shown on a terminal only."""
-        self._step, self._what = step, what
+    @contextmanager
+    def status(self, what: str) -> Iterator[None]:
+        """What goes on within, such as "evaluating on 256 held-out problems"; shown on a terminal only."""
+        outer, self._what = self._what, what
+        try:
+            yield
+        finally:
+            self._what = outer
 
     def note(self, text: str) -> None:
         """A line of its own between the rows."""
-        self._console.print(Text("  ").append(text, style="italic"), soft_wrap=True)
+        self._print(Text(f"  {text}", style="italic"))
 
     def step(self, record: StepRecord) -> None:
         """The step's row, and a line about its evaluation where it has one."""
@@ -152,90 +149,98 @@ class TrainingConsole:
             self._header()
         self._num_rows += 1
         self._step = record.step + 1
-        self._console.print(_row([(column.write(record), column.style) for column in COLUMNS]), soft_wrap=True)
-        if record.evaluation_solve_rate is not None:
-            self.evaluation(record.evaluation_solve_rate, f"after step {record.step}")
+        self._recent.append(record.step_seconds)
+        self._print(_row([(column.write(record), column.style) for column in COLUMNS]))
 
-    def evaluation(self, solve_rate: float, when: str) -> None:
-        """The solve rate on held-out problems, told apart from the sampled one; the best so far is marked."""
-        line = Text("      ◆ ", style="yellow").append("held-out problems ", style="default").append(f"{when}: ", style="default")
+    def evaluation(self, step: int, solve_rate: float, seconds: float) -> None:
+        """The solve rate on held-out problems after `step` updates, told apart from the sampled one."""
+        line = Text("      ◆ ", style="yellow")
+        line.append(f"held-out problems {f'after {step} updates' if step else 'before training'}: ", style="default")
         line.append(f"{solve_rate:.1%} solved", style="bold green")
+        line.append(f"  {duration(seconds)}", style="dim")
         if solve_rate > self._best and self._best > float("-inf"):
             line.append("  best so far", style="yellow")
         self._best = max(self._best, solve_rate)
-        self._console.print(line, soft_wrap=True)
+        self._print(line)
+
+    def _print(self, text: Text) -> None:
+        self._rich.print(text, soft_wrap=True)
 
     def _header(self) -> None:
         if self._num_rows:
-            self._console.print()
-        self._console.print(_row([(column.title, "bold") for column in COLUMNS]), soft_wrap=True)
-        self._console.print(_row([(column.unit, "dim") for column in COLUMNS]), soft_wrap=True)
-        self._console.print(Text("─" * (sum(column.width + 1 for column in COLUMNS) - 1), style="dim"), soft_wrap=True)
+            self._rich.print()
+        self._print(_row([(column.title, "bold") for column in COLUMNS]))
+        self._print(_row([(column.unit, "dim") for column in COLUMNS]))
+        self._print(Text("─" * (sum(column.width + 1 for column in COLUMNS) - 1), style="dim"))
 
     def _status_line(self) -> RenderableType:
-        num_steps = self._last_step - self._first_step + 1
-        num_done = min(max(self._step - self._first_step, 0), num_steps)
-        seconds = self._clock() - self._started_at
-        left = f"{duration(seconds / num_done * (num_steps - num_done))} left" if num_done else duration(seconds)
-        line = Table.grid(padding=(0, 1))
+        line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(width=2, justify="right")
         line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        line.add_column(width=16)
-        line.add_column(justify="right", no_wrap=True)
-        line.expand = True
-        bar = ProgressBar(total=num_steps, completed=num_done, complete_style="cyan", finished_style="cyan")
-        line.add_row(self._spinner, Text(f"step {self._step} of {self._last_step}  {self._what}"), bar, Text(left, style="dim"))
+        step = "" if self._step is None else f"step {self._step}" + (f" of {self._num_steps}" if self._num_steps else "")
+        cells: list[RenderableType] = [self._spinner, Text("  ".join(part for part in (step, self._what) if part))]
+        if self._num_steps and self._step is not None and self._recent:
+            seconds_left = (self._num_steps - self._step) * sum(self._recent) / len(self._recent)
+            line.add_column(width=16)
+            line.add_column(justify="right", no_wrap=True)
+            cells.append(ProgressBar(self._num_steps, self._step, complete_style="cyan", finished_style="cyan"))
+            cells.append(Text(f"{duration(seconds_left)} left", style="dim"))
+        line.add_row(*cells)
         return Padding(line, (1, 0, 0, 0))
 
-    def summary(self, run: RunSummary) -> None:
-        """The panel at the end; plain "name: value" lines where there is no terminal."""
-        rows = list(_summary_rows(run))
+    def summary(
+        self,
+        products: Mapping[str, Path],
+        progress: Mapping[str, float] | None,
+        num_steps: int,
+        seconds: float,
+        resume_command: str | None = None,
+    ) -> None:
+        """What the run achieved and where it lies: a panel, or plain "name value" lines where there is no terminal.
+
+        products: name → path.  progress: {"before", "after", "p_value"} of the held-out solve rate, None: not evaluated.
+        resume_command: given where the run stopped before its end.
+        """
+        self.close()
+        rows = list(_summary_rows(products, progress, num_steps, seconds, resume_command))
+        self._rich.print()
         if not self.is_live:
-            self._console.print()
+            width = max(len(name) for name, _ in rows)
             for name, value in rows:
-                self._console.print(Text(f"{name:<10} {value.plain}"), soft_wrap=True)
+                self._print(Text(f"{name:<{width}}  {value.plain}".rstrip()))
             return
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
         grid.add_column(overflow="fold")
         for name, value in rows:
             grid.add_row(name, value)
-        is_complete = run.resume_command is None
-        title = Text("training complete" if is_complete else "training stopped", style="bold")
-        color = "green" if is_complete else "yellow"
-        panel = Panel(grid, title=title, title_align="left", border_style=color, padding=(1, 2))
-        self._console.print()
-        self._console.print(panel, width=min(self._console.width, WIDTH))
+        title, color = ("training complete", "green") if resume_command is None else ("training stopped", "yellow")
+        panel = Panel(grid, title=Text(title, style="bold"), title_align="left", border_style=color, padding=(1, 2))
+        self._rich.print(panel, width=min(self._rich.width, WIDTH))
 
 
 def _row(cells: list[tuple[str, str]]) -> Text:
     return Text(" ").join(Text(f"{text:>{column.width}}", style) for column, (text, style) in zip(COLUMNS, cells, strict=True))
 
 
-def _summary_rows(run: RunSummary) -> list[tuple[str, Text]]:
-    rows = []
-    if run.solve_rate_before is not None and run.solve_rate_after is not None:
-        change = run.solve_rate_after - run.solve_rate_before
-        solved = Text(f"{run.solve_rate_before:.1%} → ")
-        solved.append(f"{run.solve_rate_after:.1%}", style="bold green" if change > 0 else "bold")
-        if run.p_value is not None:
-            solved.append(f"   p {_p_value(run.p_value)}")
-        rows.append(("solved", solved))
-        if run.evaluation:
-            rows.append(("", Text(run.evaluation, style="dim")))
-    rows.append(("time", Text(f"{duration(run.seconds)} for {run.num_steps} steps")))
-    for name, path in (
-        ("policy", run.policy),
-        ("drafter", run.drafter),
-        ("metrics", run.metrics),
-        ("config", run.config),
-        ("timeline", run.timeline),
-    ):
-        if path is not None:
-            rows.append((name, Text(_near(path), style="cyan")))
-    if run.resume_command is not None:
-        rows.append(("resume", Text(run.resume_command, style="bold yellow")))
-    return rows
+def _summary_rows(
+    products: Mapping[str, Path],
+    progress: Mapping[str, float] | None,
+    num_steps: int,
+    seconds: float,
+    resume_command: str | None,
+) -> Iterator[tuple[str, Text]]:
+    if progress is not None:
+        has_risen = progress["after"] > progress["before"]
+        solved = Text(f"{progress['before']:.1%} → ")
+        solved.append(f"{progress['after']:.1%}", style="bold green" if has_risen else "bold")
+        yield "solved", solved.append(" of held-out problems, before → after", style="dim")
+        yield "", Text(f"paired sign-flip test, one-sided: p {_p_value(progress['p_value'])}", style="dim")
+    yield "time", Text(f"{duration(seconds)}, {num_steps} steps")
+    for name, path in products.items():
+        yield name, Text(_near(path), style="cyan")
+    if resume_command is not None:
+        yield "resume", Text(resume_command, style="bold yellow")
 
 
 def _p_value(value: float) -> str:

@@ -44,7 +44,6 @@ class StepRecord:
     """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise; sums run over all ranks.
 
     reward_mean, solve_rate: of this step's responses, as sampled for training.
-    evaluation_solve_rate: on held-out problems after this step; None: no evaluation at this step.
     truncated_share: of responses that reached their token limit.  zero_variance_groups: groups that give no gradient.
     engine_trainer_logprob_gap: mean |log-probability by the engine - by the trainer| over response tokens.
     cpu_seconds: processor time of all ranks.
@@ -87,8 +86,7 @@ class StepRecord:
     tokens_per_second: float
     policy_version: int
     drafter_version: int
-    evaluation_solve_rate: float | None = None
-    finished_at: float = NAN
+    finished_at: float
 
     def to_json(self) -> str:
         return dumps(dataclasses.asdict(self))
@@ -96,18 +94,20 @@ class StepRecord:
     @staticmethod
     def from_json(line: str) -> StepRecord:
         """Raises ValueError, naming the fields, where they are not those of a StepRecord."""
-        values = json.loads(line)
+        values: dict[str, Any] = json.loads(line)
         fields = {field.name: field for field in dataclasses.fields(StepRecord)}
         required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
         if not required <= values.keys() <= fields.keys():
             wrong = sorted(required - values.keys()) + sorted(values.keys() - fields.keys())
             raise ValueError(f"fields missing or unknown: {', '.join(wrong)}")
-        lengths = values["response_tokens"]
-        values["response_tokens"] = LengthStats(**{name: NAN if value is None else value for name, value in lengths.items()})
+        lengths: dict[str, Any] = {name: _nan_if_null(value) for name, value in values["response_tokens"].items()}
+        values["response_tokens"] = LengthStats(**lengths)
         values["accept_by_depth"] = tuple(_nan_if_null(value) for value in values["accept_by_depth"])
         values["strategy_seconds"] = {name: _nan_if_null(value) for name, value in values["strategy_seconds"].items()}
-        is_float = {name for name, field in fields.items() if field.type == "float"}
-        return StepRecord(**{name: _nan_if_null(value) if name in is_float else value for name, value in values.items()})
+        for name, field in fields.items():
+            if field.type == "float" and name in values:
+                values[name] = _nan_if_null(values[name])
+        return StepRecord(**values)
 
 
 class MetricsWriter:
@@ -182,7 +182,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _nan_if_null(value: float | None) -> float:
+def _nan_if_null(value: Any) -> Any:
     return NAN if value is None else value
 
 
@@ -210,28 +210,29 @@ def paired_sign_flip_test(
     """
     if len(before) != len(after):
         raise ValueError(f"paired test: {len(before)} scores before and {len(after)} after; they must be of the same problems")
-    difference_P = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
-    if not np.isfinite(difference_P).all():
+    change_P = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
+    if not np.isfinite(change_P).all():
         raise ValueError("paired test: a score is not finite")
-    difference_P = difference_P[difference_P != 0]
+    difference_P: NDArray[np.float64] = change_P[change_P != 0]
     num_pairs = len(difference_P)
     observed = difference_P.sum()
     slack = 1e-12 * np.abs(difference_P).sum()  # sums of the same terms in another order are ties
 
-    def count_extreme(signs_MP: NDArray[np.float64]) -> int:
-        flipped_M = signs_MP @ difference_P
+    def count_extreme(is_flipped_MP: NDArray[Any]) -> int:
+        flipped_M = (1.0 - 2.0 * is_flipped_MP) @ difference_P
         if alternative == "two-sided":
             return int((np.abs(flipped_M) >= abs(observed) - slack).sum())
         return int((flipped_M >= observed - slack).sum())
 
     chunk = 4096
     if num_pairs < 60 and 2**num_pairs <= num_permutations:
+        num_patterns = int(2**num_pairs)
         bits_P = np.arange(num_pairs)
-        patterns = (np.arange(start, min(start + chunk, 2**num_pairs)) for start in range(0, 2**num_pairs, chunk))
-        return sum(count_extreme(1.0 - 2.0 * (pattern_M[:, None] >> bits_P & 1)) for pattern_M in patterns) / 2**num_pairs
+        patterns = (np.arange(start, min(start + chunk, num_patterns)) for start in range(0, num_patterns, chunk))
+        return sum(count_extreme(pattern_M[:, None] >> bits_P & 1) for pattern_M in patterns) / num_patterns
     generator = np.random.default_rng(seed)
     num_extreme = 0
     for start in range(0, num_permutations, chunk):
         shape = (min(chunk, num_permutations - start), num_pairs)
-        num_extreme += count_extreme(1.0 - 2.0 * generator.integers(0, 2, size=shape, dtype=np.int8))
+        num_extreme += count_extreme(generator.integers(0, 2, size=shape, dtype=np.int8))
     return (1 + num_extreme) / (1 + num_permutations)

@@ -179,7 +179,8 @@ def critical_path_share(
     generation and adds nothing. Generation inside an "evaluate" span belongs to no rollout.
     """
     names = {names} if isinstance(names, str) else set(names)
-    steps = next(([span for span in spans if span.name == step_name] for spans in spans_by_rank.values() if _has(spans, step_name)), [])
+    all_steps = ([span for span in spans if span.name == step_name] for spans in spans_by_rank.values())
+    steps = next((steps for steps in all_steps if steps), [])
     evaluations = [span for spans in spans_by_rank.values() for span in spans if span.name == "evaluate"]
     added = 0.0
     for step in steps:
@@ -193,10 +194,6 @@ def critical_path_share(
             added += max(_covered(spans, names, max(ends), step.end) for spans in spans_by_rank.values())
     total = sum(step.end - step.start for step in steps)
     return added / total if total > 0 else float("nan")
-
-
-def _has(spans: Sequence[Span], name: str) -> bool:
-    return any(span.name == name for span in spans)
 
 
 def _lies_in(span: Span, others: Sequence[Span]) -> bool:

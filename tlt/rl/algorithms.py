@@ -1,7 +1,7 @@
 """GRPO as pure functions of tensors: advantages, losses, estimators. Knows no model, no batch layout and no process group.
 
     rewards_R ─ group_advantages ─▶ advantages_R ─▶ one per response token ─▶ clipped_policy_loss ┐
-                                                                             kl_estimate × β ─────┴▶ Σ over all tokens / their number
+                                                                              kl_estimate × β ────┴▶ token_mean
 
 Axes: R responses · N response tokens, of all responses · V vocabulary.
 """
@@ -82,7 +82,8 @@ def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
 
 def entropy(logprobs_NV: Tensor) -> Tensor:
     """H_N = -Σ_v p log p in nats, of log-probabilities; a token of probability 0 adds nothing."""
-    return torch.special.entr(logprobs_NV.exp()).sum(-1)
+    entropy_NV: Tensor = torch.special.entr(logprobs_NV.exp())
+    return entropy_NV.sum(-1)
 
 
 def token_mean(values_N: Tensor, num_tokens: int) -> Tensor:

@@ -15,7 +15,7 @@ import math
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, TimeoutError, wait
 from multiprocessing.context import SpawnContext, SpawnProcess
 from multiprocessing.popen_spawn_posix import Popen
@@ -63,7 +63,7 @@ class RewardPool:
 
     def submit(self, key: Key, problem: Mapping[str, Any], text: str) -> None:
         """Queues a response; returns at once."""
-        assert key not in self._pending and key not in self._rewards, f"{key} was submitted twice"
+        assert key not in self._pending, f"{key} was submitted twice"
         args = (self.task_spec, dict(problem), text)
         future: Future[Score]
         if self._pool is None:
@@ -72,7 +72,7 @@ class RewardPool:
         else:
             future = self._pool.schedule(_score, args=args, timeout=self.timeout_seconds)
         self._pending[key] = future
-        future.add_done_callback(lambda done, key=key: self._done.append((key, done)))
+        future.add_done_callback(lambda done: self._done.append((key, done)))
 
     def poll(self) -> dict[Key, Reward]:
         """What has finished since the last poll or drain. Never waits."""
@@ -101,7 +101,7 @@ class RewardPool:
         """Ends the workers, whatever they are doing. Nothing is left running, and closing twice is harmless."""
         self.abandon()
         if self._pool is not None:
-            self._pool.stop()
+            self._pool.stop()  # type: ignore[no-untyped-call]
             self._pool.join()
             self._pool = None
 
@@ -149,7 +149,7 @@ def _score(task_spec: str, problem: dict[str, Any], text: str) -> Score:
         value, is_solved = float(score["reward"]), bool(score["solved"])
         if not math.isfinite(value):
             raise ValueError(f"the reward is {value}")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return 0.0, False, f"{type(error).__name__}: {error}"
     return value, is_solved, ""
 
@@ -175,4 +175,4 @@ class _WorkerProcess(SpawnProcess):
 
 
 class _WorkerContext(SpawnContext):
-    Process: Callable[..., _WorkerProcess] = _WorkerProcess  # type: ignore[assignment]
+    Process = _WorkerProcess

@@ -73,7 +73,8 @@ class BatchParams:
 
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> None:
         def column(values: list[float] | list[int]) -> Tensor:
-            return torch.tensor(values, device=device)[:, None, None]
+            dtype = torch.float64 if isinstance(values[0], float) else torch.int64
+            return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
         temperatures = [p.temperature or 1.0 for p in params]
         self.inverse_temperature_B11 = (
@@ -83,8 +84,8 @@ class BatchParams:
         self.truncates = any(p.truncates and p.temperature > 0 for p in params)
         if self.truncates:
             self.top_k_B11 = column([p.top_k if p.top_k > 0 else torch.iinfo(torch.int64).max for p in params])
-            self.top_p_B11 = column([p.top_p for p in params])
-            self.min_p_B11 = column([p.min_p for p in params])
+            self.top_p_B11 = column([float(p.top_p) for p in params])
+            self.min_p_B11 = column([float(p.min_p) for p in params])
 
     def scale(self, logits_BNV: Tensor) -> Tensor:
         """Logits at their temperature, in at least float32."""

@@ -1,0 +1,168 @@
+"""Tiny engines, adversarial drafters, and an independent referee: full forwards of transformers' own model and the law."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
+from tlt.models.transformer import ModelConfig, Transformer
+from tlt.rollout.drafters import LearnedDrafter
+from tlt.rollout.engine import RolloutEngine
+from tlt.rollout.tuner import Fixed
+from tlt.speculative.protocol import DraftContext
+from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
+from tlt.types import BatchState, DraftTree, Request, Rollout, SamplingParams, Strategy, StrategyTuner
+
+VOCAB, STOP = 61, 7
+CONFIG = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=160)
+
+
+def make_policy(seed: int = 1, std: float = 0.3) -> Transformer:
+    """Random, and sharp enough (about 2 nats) that both certain and uncertain tokens occur."""
+    return Transformer(CONFIG).double().initialize(seed, std)
+
+
+def make_engine(
+    policy: Transformer,
+    tuner: StrategyTuner | None = None,
+    drafter: str = "learned",
+    dtype: torch.dtype = torch.float64,
+    max_batch_size: int = 8,
+) -> RolloutEngine:
+    engine = RolloutEngine(policy.config, dtype=dtype, max_batch_size=max_batch_size, tuner=tuner)
+    engine.load_policy(dict(policy.named_parameters()))
+    if tuner is not None:
+        if drafter == "learned":
+            model = DraftModel(drafter_config(policy.config)).initialize(2)
+            packed = PackedDrafter(model.config, dtype)
+            packed.load(dict(model.named_parameters()), 0)
+            engine.load_drafter(LearnedDrafter(packed, engine.model, max_batch_size))
+        else:
+            engine.load_drafter(ArtificialDrafter(drafter))
+    return engine
+
+
+class ArtificialDrafter:
+    """Random trees of random shapes; candidates are random ("random"), always the same wrong-headed guess
+    ("adversarial"), or what the target is known to say ("oracle", from `answers`)."""
+
+    name, version = "artificial", 0
+
+    def __init__(self, kind: str, seed: int = 0, answers: dict[tuple[str, int], Sequence[int]] | None = None) -> None:
+        self.kind, self.random, self.answers = kind, random.Random(seed), answers or {}
+
+    def admit(self, slot: int, request: Request) -> None: ...
+
+    def remember(self, slots_B: Tensor, positions_BT: Tensor, features_BTE: Tensor, end: int) -> None: ...
+
+    def move(self, source: int, target: int) -> None: ...
+
+    def finish(self, slot: int, rollout: Rollout) -> None: ...
+
+    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
+        num_nodes = 1 + self.random.randint(1, strategy.budget)
+        tokens, parents = [], []
+        for committed, request in zip(context.tokens, context.requests, strict=True):
+            row_tokens, row_parents, depths = [committed[-1]], [-1], [0]
+            answer = self.answers.get((request.problem_id, request.sample_index), ())
+            done = len(committed) - len(request.prompt_ids)
+            while len(row_tokens) < num_nodes:
+                parent = self.random.randrange(len(row_tokens))
+                taken = {t for t, p in zip(row_tokens, row_parents, strict=True) if p == parent}
+                ahead = done + depths[parent]
+                guess = self.random.randrange(VOCAB)
+                if self.kind == "adversarial":
+                    guess = row_tokens[parent]
+                if self.kind == "oracle" and ahead < len(answer) and self.random.random() < 0.7:
+                    guess = answer[ahead]
+                is_padding = depths[parent] >= strategy.depth or guess in taken or self.random.random() < 0.05
+                row_tokens.append(0 if is_padding else guess)
+                row_parents.append(-1 if is_padding else parent)
+                depths.append(strategy.depth if is_padding else depths[parent] + 1)
+            tokens.append(row_tokens)
+            parents.append(row_parents)
+        return DraftTree(torch.tensor(tokens), torch.tensor(parents))
+
+
+class Switching:
+    """Another strategy, off included, at every step."""
+
+    def __init__(self, strategies: Sequence[Strategy], seed: int) -> None:
+        self.strategies, self.random = list(strategies), random.Random(seed)
+
+    def choose(self, batch: BatchState) -> Strategy:
+        return self.random.choice(self.strategies)
+
+    def observe(self, strategy: Strategy, batch: BatchState, num_tokens: int, seconds: float) -> None: ...
+
+
+PARAMS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.0, top_k=5),
+    SamplingParams(temperature=1.3, top_p=0.8),
+    SamplingParams(temperature=1.0, min_p=0.1),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.02),
+)
+
+
+def make_requests(num_problems: int, num_samples: int, seed: int, params: Sequence[SamplingParams] = PARAMS) -> list[Request]:
+    """Prompts of 1 to 12 tokens, every sampling setting in turn, responses of 1 to 60 tokens."""
+    rng = random.Random(seed)
+    requests = []
+    for problem in range(num_problems):
+        prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.randint(1, 12)))
+        for index in range(num_samples):
+            base = params[(problem * num_samples + index) % len(params)]
+            one = SamplingParams(base.temperature, base.top_k, base.top_p, base.min_p, rng.randint(1, 60), (STOP,), seed)
+            requests.append(Request(f"p{problem}", index, prompt, one))
+    return requests
+
+
+def tokens_of(engine: RolloutEngine, requests: Sequence[Request]) -> dict[tuple[str, int], tuple[int, ...]]:
+    return {(r.problem_id, r.sample_index): r.token_ids for r in engine.generate(requests)}
+
+
+def to_transformers(policy: Transformer) -> LlamaForCausalLM:
+    c = policy.config
+    config = LlamaConfig(
+        vocab_size=c.vocab_size,
+        hidden_size=c.hidden_size,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.num_layers,
+        num_attention_heads=c.num_heads,
+        num_key_value_heads=c.num_kv_heads,
+        head_dim=c.head_dim,
+        rms_norm_eps=c.rms_norm_eps,
+        max_position_embeddings=c.max_positions,
+        rope_theta=c.rope_theta,
+        tie_word_embeddings=c.tie_embeddings,
+        attn_implementation="eager",
+    )
+    model = LlamaForCausalLM(config).double().eval()
+    missing, unexpected = model.load_state_dict(policy.state_dict(), strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    return model
+
+
+@torch.no_grad()
+def referee(model: LlamaForCausalLM, request: Request) -> tuple[int, ...]:
+    """The response by the law alone: one full forward per token, no cache, no batch."""
+    tokens = list(request.prompt_ids)
+    params = BatchParams([request.params])
+    for _ in range(request.params.max_tokens):
+        logits_V = model(torch.tensor([tokens])).logits[0, -1]
+        noise = gumbel_noise(keys_tensor([request.key]), torch.tensor([[len(tokens)]]), VOCAB)
+        if request.params.temperature == 0:
+            noise = torch.zeros_like(noise)
+        token = int(sample(logits_V[None, None], noise, params)[0])
+        tokens.append(token)
+        if token in request.params.stop_ids:
+            break
+    return tuple(tokens[len(request.prompt_ids) :])

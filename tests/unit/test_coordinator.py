@@ -1,0 +1,288 @@
+"""The shared queue: every unit is taken once, all done means all done, and a silent replica is named."""
+
+import math
+import multiprocessing
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore, Store, TCPStore
+
+from tlt.distributed.coordinator import Coordinator, ReplicaTimeout, connect_coordinator, local_coordinator
+
+
+class Clock:
+    """Time that passes only when told to, or while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def make_replicas(num_replicas: int, num_units: int, clock: Clock | None = None, timeout: float = 60.0) -> list[Coordinator]:
+    clock = clock or Clock()
+    store = HashStore()
+    replicas = [Coordinator(store, r, num_replicas, timeout, clock, clock.sleep) for r in range(num_replicas)]
+    for replica in replicas:
+        replica.begin("rollout 0", num_units)
+    return replicas
+
+
+# An action is (replica, what, amount). The model beside it is a plain list.
+actions = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(["take", "finish", "add"]), st.integers(0, 9)), max_size=80)
+
+
+@settings(max_examples=300, deadline=None)
+@given(num_replicas=st.integers(1, 4), num_units=st.integers(0, 40), script=actions)
+def test_any_interleaving_hands_out_each_unit_exactly_once(num_replicas: int, num_units: int, script: list) -> None:
+    replicas = make_replicas(num_replicas, num_units)
+    total, taken, num_finished = num_units, [], 0
+    held: list[list[int]] = [[] for _ in replicas]
+
+    def check() -> None:
+        for replica in replicas:
+            assert replica.has_work() == (len(taken) < total)
+            assert replica.all_done() == (num_finished == total)
+
+    for who, what, amount in script:
+        who %= num_replicas
+        if what == "take":
+            limit = min(amount, math.ceil((total - len(taken)) / (2 * num_replicas)))
+            units = replicas[who].take(amount)
+            assert len(units) <= limit or (not replicas[who].has_work() and limit == 0)
+            assert bool(units) == (amount > 0 and len(taken) < total)
+            taken += units
+            held[who] += units
+        elif what == "finish" and held[who]:
+            replicas[who].finish(held[who].pop())
+            num_finished += 1
+        elif what == "add":
+            assert list(replicas[who].add_units(amount)) == list(range(total, total + amount))
+            total += amount
+        check()
+    while any(replica.has_work() for replica in replicas):
+        for who, replica in enumerate(replicas):
+            units = replica.take(5)
+            taken += units
+            held[who] += units
+    for who, replica in enumerate(replicas):
+        for unit in held[who]:
+            replica.finish(unit)
+            num_finished += 1
+    check()
+    assert sorted(taken) == list(range(total))
+
+
+@pytest.mark.parametrize(("num_units", "room", "expected"), [(16, 99, 4), (16, 3, 3), (16, 0, 0), (1, 9, 1), (0, 9, 0), (5, 9, 2)])
+def test_a_take_is_at_most_half_a_fair_share_and_at_least_one(num_units: int, room: int, expected: int) -> None:
+    assert len(make_replicas(2, num_units)[0].take(room)) == expected
+
+
+class Interfering:
+    """A store that lets `action` happen between a replica's decision and its compare_set on the queue, once."""
+
+    def __init__(self, store: Store, action: Callable[[], object]) -> None:
+        self.store, self.action = store, action
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        if key == "queue" and expected != desired and self.action is not None:
+            action, self.action = self.action, None
+            action()
+        return self.store.compare_set(key, expected, desired)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+
+def test_a_take_that_loses_a_race_takes_other_units() -> None:
+    first, second = make_replicas(2, 8)
+    store = first._store
+    got: list[int] = []
+    first._store = Interfering(store, lambda: got.extend(second.take(2)))
+    assert first.take(2) == [2, 3]
+    assert got == [0, 1]
+    # Units added between decision and move: the total must not be rolled back.
+    first._store = Interfering(store, lambda: second.add_units(4))
+    assert first.take(1) == [4]
+    assert [unit for _ in range(12) for unit in second.take(1)] == [5, 6, 7, 8, 9, 10, 11]
+
+
+def test_equal_wishes_of_two_replicas_are_told_apart() -> None:
+    """The winner's value must not look like the loser's own: both want to move the queue from 0 to 1."""
+    first, second = make_replicas(2, 2)
+    got: list[int] = []
+    first._store = Interfering(first._store, lambda: got.extend(second.take(1)))
+    assert sorted(first.take(1) + got) == [0, 1]
+
+
+def test_all_done_does_not_flicker_when_a_finished_unit_brings_new_ones() -> None:
+    first, second = make_replicas(2, 1)
+    (unit,) = first.take(1)
+    new = first.add_units(1)
+    first.finish(unit)
+    assert not second.all_done()
+    assert second.has_work()
+    assert second.take(1) == list(new)
+    second.finish(new[0])
+    assert first.all_done()
+    assert second.all_done()
+
+
+def test_waiting_ends_with_new_work_with_a_stop_or_with_the_end() -> None:
+    clock = Clock()
+    first, second = make_replicas(2, 1, clock)
+    (unit,) = first.take(1)
+    happenings = iter([lambda: first.add_units(1), first.request_stop, lambda: first.finish(unit)])
+
+    def sleep(seconds: float) -> None:
+        clock.now += seconds
+        if clock.now % 0.02 < seconds:
+            next(happenings)()
+
+    second._sleep = sleep
+    assert second.wait_all_done() is False
+    (added,) = second.take(1)
+    second.finish(added)
+    assert not second.stop_requested()
+    assert second.wait_all_done() is False
+    assert second.stop_requested()
+    first.finish(unit)
+    assert second.wait_all_done() is True
+
+
+def test_a_silent_replica_is_named_after_the_timeout_and_one_at_work_is_not() -> None:
+    clock = Clock()
+    first, second = make_replicas(2, 2, clock, timeout=30.0)
+    first.take(1)
+    for _ in range(100):  # far longer than the time-out, but with signs of life
+        clock.now += 1.0
+        first.heartbeat()
+        assert not second.all_done()
+    second.take(1)
+    second.finish(1)
+    with pytest.raises(ReplicaTimeout, match=r"phase 'rollout 0': replica 1 waits for replica 0, which holds 1 unit") as error:
+        second.wait_all_done()
+    assert 30.0 < clock.now - 100.0 < 35.0, str(error.value)
+
+
+def test_a_replica_that_never_begins_the_phase_is_named() -> None:
+    clock = Clock()
+    alone = Coordinator(HashStore(), 0, 2, 10.0, clock, clock.sleep)
+    alone.begin("rollout 0", 2)
+    alone.take(1)
+    alone.take(1)
+    with pytest.raises(ReplicaTimeout, match="replica 1, which has not begun it"):
+        alone.wait_all_done()
+
+
+def test_phases_do_not_mix_and_old_ones_leave_no_keys() -> None:
+    store = HashStore()
+    replicas = [Coordinator(store, r, 2, 60.0) for r in range(2)]
+    sizes = []
+    for phase in range(20):
+        for replica in replicas:
+            replica.begin(f"rollout {phase}", 3)
+        assert not replicas[0].all_done()
+        for replica in replicas:
+            while units := replica.take(2):
+                for unit in units:
+                    replica.finish(unit)
+        assert all(replica.all_done() for replica in replicas)
+        sizes.append(store.num_keys())
+    assert sizes[-1] == sizes[3]
+    # A replica that is still in an old phase keeps that phase's counters alive.
+    for phase in range(20, 23):
+        replicas[0].begin(f"rollout {phase}", 0)
+    assert replicas[1].all_done()
+
+
+def test_replicas_that_disagree_about_a_phase_are_told_so() -> None:
+    store = HashStore()
+    first, second = (Coordinator(store, r, 2, 60.0) for r in range(2))
+    first.begin("rollout 0", 5)
+    with pytest.raises(AssertionError, match="5 units"):
+        second.begin("rollout 0", 6)
+
+
+def test_a_unit_cannot_be_finished_twice_nor_by_another_nor_forgotten() -> None:
+    first, second = make_replicas(2, 4)
+    (unit,) = first.take(1)
+    with pytest.raises(AssertionError, match="does not hold"):
+        second.finish(unit)
+    with pytest.raises(AssertionError, match="not finished"):
+        first.begin("rollout 1", 4)
+    first.finish(unit)
+    with pytest.raises(AssertionError, match="does not hold"):
+        first.finish(unit)
+    (unit,) = first.take(1)
+    first.abandon()
+    first.begin("rollout 1", 4)
+
+
+def test_one_replica_needs_no_server() -> None:
+    alone = local_coordinator()
+    alone.begin("rollout 0", 10)
+    taken = []
+    while units := alone.take(3):
+        taken += units
+        for unit in units:
+            alone.finish(unit)
+    assert taken == list(range(10))
+    assert alone.wait_all_done()
+
+
+def _work(port: int, replica: int, num_units: int, results: multiprocessing.Queue) -> None:
+    store: Store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    coordinator = connect_coordinator(store, replica, 3, timeout=20.0)
+    finished = []
+    for phase in range(3):
+        coordinator.begin(f"rollout {phase}", num_units)
+        mine = []
+        while not coordinator.wait_all_done():
+            for unit in coordinator.take(7):
+                if unit < num_units and unit % 10 == 0:
+                    coordinator.add_units(1)
+                coordinator.finish(unit)
+                mine.append(unit)
+        finished.append(mine)
+    results.put((replica, finished))
+    results.close()
+    results.join_thread()
+
+
+def test_three_processes_share_a_queue_over_tcp() -> None:
+    num_units, num_added = 300, 30
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    context = multiprocessing.get_context("fork")  # the processes use no tensors: nothing that a fork breaks
+    results = context.Queue()
+    processes = [context.Process(target=_work, args=(server.port, r, num_units, results)) for r in range(3)]
+    for process in processes:
+        process.start()
+    by_replica = dict(results.get(timeout=30) for _ in processes)
+    for process in processes:
+        process.join(10)
+        assert process.exitcode == 0
+    for phase in range(3):
+        shares = [by_replica[r][phase] for r in range(3)]
+        assert sorted(unit for share in shares for unit in share) == list(range(num_units + num_added))
+        assert sum(bool(share) for share in shares) >= 2, "one replica did all the work"
+
+
+def test_a_call_costs_tens_of_microseconds_over_tcp() -> None:
+    """A guard against a call that blocks or makes many round trips; generous, since test machines are busy."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
+    coordinator = connect_coordinator(server, 0, 2, timeout=60.0)
+    coordinator.begin("rollout 0", 100)
+    coordinator.all_done()
+    start = time.perf_counter()
+    for _ in range(300):
+        coordinator.all_done()
+    assert (time.perf_counter() - start) / 300 < 2e-3

@@ -1,0 +1,306 @@
+"""Metrics, statistics, the timeline and the console: what a run says of itself."""
+
+import dataclasses
+import io
+import itertools
+import json
+import math
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tlt.report.console import WIDTH, Console, duration
+from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, dumps, paired_sign_flip_test, percentile, read_metrics
+from tlt.report.timeline import Timeline, critical_path_share, merge_timelines, rank_path, read_spans, shared_epoch
+from tlt.types import Span, UserError
+
+ISSUE_FIELDS = """step, reward_mean, solve_rate, response_tokens, truncated_share, zero_variance_groups, loss, grad_norm, entropy,
+clip_fraction, kl, lr, engine_trainer_logprob_gap, rollout_seconds, update_seconds, step_seconds, cpu_seconds, idle_seconds,
+drafter_train_seconds, harvested_share, accept_length, accept_by_depth, strategy_seconds, tokens_per_second, policy_version,
+drafter_version"""
+
+
+def record(step: int, **changes: object) -> StepRecord:
+    values = {field.name: 0.5 for field in dataclasses.fields(StepRecord)}
+    values |= dict.fromkeys(("num_responses", "num_tokens", "zero_variance_groups", "drafter_tokens"), 3)
+    values |= {"policy_version": step, "drafter_version": step, "step": step}
+    values |= {"response_tokens": LengthStats.of([5, 9, 700]), "accept_by_depth": (0.8, 0.6), "strategy_seconds": {"off": 1.5}}
+    return StepRecord(**(values | changes))
+
+
+# -- metrics -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_record_survives_the_file_and_has_every_field_of_the_issue(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "run" / "metrics.jsonl", 0) as writer:
+        writer.write(record(0))
+    assert read_metrics(writer.path) == [record(0)]
+    line = json.loads(writer.path.read_text())
+    assert set(ISSUE_FIELDS.replace("\n", " ").replace(" ", "").split(",")) <= line.keys()
+    assert line["response_tokens"].keys() == {"mean", "p50", "p95", "max"}
+
+
+def test_what_does_not_exist_is_null_in_the_file_and_nan_in_the_record(tmp_path: Path) -> None:
+    nothing = record(0, accept_length=math.nan, grad_norm=math.inf, accept_by_depth=(), response_tokens=LengthStats.of([]))
+    with MetricsWriter(tmp_path / "metrics.jsonl", 0) as writer:
+        writer.write(nothing)
+    text = writer.path.read_text()
+    assert "NaN" not in text
+    assert "Infinity" not in text
+    (back,) = read_metrics(writer.path)
+    assert math.isnan(back.accept_length)
+    assert math.isnan(back.response_tokens.mean)
+    assert json.loads(dumps({"a": np.float32("nan"), "b": torch.tensor(2.5), "c": np.int64(3)})) == {"a": None, "b": 2.5, "c": 3}
+
+
+def test_resuming_drops_later_records_and_a_torn_line_and_never_repeats_a_step(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path, 0) as writer:
+        for step in range(5):
+            writer.write(record(step, loss=1.0))
+    with path.open("a") as file:
+        file.write('{"step": 5, "reward_m')
+    with MetricsWriter(path, 3) as writer:
+        assert [r.step for r in read_metrics(path)] == [0, 1, 2]
+        with pytest.raises(AssertionError):
+            writer.write(record(2))
+        writer.write(record(3, loss=2.0))
+        assert [(r.step, r.loss) for r in read_metrics(path)] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)], "not flushed"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("line", ['{"step": 1}', "nonsense", "[]", "3", dumps(dataclasses.asdict(record(1)) | {"surplus": 1})])
+def test_a_line_that_is_no_record_is_refused_with_its_place(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(record(0).to_json() + "\n" + line + "\n")
+    with pytest.raises(UserError, match=r"metrics.jsonl, line 2"):
+        read_metrics(path)
+    with pytest.raises(UserError, match=r"no such file"):
+        read_metrics(tmp_path / "other.jsonl")
+
+
+def test_percentiles_are_interpolated_and_nan_of_nothing() -> None:
+    assert percentile([1, 2, 3, 4], 50) == 2.5
+    assert math.isnan(percentile([], 50))
+    assert LengthStats.of([7]) == LengthStats(7.0, 7.0, 7.0, 7)
+
+
+# -- the paired test -----------------------------------------------------------------------------------------------------
+
+
+def brute_force_p(before: list[float], after: list[float], is_two_sided: bool) -> float:
+    differences = [b - a for a, b in zip(before, after, strict=True)]
+    size = abs if is_two_sided else float
+    observed = size(sum(differences))
+    sums = [size(sum(s * d for s, d in zip(signs, differences, strict=True))) for signs in itertools.product((1, -1), repeat=len(differences))]
+    return sum(value >= observed - 1e-9 for value in sums) / len(sums)
+
+
+@pytest.mark.parametrize("alternative", ["greater", "two-sided"])
+@pytest.mark.parametrize("seed", range(6))
+def test_the_exact_sign_flip_test_equals_enumeration(alternative: str, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    before, after = (generator.integers(0, 5, 9) / 4 for _ in range(2))
+    p = paired_sign_flip_test(before.tolist(), after.tolist(), alternative=alternative)
+    assert p == brute_force_p(before.tolist(), after.tolist(), alternative == "two-sided")
+
+
+@pytest.mark.parametrize("alternative", ["greater", "two-sided"])
+def test_the_sampled_sign_flip_test_agrees_with_the_exact_one(alternative: str) -> None:
+    generator = np.random.default_rng(1)
+    before = generator.random(14)
+    after = before + generator.normal(0.15, 0.4, 14)
+    exact = paired_sign_flip_test(before, after, alternative=alternative)
+    sampled = paired_sign_flip_test(before, after, num_permutations=16_000, seed=3, alternative=alternative)
+    assert 0.01 < exact < 0.9
+    assert abs(sampled - exact) < 5 * math.sqrt(exact * (1 - exact) / 16_000)  # wrong once in 10^6; the seed is fixed
+    assert sampled == paired_sign_flip_test(before, after, num_permutations=16_000, seed=3, alternative=alternative)
+
+
+def test_the_sign_flip_test_knows_its_extremes() -> None:
+    assert paired_sign_flip_test([0.0] * 10, [1.0] * 10) == 2**-10
+    assert paired_sign_flip_test([0.0] * 10, [1.0] * 10, alternative="two-sided") == 2**-9
+    assert paired_sign_flip_test([1.0] * 10, [0.0] * 10) == 1.0
+    assert paired_sign_flip_test([0.5] * 300, [0.5] * 300) == 1.0
+    assert paired_sign_flip_test([0.0] * 256, [1.0] * 256, num_permutations=999) == 1 / 1000
+    with pytest.raises(ValueError, match="2 scores before and 1 after"):
+        paired_sign_flip_test([1, 2], [1])
+    with pytest.raises(ValueError, match="not finite"):
+        paired_sign_flip_test([1.0], [math.nan])
+
+
+def test_the_sign_flip_test_keeps_its_error_rate() -> None:
+    """Where nothing changed, p <= 0.05 in at most 5 % of cases (here of 400; more than 9 % has a chance below 0.001)."""
+    generator = np.random.default_rng(5)
+    num_rejected = 0
+    for _ in range(400):
+        scores = generator.binomial(4, generator.random(64)[:, None], size=(64, 2)) / 4
+        num_rejected += paired_sign_flip_test(scores[:, 0], scores[:, 1], num_permutations=400, seed=1) <= 0.05
+    assert 0.02 < num_rejected / 400 < 0.09
+
+
+# -- timeline ------------------------------------------------------------------------------------------------------------
+
+
+def test_adjacent_spans_of_one_name_become_one_and_keep_their_busy_time(tmp_path: Path) -> None:
+    timeline = Timeline(0, rank_path(tmp_path, 0))
+    for start in (0.0, 0.0101, 0.0202):
+        timeline.add(Span("decode", start, start + 0.01))
+    timeline.add(Span("speculate", 0.0303, 0.04))
+    timeline.add(Span("decode", 0.0401, 0.05))
+    timeline.add(Span("decode", 0.06, 0.07))  # 10 ms later: not adjacent
+    spans = timeline.spans
+    assert [span.name for span in spans] == ["decode", "speculate", "decode", "decode"]
+    assert (spans[0].start, spans[0].end) == (0.0, pytest.approx(0.0302))
+    timeline.flush()
+    merge_timelines(tmp_path, tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    first = next(event for event in events if event["name"] == "decode")
+    assert first["args"] == {"spans": 3, "busy_ms": 30.0}
+
+
+def test_the_trace_has_a_row_per_rank_on_one_axis_and_survives_a_resume(tmp_path: Path) -> None:
+    for rank, epoch in ((0, 1000.0), (1, 1007.0)):
+        timeline = Timeline(rank, rank_path(tmp_path, rank), epoch)
+        timeline.add(Span("decode", 1.0 + rank, 2.0))
+        timeline.flush()
+        timeline.flush()
+    with rank_path(tmp_path, 1).open("a") as file:
+        file.write('["update", 100')  # torn by a kill
+    again = Timeline(1, rank_path(tmp_path, 1), 1100.0)
+    again.add(Span("update", 5.0, 6.0))
+    again.flush()
+    merge_timelines(tmp_path, tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert [(e["tid"], e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"] == [
+        (0, "decode", 0.0, 1e6),
+        (1, "decode", 8e6, 0.0),
+        (1, "update", 104e6, 1e6),
+    ]
+    assert {e["args"]["name"] for e in events if e["name"] == "thread_name"} == {"rank 0", "rank 1"}
+    assert read_spans(tmp_path)[1][-1] == Span("update", 1105.0, 1106.0)
+
+
+def test_a_span_measures_with_the_given_clock_and_nests() -> None:
+    clock = itertools.count(0.0, 1.0).__next__
+    timeline = Timeline(0, clock=clock)
+    with timeline.span("step"), timeline.span("update"):
+        pass
+    assert timeline.spans == [Span("update", 1.0, 2.0), Span("step", 0.0, 3.0)]
+
+
+def test_clocks_of_one_machine_need_no_offset_and_others_get_the_median(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two ranks; rank 1's clock runs 40 s ahead of rank 0's, and rank 0's Unix time is 500 s ahead of its clock."""
+
+    def epochs(boot_ids: tuple[str, str]) -> list[float]:
+        rounds = itertools.count()
+
+        def gather_as(rank: int) -> object:
+            def gather(mine: tuple[str, float, float] | None) -> list[object]:
+                now = 10.0 + 0.1 * next(rounds)
+                return [(boot_ids[0], now, now + 500.0), (boot_ids[1], now + 40.0, 0.0)]
+
+            return gather
+
+        return [shared_epoch(rank, gather_as(rank)) for rank in range(2)]
+
+    assert epochs(("a", "b")) == [pytest.approx(500.0), pytest.approx(460.0)]
+    assert epochs(("a", "a")) == [pytest.approx(500.0), pytest.approx(500.0)]
+
+
+def test_a_span_costs_about_a_microsecond() -> None:
+    timeline = Timeline(0)
+    best = math.inf
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(4000):
+            with timeline.span("decode"):
+                pass
+        best = min(best, (time.perf_counter() - start) / 4000)
+    assert best < 5e-6  # about 1 µs on an idle machine
+
+
+SYNTHETIC = {
+    0: [Span("prefill", 0.0, 1.0), Span("decode", 1.0, 6.0), Span("update", 6.2, 9.9), Span("step", 0.0, 10.0)],
+    1: [Span("decode", 0.5, 3.0), Span("train drafter", 3.0, 6.2), Span("update", 6.2, 9.9)],
+}
+
+
+def test_the_critical_path_share_counts_only_training_after_the_last_response() -> None:
+    assert critical_path_share(SYNTHETIC) == pytest.approx(0.2 / 10)
+    in_time = {0: SYNTHETIC[0], 1: [Span("decode", 0.5, 3.0), Span("train drafter", 3.0, 6.0)]}
+    assert critical_path_share(in_time) == 0.0
+
+
+def test_of_several_replicas_the_one_that_trains_longest_counts_once() -> None:
+    also = [Span("decode", 0.0, 2.0), Span("train drafter", 2.0, 6.1), Span("train drafter", 6.1, 6.3)]
+    assert critical_path_share(SYNTHETIC | {2: also}) == pytest.approx(0.3 / 10)
+    averaging = {rank: [*spans, Span("average drafters", 6.1, 6.5)] for rank, spans in SYNTHETIC.items()}
+    assert critical_path_share(averaging, {"train drafter", "average drafters"}) == pytest.approx(0.5 / 10)
+
+
+def test_each_step_has_its_own_last_response_and_evaluation_is_none() -> None:
+    later = {
+        rank: [*spans, *(Span(s.name, s.start + 20, s.end + 20) for s in spans), Span("evaluate", 30, 40), Span("decode", 31, 39)]
+        for rank, spans in SYNTHETIC.items()
+    }
+    assert critical_path_share(later) == pytest.approx(0.4 / 20)
+    inside = {0: [*SYNTHETIC[0], Span("evaluate", 9.0, 9.8), Span("decode", 9.1, 9.7)], 1: SYNTHETIC[1]}
+    assert critical_path_share(inside) == pytest.approx(0.2 / 10)
+    assert math.isnan(critical_path_share({}))
+
+
+# -- console -------------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def show(stream: io.StringIO, environ: dict[str, str], **options: object) -> str:
+    with Console(num_steps=3, stream=stream, environ=environ, **options) as console:
+        with console.status("evaluating on 256 held-out problems"):
+            console.evaluation(0, 0.402, 21.0)
+        for step in range(3):
+            extreme = {"response_tokens": LengthStats(1e4, 13141.0, 3e4, 32768), "tokens_per_second": 123456.7, "accept_length": math.nan}
+            console.step(record(step, **(extreme if step == 1 else {})))
+        console.evaluation(3, 0.483, 21.0)
+        products = {"policy": Path("/somewhere/far") / ("long-" * 30), "metrics.jsonl": Path.cwd() / "runs" / "metrics.jsonl"}
+        console.summary(products, {"before": 0.402, "after": 0.483, "p_value": 3e-5}, 3, 561.0, resume_command=None)
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("stream", "environ"), [(io.StringIO(), {}), (Terminal(), {"NO_COLOR": "1"}), (Terminal(), {"TERM": "dumb"})]
+)
+def test_without_a_terminal_or_color_there_are_plain_narrow_lines(stream: io.StringIO, environ: dict[str, str]) -> None:
+    text = show(stream, environ)
+    assert "\x1b" not in text
+    lines = text.splitlines()
+    table = [line for line in lines if "/somewhere" not in line]
+    assert max(map(len, table)) <= WIDTH
+    heading = next(line for line in lines if "rollout" in line)
+    rows = [line for line in lines if line.split()[:1] in (["0"], ["1"], ["2"])]
+    assert len(rows) == 3
+    assert {len(line) for line in [heading, *rows]} == {len(heading)}, "columns do not line up"
+    assert "–" in rows[1]
+    for said in ("40.2% → 48.3%", "p < 0.0001", "9 min 21 s", "runs/metrics.jsonl", "long-" * 30, "best so far"):
+        assert said in text
+
+
+def test_on_a_terminal_there_are_colors_and_a_panel_within_100_columns() -> None:
+    text = show(Terminal(), {"TERM": "xterm-256color", "COLUMNS": "100"})
+    assert "\x1b[" in text
+    assert "╭─ training complete" in text.replace("\x1b[1m", "").replace("\x1b[0m", "").replace("\x1b[32m", "").replace("\x1b[1;32m", "")
+
+
+def test_ranks_that_are_not_enabled_say_nothing() -> None:
+    assert show(Terminal(), {"TERM": "xterm"}, enabled=False) == ""
+
+
+def test_durations_are_written_as_one_says_them() -> None:
+    assert [duration(s) for s in (0.2, 41, 59.7, 561, 11_220)] == ["0 s", "41 s", "1 min 00 s", "9 min 21 s", "3 h 07 min"]

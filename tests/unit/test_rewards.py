@@ -1,0 +1,203 @@
+"""Rewards from worker processes: right, counted when they fail, bounded in time, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tlt.rl.rewards import RewardPool
+from tlt.types import Reward
+
+TASK = '''
+import os, sys, time
+
+class FaultyTask:
+    """Does what the response says."""
+
+    def problems(self, num, seed, **options):
+        return []
+
+    def score(self, problem, response_text):
+        verb, _, value = response_text.partition(" ")
+        if verb == "raise":
+            raise RuntimeError("no such luck")
+        if verb == "hang":
+            while True:
+                pass
+        if verb == "sleep":
+            time.sleep(float(value))
+        if verb == "die":
+            os._exit(3)
+        if verb == "exit":
+            sys.exit(4)
+        if verb == "modules":
+            return {"reward": float(any(name in sys.modules for name in value.split(","))), "solved": False}
+        if verb == "nan":
+            return {"reward": float("nan"), "solved": False}
+        if verb == "incomplete":
+            return {"reward": 1.0}
+        return {"reward": problem["worth"], "solved": True}
+
+TASK = FaultyTask()
+'''
+
+
+@pytest.fixture
+def task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    (tmp_path / "faulty_task.py").write_text(TASK)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "faulty_task:TASK"
+    sys.modules.pop("faulty_task", None)
+
+
+def is_alive(pid: int) -> bool:
+    """Running or a zombie."""
+    return Path(f"/proc/{pid}").exists()
+
+
+def children() -> set[int]:
+    """Direct children of this process that do reward work (multiprocessing's resource tracker lives on)."""
+    found = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            command = (stat.parent / "cmdline").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == os.getpid() and "resource_tracker" not in command:
+            found.add(int(stat.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_every_response_gets_its_own_reward_and_failures_are_counted(task: str, num_workers: int) -> None:
+    with RewardPool(task, num_workers, timeout_seconds=30) as pool:
+        for i in range(20):
+            pool.submit((f"p{i}", i % 3), {"worth": i / 4}, "fine")
+        for verb in ("raise", "nan", "incomplete", "exit"):
+            pool.submit((verb, 0), {}, verb)
+        rewards = pool.drain()
+        assert {key: rewards[key] for key in rewards if key[0].startswith("p")} == {
+            (f"p{i}", i % 3): Reward(i / 4, True) for i in range(20)
+        }
+        assert rewards["raise", 0] == Reward(0.0, False, "RuntimeError: no such luck")
+        assert rewards["nan", 0].error == "ValueError: the reward is nan"
+        assert rewards["incomplete", 0].error == "KeyError: 'solved'"
+        assert rewards["exit", 0].error == "SystemExit: 4"
+        assert pool.num_errors == 4
+        assert len(rewards) == 24
+        assert (pool.num_pending, pool.poll(), pool.drain()) == (0, {}, {})
+
+
+def test_poll_returns_what_is_finished_without_waiting_for_the_rest(task: str) -> None:
+    with RewardPool(task, 1, timeout_seconds=30) as pool:
+        pool.submit(("quick", 0), {"worth": 1.0}, "fine")
+        pool.submit(("slow", 0), {"worth": 2.0}, "sleep 1.5")
+        deadline = time.monotonic() + 20
+        finished: dict[tuple[str, int], Reward] = {}
+        while not finished and time.monotonic() < deadline:
+            start = time.monotonic()
+            finished = pool.poll()
+            assert time.monotonic() - start < 0.5
+            time.sleep(0.01)
+        assert finished == {("quick", 0): Reward(1.0, True)}
+        assert pool.num_pending == 1
+        assert pool.drain() == {("slow", 0): Reward(2.0, True)}
+
+
+def test_a_hung_scorer_is_killed_at_its_time_out_while_others_go_on(task: str) -> None:
+    with RewardPool(task, 2, timeout_seconds=1.0) as pool:
+        pool.submit(("hung", 0), {}, "hang")
+        pool.submit(("dead", 0), {}, "die")
+        for i in range(10):
+            pool.submit(("fine", i), {"worth": 1.0}, "fine")
+        start = time.monotonic()
+        rewards = pool.drain()
+        assert time.monotonic() - start < 15
+        assert rewards.pop(("hung", 0)) == Reward(0.0, False, "time-out: not scored within 1 s")
+        assert rewards.pop(("dead", 0)) == Reward(0.0, False, "the worker died with exit code 3")
+        assert rewards == {("fine", i): Reward(1.0, True) for i in range(10)}
+        assert pool.num_errors == 2
+
+
+def test_workers_import_nothing_heavy(task: str) -> None:
+    with RewardPool(task, 1, timeout_seconds=30) as pool:
+        pool.submit(("imports", 0), {}, "modules torch,numpy,pytest,transformers,tlt.types")
+        assert pool.drain() == {("imports", 0): Reward(0.0, False)}
+
+
+def test_after_close_no_worker_is_left_not_even_a_hung_one(task: str) -> None:
+    before = children()
+    pool = RewardPool(task, 2, timeout_seconds=300)
+    pool.submit(("fine", 0), {"worth": 1.0}, "fine")
+    pool.drain()
+    pool.submit(("hung", 0), {}, "hang")
+    time.sleep(0.2)
+    workers = children() - before
+    assert len(workers) == 2
+    pool.close()
+    assert not any(is_alive(pid) for pid in workers)
+    pool.close()
+
+
+def test_what_was_abandoned_is_never_returned_and_its_key_is_free_again(task: str) -> None:
+    with RewardPool(task, 1, timeout_seconds=30) as pool:
+        pool.submit(("a", 0), {"worth": 1.0}, "sleep 0.3")
+        pool.submit(("b", 0), {"worth": 1.0}, "fine")
+        pool.abandon()
+        pool.submit(("a", 0), {"worth": 2.0}, "fine")
+        assert pool.drain() == {("a", 0): Reward(2.0, True)}
+
+
+def test_an_unknown_task_is_refused_when_the_pool_is_made() -> None:
+    with pytest.raises(ValueError, match="unknown task 'countdwon'"):
+        RewardPool("countdwon", 1, 1.0)
+
+
+@pytest.mark.parametrize("delay", [0.0, 1.0])  # while workers start; while they work
+def test_ctrl_c_in_the_process_group_prints_nothing_from_workers(task: str, tmp_path: Path, delay: float) -> None:
+    """The script has no `if __name__ == "__main__"`: workers that imported it again would make pools of their own."""
+    script = tmp_path / "main.py"
+    script.write_text(
+        textwrap.dedent("""
+        import time
+        from tlt.rl.rewards import RewardPool
+        pool = RewardPool("faulty_task:TASK", 2, 300)
+        try:
+            for i in range(4):
+                pool.submit(("p", i), {"worth": 1.0}, "sleep 60")
+            print("ready", flush=True)
+            time.sleep(60)
+        except KeyboardInterrupt:
+            pool.close()
+            print("closed", flush=True)
+        """)
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])}
+    parent = subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment,
+    )
+    try:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "ready\n"
+        time.sleep(delay)
+        os.killpg(parent.pid, signal.SIGINT)
+        stdout, stderr = parent.communicate(timeout=30)
+        assert (stdout, stderr, parent.returncode) == ("closed\n", "", 0)
+    finally:
+        if parent.poll() is None:
+            os.killpg(parent.pid, signal.SIGKILL)
+            parent.communicate()

@@ -1,0 +1,412 @@
+"""The policy update: a pure function of (tokens, rewards, weights). Knows no engine, no files and no loop around it.
+
+    all rollouts ─ sort by (problem id, sample index) ─ advantages ─▶ minibatch 0 ─ plan ─▶ rank 0: [micro-batch] [micro-batch]
+    (every rank has them all)                                         minibatch 1           rank 1: [micro-batch]
+                                                                                              │ forward, backward
+                                      AdamW ◀─ clip ◀─ all-reduce (sum) of one flat bucket ◀──┘
+
+Logprobs are recomputed here, log-softmax(logits / temperature); the engine's serve the reported gap and an optional
+importance correction alone. Who computes what follows from the lengths (and from which responses need a gradient), so
+neither the order in which rollouts arrive nor the rank that generated them can change a weight. The loss is divided by the
+number of response tokens of all ranks, known before the first forward: partial gradients only have to be added up.
+
+Axes: R responses · N tokens of a flat batch · T response tokens of it · E hidden size · V vocabulary
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tlt.config import AlgorithmConfig, OptimizerConfig
+from tlt.models.attention import PackedCausal
+from tlt.models.transformer import ModelConfig, Transformer
+from tlt.rl.algorithms import clipped_policy_loss, entropy, group_advantages, importance_weights, kl_estimate, token_mean
+from tlt.types import Reward, Rollout, UserError
+
+LOGITS_PER_CHUNK = 2**24
+"""Elements of logits alive at a time: with a large vocabulary the head runs in chunks, and once more in the backward pass."""
+
+
+class NonFiniteUpdate(ArithmeticError):
+    """The loss or a gradient was not finite. Raised on every rank, before the optimizer could spread it to the weights."""
+
+
+@dataclass(frozen=True)
+class UpdateMetrics:
+    """One update. Means are over all response tokens of all ranks; `loss` and `grad_norm` (before clipping) also over the
+    optimizer steps; `entropy` and `kl` are those of the first epoch, the gaps those of the policy before the update.
+
+    kl: None when there is no reference policy (its coefficient is 0).
+    engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|; `_max` the largest.
+    """
+
+    loss: float
+    grad_norm: float
+    entropy: float
+    clip_fraction: float
+    kl: float | None
+    lr: float
+    engine_trainer_logprob_gap: float
+    engine_trainer_logprob_gap_max: float
+    num_tokens: int
+    zero_variance_groups: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Response:
+    """A rollout as the update sees it: with its advantage, and whether it needs a backward pass."""
+
+    rollout: Rollout
+    advantage: float
+    needs_grad: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the loss counts: those of the response."""
+        return len(self.rollout.token_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model reads; the last one is predicted only."""
+        return len(self.rollout.prompt_ids) + len(self.rollout.token_ids) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Responses of one forward, all with or all without a backward pass. Itself a key: no other equals it."""
+
+    responses: tuple[Response, ...]
+
+    @property
+    def needs_grad(self) -> bool:
+        return self.responses[0].needs_grad
+
+
+# ── who computes what ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def sequence_cost(length: int, config: ModelConfig) -> float:
+    """Work of one sequence, in tokens of matrix products: T + T² · (cost of attending to one token / that of one token's
+    projections). Attention counts its full square: measured on a CPU, SDPA's causal half runs at half the speed of a
+    matrix product."""
+    c = config
+    projections = c.hidden_size * (c.head_dim * (c.num_qkv + c.num_heads) + 3 * c.intermediate_size)
+    return length + length**2 * (7 / 3 * c.num_heads * c.head_dim) / projections
+
+
+def plan_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Longest first, each to the rank with the least so far; ties go to the earlier item and the lower rank."""
+    loads = [0.0] * num_ranks
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = loads.index(min(loads))
+        shares[rank].append(item)
+        loads[rank] += costs[item]
+    return shares
+
+
+def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """First-fit decreasing: every micro-batch holds at most `budget` tokens, or one sequence that is longer alone."""
+    room: list[int] = []
+    batches: list[list[int]] = []
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        batch = next((b for b, free in enumerate(room) if lengths[item] <= free), len(batches))
+        if batch == len(batches):
+            batches.append([])
+            room.append(budget)
+        batches[batch].append(item)
+        room[batch] -= lengths[item]
+    return batches
+
+
+def plan_share(responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int) -> list[MicroBatch]:
+    """The micro-batches of one rank. Responses that need a gradient share none with those that do not: a forward pass
+    alone costs a third."""
+    costs = [sequence_cost(r.length, config) * (1 if r.needs_grad else 1 / 3) for r in responses]
+    mine = [responses[i] for i in sorted(plan_ranks(costs, num_ranks)[rank])]
+    share: list[MicroBatch] = []
+    for same in ([r for r in mine if r.needs_grad], [r for r in mine if not r.needs_grad]):
+        share += [MicroBatch(tuple(same[i] for i in batch)) for batch in plan_micro_batches([r.length for r in same], budget)]
+    return share
+
+
+# ── what is computed ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+    """Of policy step `step`, counted from 0: linear warm-up, then constant, or linear or cosine to 0 at `num_steps`."""
+    if step < config.warmup_steps:
+        return config.learning_rate * (step + 1) / config.warmup_steps
+    progress = min((step - config.warmup_steps) / max(num_steps - config.warmup_steps, 1), 1.0)
+    factor = {"constant": 1.0, "linear": 1.0 - progress, "cosine": 0.5 * (1 + math.cos(math.pi * progress))}[config.schedule]
+    return config.learning_rate * factor
+
+
+def response_logprobs(model: Transformer, batch: Sequence[Response], temperature: float) -> tuple[Tensor, Tensor]:
+    """(logprobs_T, entropy_T) of the response tokens, sequence after sequence. Gradients flow through the logprobs; the
+    entropy is a metric. bf16 logits are widened to float32 first."""
+    device = model.head_weight.device
+    attend = PackedCausal(model.config, [r.length for r in batch])
+    tokens: list[int] = []
+    targets: list[int] = []
+    readers: list[int] = []
+    start = 0
+    for r in batch:
+        tokens += [*r.rollout.prompt_ids, *r.rollout.token_ids[:-1]]
+        targets += r.rollout.token_ids
+        readers += range(start + r.length - r.num_tokens, start + r.length)
+        start += r.length
+    features_NE = model(torch.tensor(tokens, device=device), attend.positions(device), attend)
+    features_TE = features_NE[torch.tensor(readers, device=device)]
+    targets_T = torch.tensor(targets, device=device)
+
+    def head(features_E: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        logits_V = model.logits(features_E)
+        logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32)) / temperature
+        logprobs_V = logits_V.log_softmax(-1)
+        return logprobs_V.gather(-1, chosen[:, None])[:, 0], entropy(logprobs_V.detach())
+
+    rows = max(LOGITS_PER_CHUNK // model.config.vocab_size, 1)
+    if len(targets) <= rows:
+        return head(features_TE, targets_T)
+    chunks = [
+        checkpoint(head, features, chosen, use_reentrant=False, preserve_rng_state=False)
+        for features, chosen in zip(features_TE.split(rows), targets_T.split(rows), strict=True)
+    ]
+    logprobs, entropies = zip(*chunks, strict=True)
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+@dataclass
+class Totals:
+    """Sums over response tokens, added up over micro-batches and then over ranks."""
+
+    loss: float = 0.0
+    entropy: float = 0.0
+    clipped: float = 0.0
+    kl: float = 0.0
+    gap: float = 0.0
+    gap_max: float = 0.0
+
+    def add(self, other: Totals) -> None:
+        self.loss += other.loss
+        self.entropy += other.entropy
+        self.clipped += other.clipped
+        self.kl += other.kl
+        self.gap += other.gap
+        self.gap_max = max(self.gap_max, other.gap_max)
+
+
+class PolicyTrainer:
+    """Owns the optimizer of `model`; every rank of `process_group` holds one and calls `update` with the same rollouts.
+
+    temperature: that of sampling; the policy trained is softmax(logits / temperature).
+    num_steps: policy steps of the whole run, for the schedule.
+    process_group: None when this process is alone.
+    reference: the frozen initial policy, exactly when `algorithm.kl_coefficient` is positive.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        algorithm: AlgorithmConfig,
+        optimizer: OptimizerConfig,
+        temperature: float,
+        num_steps: int,
+        process_group: dist.ProcessGroup | None = None,
+        reference: Transformer | None = None,
+    ) -> None:
+        if temperature <= 0:
+            raise UserError(f"sampling: temperature is {temperature}; a policy gradient needs samples: set it above 0")
+        assert (reference is not None) == (algorithm.kl_coefficient > 0), "a reference policy is for a KL coefficient above 0"
+        self.model, self.reference = model, reference
+        self.algorithm, self.schedule = algorithm, optimizer
+        self.temperature, self.num_steps = temperature, num_steps
+        self.group = process_group
+        self.rank = 0 if process_group is None else dist.get_rank(process_group)
+        self.num_ranks = 1 if process_group is None else dist.get_world_size(process_group)
+        self.next_step = 0
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        matrices = [p for p in self.parameters if p.dim() > 1]
+        vectors = [p for p in self.parameters if p.dim() <= 1]  # norms and biases are not decayed
+        groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(
+            groups, lr=optimizer.learning_rate, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps
+        )
+
+    def update(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> UpdateMetrics:
+        """One policy step on all ranks' rollouts, `rewards[i]` of `rollouts[i]`; afterwards all ranks hold the same weights.
+
+        Raises NonFiniteUpdate before the optimizer step that would have been spoilt, ValueError for an empty batch.
+        """
+        start = time.perf_counter()
+        responses, num_flat_groups = self._responses(rollouts, rewards, step)
+        lr = learning_rate(self.schedule, step, self.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        a = self.algorithm
+        minibatches = [responses[i :: a.minibatches] for i in range(a.minibatches)]
+        shares = [
+            plan_share(minibatch, self.model.config, a.tokens_per_micro_batch, self.num_ranks, self.rank)
+            for minibatch in minibatches
+        ]
+        is_on_policy = a.epochs * a.minibatches == 1  # then the old logprobs are this pass's own
+        old = {} if is_on_policy else self._frozen_logprobs(self.model, shares)
+        reference = {} if self.reference is None else self._frozen_logprobs(self.reference, shares)
+
+        before, every = Totals(), Totals()  # of the first epoch; of all
+        grad_norms = []
+        for epoch in range(a.epochs):
+            for minibatch, share in zip(minibatches, shares, strict=True):
+                num_tokens = sum(r.num_tokens for r in minibatch)
+                with self._flat_gradient() as flat_gradient:
+                    totals = Totals()
+                    for batch in share:
+                        totals.add(self._accumulate(batch, num_tokens, old.get(batch), reference.get(batch)))
+                    totals = self._reduce(totals, flat_gradient)
+                    grad_norms.append(self._optimizer_step(totals.loss, flat_gradient, step))
+                every.add(totals)
+                if epoch == 0:
+                    before.add(totals)
+        self.next_step = step + 1
+
+        num_tokens = sum(r.num_tokens for r in responses)
+        return UpdateMetrics(
+            loss=every.loss / len(grad_norms),
+            grad_norm=sum(grad_norms) / len(grad_norms),
+            entropy=before.entropy / num_tokens,
+            clip_fraction=every.clipped / num_tokens / a.epochs,
+            kl=None if self.reference is None else before.kl / num_tokens,
+            lr=lr,
+            engine_trainer_logprob_gap=before.gap / num_tokens,
+            engine_trainer_logprob_gap_max=before.gap_max,
+            num_tokens=num_tokens,
+            zero_variance_groups=num_flat_groups,
+            seconds=time.perf_counter() - start,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """The optimizer's state and the next step; the weights are saved with the model."""
+        return {"optimizer": self.optimizer.state_dict(), "next_step": self.next_step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.next_step = state["next_step"]
+
+    def _responses(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> tuple[list[Response], int]:
+        """In canonical order, with advantages; and how many groups had equal rewards."""
+        where = f"policy update of step {step}"
+        if not rollouts:
+            raise ValueError(f"{where}: the batch is empty; every step needs at least one response")
+        if len(rewards) != len(rollouts):
+            raise ValueError(f"{where}: {len(rollouts)} rollouts but {len(rewards)} rewards; give one reward per rollout")
+        if len(rollouts) < self.algorithm.minibatches:
+            raise ValueError(
+                f"{where}: {len(rollouts)} responses cannot fill algorithm.minibatches = {self.algorithm.minibatches}; lower it"
+            )
+        pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: (pair[0].problem_id, pair[0].sample_index))
+        keys = [(rollout.problem_id, rollout.sample_index) for rollout, _ in pairs]
+        if len(set(keys)) < len(keys):
+            twice = next(key for key, following in pairwise(keys) if key == following)
+            raise ValueError(f"{where}: response {twice} occurs twice; each (problem id, sample index) must be there once")
+        for rollout, reward in pairs:
+            place = f"{where}: response {(rollout.problem_id, rollout.sample_index)}"
+            if not rollout.prompt_ids or not rollout.token_ids:
+                raise ValueError(f"{place} is empty; prompt and response need at least one token each")
+            if len(rollout.logprobs) != len(rollout.token_ids):
+                raise ValueError(f"{place} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} logprobs")
+            if not math.isfinite(reward.value):
+                raise ValueError(f"{place} has reward {reward.value}; rewards must be finite")
+        groups = {problem_id: group for group, problem_id in enumerate(dict.fromkeys(key[0] for key in keys))}
+        advantages = group_advantages(
+            torch.tensor([reward.value for _, reward in pairs], dtype=torch.float64),
+            torch.tensor([groups[problem_id] for problem_id, _ in keys]),
+            normalize_by_std=self.algorithm.normalize_advantages_by_std,
+        )
+        has_kl = self.reference is not None
+        responses = [
+            Response(rollout, advantage, needs_grad=has_kl or advantage != 0)
+            for (rollout, _), advantage in zip(pairs, advantages.advantages_R.tolist(), strict=True)
+        ]
+        return responses, advantages.num_zero_variance
+
+    @torch.no_grad()
+    def _frozen_logprobs(self, model: Transformer, shares: Sequence[Sequence[MicroBatch]]) -> dict[MicroBatch, Tensor]:
+        """Computed in the very micro-batches of the update: with equal weights, equal to the last bit (ratio 1)."""
+        return {batch: response_logprobs(model, batch.responses, self.temperature)[0] for share in shares for batch in share}
+
+    def _accumulate(self, batch: MicroBatch, num_tokens: int, old_T: Tensor | None, reference_T: Tensor | None) -> Totals:
+        """Forward and backward of one micro-batch; `num_tokens` are those of the minibatch on all ranks.
+
+        old_T: None when the policy that sampled is the current one.   reference_T: None without KL.
+        """
+        a = self.algorithm
+        with torch.set_grad_enabled(batch.needs_grad):
+            logprobs_T, entropy_T = response_logprobs(self.model, batch.responses, self.temperature)
+            engine_T = logprobs_T.new_tensor([logprob for r in batch.responses for logprob in r.rollout.logprobs])
+            advantages_T = logprobs_T.new_tensor([r.advantage for r in batch.responses for _ in range(r.num_tokens)])
+            if old_T is None:
+                old_T = logprobs_T.detach()
+            loss_T, is_clipped_T = clipped_policy_loss(
+                logprobs_T, old_T, advantages_T, clip_low=a.clip_low, clip_high=a.clip_high
+            )
+            if a.importance_correction_cap is not None:
+                loss_T = loss_T * importance_weights(old_T, engine_T, cap=a.importance_correction_cap)
+            kl_T = torch.zeros_like(loss_T) if reference_T is None else kl_estimate(logprobs_T, reference_T)
+            loss = token_mean(loss_T + a.kl_coefficient * kl_T, num_tokens)
+        if batch.needs_grad:
+            loss.backward()
+        gap_T = (engine_T - old_T).abs()
+        sums = torch.stack([loss.detach(), entropy_T.sum(), is_clipped_T.sum(), kl_T.detach().sum(), gap_T.sum(), gap_T.max()])
+        return Totals(*sums.tolist())
+
+    @contextmanager
+    def _flat_gradient(self) -> Iterator[Tensor]:
+        """One zeroed bucket that all gradients are views of, in the order of the parameters; they are gone afterwards."""
+        sizes = [p.numel() for p in self.parameters]
+        bucket = torch.zeros(sum(sizes), dtype=self.parameters[0].dtype, device=self.parameters[0].device)
+        try:
+            for parameter, part in zip(self.parameters, bucket.split(sizes), strict=True):
+                parameter.grad = part.view_as(parameter)
+            yield bucket
+        finally:
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def _reduce(self, totals: Totals, flat_gradient: Tensor) -> Totals:
+        """Sums over the ranks, the same on all of them to the last bit."""
+        if self.group is None:
+            return totals
+        dist.all_reduce(flat_gradient, op=dist.ReduceOp.SUM, group=self.group)
+        mine = torch.tensor(list(vars(totals).values()), dtype=torch.float64, device=flat_gradient.device)
+        all_totals = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(all_totals, mine, group=self.group)
+        reduced = Totals()
+        for values in all_totals:
+            reduced.add(Totals(*values.tolist()))
+        return reduced
+
+    def _optimizer_step(self, loss: float, flat_gradient: Tensor, step: int) -> float:
+        """Clips and steps; the gradient's norm before clipping."""
+        grad_norm = float(torch.linalg.vector_norm(flat_gradient))
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise NonFiniteUpdate(
+                f"policy update of step {step}: loss {loss}, gradient norm {grad_norm}; the weights did not take "
+                "this step; resume from the last checkpoint with a lower optimizer.learning_rate"
+            )
+        if grad_norm > self.schedule.clip_grad_norm:
+            flat_gradient.mul_(self.schedule.clip_grad_norm / grad_norm)
+        self.optimizer.step()
+        return grad_norm
