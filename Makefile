@@ -10,7 +10,9 @@ SHELL := /bin/bash
 .PHONY: help setup train test unit lint format clean
 
 BIN := .venv/bin
-STAMP := .venv/.installed-from-pyproject
+STAMP := .venv/.installed
+DEV_STAMP := .venv/.installed-dev
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check
 
 # Some "python3" are shims without a version behind them, so each candidate must prove itself by running; 3.11 comes first
 # because TLT is developed on it. Override: make PYTHON=/path/to/python
@@ -28,31 +30,37 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
-setup: $(STAMP)
+setup: $(DEV_STAMP)
 
-$(STAMP): pyproject.toml
-	@if [ -x $(BIN)/python ] && $(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then :; \
-	elif [ -z "$(PYTHON)" ]; then \
+.venv/bin/python:
+	@if [ -z "$(PYTHON)" ]; then \
 	  echo "make: error: no Python >= 3.11 with venv and ensurepip found; install one, or name it: make PYTHON=/path/to/python" >&2; exit 2; \
 	else echo "make: creating .venv with $(PYTHON)"; rm -rf .venv; "$(PYTHON)" -m venv .venv; fi
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+
+# Training needs no test tools, and bytecode is compiled when first imported: so the first step comes sooner.
+$(STAMP): pyproject.toml | .venv/bin/python
+	$(PIP_INSTALL) -e .
 	@touch $@
+
+$(DEV_STAMP): pyproject.toml | .venv/bin/python
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $(STAMP) $@
 
 train: $(STAMP)
 	$(BIN)/tlt train recipes/countdown/quickstart.toml --run.out_dir $(OUT) $(ARGS)
 
-test: $(STAMP)
+test: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests $(ARGS)
 
-unit: $(STAMP)
+unit: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests/unit $(ARGS)
 
-lint: $(STAMP)
+lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(DEV_STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -128,7 +128,9 @@ class RolloutPhase:
             rewards = self.scorers.drain()
         replica = ReplicaReport(start, last_token, time.perf_counter(), self.engine.stats, report)
         with self.timeline.span("wait"):
-            gathered = gather_objects(self.world, (rollouts, [rewards[r.problem_id, r.sample_index] for r in rollouts], replica))
+            gathered = gather_objects(
+                self.world, (rollouts, [rewards[r.problem_id, r.sample_index] for r in rollouts], replica)
+            )
         pairs = [pair for rank in gathered for pair in zip(rank[0], rank[1], strict=True)]
         pairs.sort(key=lambda pair: (pair[0].problem_id, pair[0].sample_index))
         result_rollouts, result_rewards = [p[0] for p in pairs], [p[1] for p in pairs]

@@ -22,7 +22,7 @@ import torch
 from tlt.config import Config
 from tlt.distributed.checkpoint import RunState, latest_checkpoint, load_checkpoint, save_checkpoint
 from tlt.distributed.collectives import World, any_rank, gather_objects, init_process_group_from_env, shutdown
-from tlt.distributed.coordinator import connect_coordinator
+from tlt.distributed.coordinator import Coordinator, connect_coordinator
 from tlt.drafting.buffer import TrajectoryBuffer
 from tlt.drafting.export import load_drafter, save_drafter
 from tlt.drafting.trainer import DrafterTrainer, SpotTrainer
@@ -94,7 +94,7 @@ def preflight(config: Config) -> None:
 class Run:
     """The objects of one run on one rank, and the steps of the loop."""
 
-    def __init__(self, config: Config, world: World, stop: StopRequest) -> None:
+    def __init__(self, config: Config, world: World, stop: StopRequest, coordinator: Coordinator | None = None) -> None:
         self.config, self.world = config, world
         self.out_dir = config.run.out_dir
         self.step = 0
@@ -141,7 +141,7 @@ class Run:
         self.phase = RolloutPhase(
             world,
             self.engine,
-            connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0),
+            coordinator or connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0),
             self.scorers,
             self.tokenizer.decode,
             self.timeline,
@@ -186,7 +186,7 @@ class Run:
         self.cpu_started = time.process_time()
         self.step_started = time.perf_counter()
         problems = problems_of_step(self.problems, self.step, self.config.rollout.problems_per_step, self.config.run.seed)
-        return self.phase.run(problems, self.config.rollout.samples_per_problem, self._sampling(), "rollout", self.step)
+        return self.phase.run(problems, self.config.rollout.samples_per_problem, self.sampling_params(), "rollout", self.step)
 
     def update(self, phase: PhaseResult) -> UpdateMetrics:
         with self.timeline.span("update"):
@@ -218,7 +218,7 @@ class Run:
         settings = self.config.evaluation
         if not self.held_out or any(e["step"] == self.step for e in self._evaluations()):
             return
-        params = dataclasses.replace(self._sampling(), temperature=settings.temperature)
+        params = dataclasses.replace(self.sampling_params(), temperature=settings.temperature)
         with self.timeline.span("evaluate"), self.console.status(f"evaluating on {len(self.held_out)} held-out problems"):
             phase = self.phase.run(self.held_out, settings.samples_per_problem, params, "evaluation", 0, train_drafter=False)
         scores: dict[str, list[float]] = {}
@@ -310,7 +310,7 @@ class Run:
 
     # ── small things ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _sampling(self) -> SamplingParams:
+    def sampling_params(self) -> SamplingParams:
         s = self.config.sampling
         stop_ids = self.tokenizer.stop_ids
         return SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.max_tokens, stop_ids, self.config.run.seed)

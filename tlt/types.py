@@ -107,8 +107,9 @@ class Strategy:
     def __post_init__(self) -> None:
         if self.depth < 0 or self.width < 0 or self.budget < 0:
             raise UserError(f"strategy {self}: depth, width and budget must not be negative")
-        if self.depth and not (1 <= self.width and self.depth <= self.budget):
-            raise UserError(f"strategy {self}: needs width >= 1 and budget >= depth; for a chain use {self.depth}x1x{self.depth}")
+        if self.depth and not (self.width >= 1 and self.depth <= self.budget):
+            chain = f"{self.depth}x1x{self.depth}"
+            raise UserError(f"strategy {self}: needs width >= 1 and budget >= depth; for a chain use {chain}")
 
     @property
     def is_off(self) -> bool:

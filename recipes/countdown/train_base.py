@@ -50,27 +50,44 @@ def document(rng: random.Random, mix: dict[int, float], skip: float, max_chars: 
             return [*prompt, *(IDS[c] for c in response), IDS["<eos>"]], len(prompt)
 
 
-def batches(rng: random.Random, args: argparse.Namespace, progress: "Progress") -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and labels, each (rows, length), of about `micro_tokens` tokens; documents of like length together."""
+def longest_search(share: float, args: argparse.Namespace) -> int:
+    """The curriculum: searches of up to 64 characters at first, then longer at a constant rate of growth.
+
+    A success is one character among hundreds in a long search; the model learns to see one in short searches.
+    """
+    return int(args.max_chars * (64 / args.max_chars) ** max(0.0, 1 - share / args.curriculum))
+
+
+def batches(args: argparse.Namespace, progress: "Progress", rank: int, num_processes: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and labels, each (rows, length), of about `micro_tokens` tokens; documents of like length together.
+
+    All processes draw the same documents; each takes its own of every `num_processes` batches of like length, so that
+    none waits long for another.
+    """
+    rng = random.Random(f"countdown base {args.seed}")
     while True:
-        grown = min(1.0, 0.25 + progress.share / args.curriculum * 0.75) if args.curriculum else 1.0
-        pool = [document(rng, args.mix, args.skip, int(grown * args.max_chars)) for _ in range(args.pool)]
+        max_chars = longest_search(progress.share, args)
+        pool = [document(rng, args.mix, args.skip, max_chars) for _ in range(args.pool)]
         pool.sort(key=lambda item: len(item[0]))
         groups: list[list[tuple[list[int], int]]] = [[]]
         for item in pool:
             if (len(groups[-1]) + 1) * len(item[0]) > args.micro_tokens and groups[-1]:
                 groups.append([])
             groups[-1].append(item)
-        rng.shuffle(groups)
-        for group in groups:
-            longest = max(len(ids) for ids, _ in group) - 1
-            length = math.ceil(longest / 32) * 32
-            inputs = torch.full((len(group), length), IDS["<pad>"])
-            labels = torch.full((len(group), length), IGNORE)
-            for row, (ids, num_prompt) in enumerate(group):
-                inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
-                labels[row, num_prompt - 1 : len(ids) - 1] = torch.tensor(ids[num_prompt:])
-            yield inputs, labels
+        starts = list(range(0, len(groups) - num_processes + 1, num_processes))
+        rng.shuffle(starts)
+        for start in starts:
+            yield to_tensors(groups[start + rank])
+
+
+def to_tensors(group: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
+    length = math.ceil(max(len(ids) - 1 for ids, _ in group) / 16) * 16
+    inputs = torch.full((len(group), length), IDS["<pad>"])
+    labels = torch.full((len(group), length), IGNORE)
+    for row, (ids, num_prompt) in enumerate(group):
+        inputs[row, : len(ids) - 1] = torch.tensor(ids[:-1])
+        labels[row, num_prompt - 1 : len(ids) - 1] = torch.tensor(ids[num_prompt:])
+    return inputs, labels
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -117,6 +134,8 @@ def make_model(args: argparse.Namespace) -> LlamaForCausalLM:
     AttentionInterface.register("blockwise", blockwise_attention)
     config._attn_implementation = "blockwise" if args.device == "cpu" else "sdpa"
     model: LlamaForCausalLM = LlamaForCausalLM(config).to(args.device)
+    if args.init is not None:
+        model.load_state_dict(LlamaForCausalLM.from_pretrained(args.init, dtype=torch.float32).state_dict())
     return model
 
 
@@ -198,7 +217,7 @@ def train(args: argparse.Namespace) -> None:
     model = make_model(args)
     optimizers = make_optimizers(model, args)
     progress = Progress(args)
-    stream = batches(random.Random(f"base {args.seed} {rank}"), args, progress)
+    stream = batches(args, progress, rank, num_processes)
     if rank == 0:
         print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} M parameters, {vars(args)}", flush=True)
     step, saved_at, printed_at, loss_at, tokens_at = 0, 0.0, 0.0, 0.0, 0.0
@@ -247,6 +266,7 @@ def mix(text: str) -> dict[int, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="where the checkpoint goes")
+    parser.add_argument("--init", type=Path, help="go on from this checkpoint (of the same shape)")
     parser.add_argument("--minutes", type=float, default=35, help="wall-clock budget")
     parser.add_argument("--tokens", type=float, default=0, help="token budget; when given it replaces --minutes")
     parser.add_argument("--layers", type=int, default=20)
@@ -257,11 +277,11 @@ def main() -> None:
     parser.add_argument("--mix", type=mix, default={2: 0.05, 3: 0.5, 4: 0.45}, help="2:0.05,3:0.5,4:0.45")
     parser.add_argument("--skip", type=float, default=0.2, help="probability that the solver leaves a move out")
     parser.add_argument("--max-chars", type=int, default=1900, help="longer searches are dropped")
-    parser.add_argument("--curriculum", type=float, default=0.25, help="share of the budget until the longest appear")
+    parser.add_argument("--curriculum", type=float, default=0.4, help="share of the budget until the longest appear")
     parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
     parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--micro-tokens", type=int, default=4096, help="padded tokens in a forward pass")
-    parser.add_argument("--accumulate", type=int, default=2, help="forward passes of a process in a step")
+    parser.add_argument("--micro-tokens", type=int, default=2048, help="padded tokens in a forward pass")
+    parser.add_argument("--accumulate", type=int, default=1, help="forward passes of a process in a step")
     parser.add_argument("--pool", type=int, default=1000, help="documents drawn at a time and sorted by length")
     parser.add_argument("--print-every", type=int, default=20)
     parser.add_argument("--checkpoint-every", type=float, default=120, help="seconds")

@@ -13,7 +13,6 @@ from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
 from tlt.models.transformer import ModelConfig, Transformer
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.tuner import Fixed
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
 from tlt.types import BatchState, DraftTree, Request, Rollout, SamplingParams, Strategy, StrategyTuner
@@ -51,7 +50,7 @@ class ArtificialDrafter:
     """Random trees of random shapes; candidates are random ("random"), always the same wrong-headed guess
     ("adversarial"), or what the target is known to say ("oracle", from `answers`)."""
 
-    name, version = "artificial", 0
+    version = 0
 
     def __init__(self, kind: str, seed: int = 0, answers: dict[tuple[str, int], Sequence[int]] | None = None) -> None:
         self.kind, self.random, self.answers = kind, random.Random(seed), answers or {}
@@ -147,7 +146,8 @@ def to_transformers(policy: Transformer) -> LlamaForCausalLM:
     )
     model = LlamaForCausalLM(config).double().eval()
     missing, unexpected = model.load_state_dict(policy.state_dict(), strict=False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    assert not unexpected
+    assert set(missing) <= {"lm_head.weight"}
     return model
 
 

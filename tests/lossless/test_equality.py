@@ -29,12 +29,14 @@ from tlt.types import Request, Strategy
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=4, seed=11)
 OFF = tokens_of(make_engine(POLICY), REQUESTS)
-STRATEGIES = [Strategy("learned", *shape) for shape in [(1, 1, 1), (4, 1, 4), (7, 1, 7), (1, 4, 4), (3, 2, 6), (4, 4, 16), (5, 3, 40)]]
+STRATEGIES = [
+    Strategy("learned", *shape) for shape in [(1, 1, 1), (4, 1, 4), (7, 1, 7), (1, 4, 4), (3, 2, 6), (4, 4, 16), (5, 3, 40)]
+]
 
 
 def test_without_speculation_the_engine_says_what_transformers_and_the_law_say() -> None:
     model = to_transformers(POLICY)
-    assert OFF == {(r.problem_id, r.sample_index): referee(model, r) for r in REQUESTS}
+    assert {(r.problem_id, r.sample_index): referee(model, r) for r in REQUESTS} == OFF
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
@@ -52,7 +54,8 @@ def test_random_trees_of_random_and_adversarial_drafters_change_no_token(kind: s
     engine.drafter = ArtificialDrafter(kind, seed, OFF)
     assert tokens_of(engine, REQUESTS) == OFF
     accept_length = engine.stats.accept_length
-    assert accept_length is not None and (accept_length > 1.5) == (kind == "oracle")
+    assert accept_length is not None
+    assert (accept_length > 1.5) == (kind == "oracle")
 
 
 @pytest.mark.parametrize("seed", range(3))

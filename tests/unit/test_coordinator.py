@@ -81,7 +81,9 @@ def test_any_interleaving_hands_out_each_unit_exactly_once(num_replicas: int, nu
     assert sorted(taken) == list(range(total))
 
 
-@pytest.mark.parametrize(("num_units", "room", "expected"), [(16, 99, 4), (16, 3, 3), (16, 0, 0), (1, 9, 1), (0, 9, 0), (5, 9, 2)])
+@pytest.mark.parametrize(
+    ("num_units", "room", "expected"), [(16, 99, 4), (16, 3, 3), (16, 0, 0), (1, 9, 1), (0, 9, 0), (5, 9, 2)]
+)
 def test_a_take_is_at_most_half_a_fair_share_and_at_least_one(num_units: int, room: int, expected: int) -> None:
     assert len(make_replicas(2, num_units)[0].take(room)) == expected
 

@@ -322,6 +322,20 @@ def test_in_bfloat16_the_packed_transformer_is_as_close_to_float32_as_hugging_fa
 
 
 @torch.no_grad()
+def test_in_bfloat16_no_norm_is_folded_so_that_weights_are_not_rounded_twice() -> None:
+    model = referee("llama", torch.bfloat16)
+    ours, theirs = packed(model).layers[1], model.model.layers[1]
+    assert torch.equal(ours.qkv_weight[:48], theirs.self_attn.q_proj.weight)
+    assert torch.equal(ours.gate_up_weight[80:], theirs.mlp.up_proj.weight)
+
+
+def test_a_model_is_packed_for_its_own_device_whatever_the_default_device_is() -> None:
+    with torch.device("meta"):
+        ours = PackedTransformer(our_config(CASES["llama"]), torch.float32, "cpu")
+    assert ours.rope.cos_P1D.device.type == "cpu"
+
+
+@torch.no_grad()
 def test_a_packed_transformer_reports_its_version_and_refuses_a_policy_with_a_tensor_missing(case: str) -> None:
     model = referee(case, torch.float32)
     tensors = dict(model.named_parameters())

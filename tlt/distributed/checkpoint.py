@@ -34,16 +34,22 @@ class RunState:
 
 
 def save_checkpoint(
-    folder: Path, state: RunState, policy: Mapping[str, Tensor], drafter: Mapping[str, Tensor] | None, training: Mapping[str, Any]
+    folder: Path,
+    state: RunState,
+    policy: Mapping[str, Tensor],
+    drafter: Mapping[str, Tensor] | None,
+    training: Mapping[str, Any],
 ) -> Path:
     """Writes a checkpoint and removes the older ones. `training` is what torch.save can keep: optimizer states and counters."""
     folder.mkdir(parents=True, exist_ok=True)
     final, partial = folder / f"step-{state.step:08d}", folder / ".partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in policy.items()}, partial / "policy.safetensors")
-    if drafter is not None:
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in drafter.items()}, partial / "drafter.safetensors")
+    for name, tensors in (("policy", policy), ("drafter", drafter)):
+        if tensors is not None:
+            save_file(
+                {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, partial / f"{name}.safetensors"
+            )
     torch.save(dict(training), partial / "training.pt")
     (partial / "state.json").write_text(json.dumps(asdict(state)))
     for file in partial.iterdir():

@@ -158,9 +158,12 @@ def _run_rank(entry: Entry | str, config_json: str, report_dir: str, shared_stop
 
     for number in STOP_SIGNALS:
         signal.signal(number, handle)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by the parent until here, see _run_agent
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by the parent until here, see _Supervisor
+    is_finished = threading.Event()
+    threading.Thread(target=_leave_when_orphaned, args=(os.getppid(), stop, is_finished), daemon=True).start()
     try:
         _resolve(entry)(config_json, stop)
+        is_finished.set()
     except Exception as error:
         rank = int(os.environ["RANK"])
         is_user_error = isinstance(error, UserError)
@@ -172,6 +175,16 @@ def _run_rank(entry: Entry | str, config_json: str, report_dir: str, shared_stop
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_USER_ERROR if is_user_error else EXIT_FAILURE)
+
+
+def _leave_when_orphaned(parent: int, stop: StopRequest, is_finished: threading.Event) -> None:
+    """When the parent was killed: stop as for a signal, then leave. torch's wrapper around a rank would wait forever for
+    the parent to have read its return value."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    stop.signal = signal.SIGTERM
+    is_finished.wait()
+    os._exit(128 + signal.SIGTERM)
 
 
 # -- several ranks: the parent ---------------------------------------------------------------------------------------------

@@ -89,20 +89,23 @@ class TrajectoryBuffer:
     def sample(self, token_budget: int) -> PackedBatch | None:
         """Windows drawn in proportion to length, packed up to the budget; None when no trajectory has features.
 
-        A window lies anywhere in its trajectory; a trajectory that fits the budget is taken whole.
+        A window lies anywhere in its trajectory where it predicts a response token; a trajectory that fits the budget is
+        taken whole.
         """
         ready = [t for t in self.trajectories if t.features_TE is not None]
         if not ready:
             return None
         weights = [t.num_usable for t in ready]
         tokens: list[int] = []
-        features, lengths, masks = [], [], []
+        features: list[Tensor] = []
+        masks: list[Tensor] = []
+        lengths: list[int] = []
         left = token_budget
         while left >= 3 or not lengths:
             trajectory = self.random.choices(ready, weights)[0]
             assert trajectory.features_TE is not None
             length = min(trajectory.num_usable, max(left, 3))
-            start = self.random.randint(0, trajectory.num_usable - length)
+            start = self.random.randint(max(0, trajectory.num_prompt - length), trajectory.num_usable - length)
             window = slice(start, start + length)
             tokens.extend(trajectory.token_ids[window])
             features.append(trajectory.features_TE[window])

@@ -60,10 +60,12 @@ class DrafterTrainer:
         with torch.enable_grad():
             predicted_ME = self.model(embeddings_ME, inputs_ME, pairs.positions_M, attend)
             loss = eagle_loss(predicted_ME, targets_ME, self.target.head_VE.to(dtype), batch.weight_M.to(dtype), self.weights)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
         value = loss.item()
         if value != value or value in (float("inf"), float("-inf")):
-            raise FloatingPointError(f"drafter training: the loss is {value} after {self.num_tokens} tokens; lower drafter.learning_rate")
+            raise FloatingPointError(
+                f"drafter training: the loss is {value} after {self.num_tokens} tokens; lower drafter.learning_rate"
+            )
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -71,7 +73,9 @@ class DrafterTrainer:
         return value
 
     @torch.no_grad()
-    def _mix_in_own_features(self, embeddings_ME: Tensor, features_ME: Tensor, positions_M: Tensor, attend: PackedCausal) -> Tensor:
+    def _mix_in_own_features(
+        self, embeddings_ME: Tensor, features_ME: Tensor, positions_M: Tensor, attend: PackedCausal
+    ) -> Tensor:
         """While drafting, all but the first pair read the drafter's own predictions. A share of the training inputs is
         therefore replaced by them (scheduled sampling, arXiv 1506.03099): pair t then reads what pair t - 1 predicted."""
         if self.own_feature_share == 0:
@@ -83,11 +87,13 @@ class DrafterTrainer:
         return torch.where(is_own_M[:, None], own_ME, features_ME)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "num_tokens": self.num_tokens}
+        generator = self.generator.get_state()
+        return {"optimizer": self.optimizer.state_dict(), "num_tokens": self.num_tokens, "generator": generator}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.num_tokens = state["num_tokens"]
+        self.generator.set_state(state["generator"].cpu())
 
     def shared_tensors(self) -> list[Tensor]:
         """Weights and Adam moments, in a fixed order: what replicas average. Moments exist from here on, if only as zeros."""
@@ -107,7 +113,7 @@ class FeatureRecompute:
 
     def __init__(self, target: PackedTransformer, trajectory: Trajectory) -> None:
         c = target.config
-        self.target, self.trajectory = target, trajectory
+        self.target, self.trajectory, self.version = target, trajectory, target.version
         length = trajectory.num_usable
         shape = (c.num_layers, 1, 2 * c.num_kv_heads, length, c.head_dim)
         self.layers = list(torch.zeros(shape, dtype=target.dtype, device=target.device))
@@ -127,7 +133,7 @@ class FeatureRecompute:
         if end < self.trajectory.num_usable:
             return False
         self.trajectory.features_TE = torch.cat(self.chunks)
-        self.trajectory.policy_version = self.target.version
+        self.trajectory.policy_version = self.version
         return True
 
 
@@ -177,11 +183,11 @@ class SpotTrainer:
         Ready trajectories come first; recomputing alternates with training on what is ready.
         """
         version = self.trainer.target.version
+        if self._recompute is not None and self._recompute.version != version:
+            self._recompute = None  # the chunks done so far are another policy's
         if self._recompute is None and (stale := self.buffer.missing(version)) is not None:
             stale.features_TE = None
             self._recompute = FeatureRecompute(self.trainer.target, stale)
-        if self._recompute is not None and self._recompute.trajectory.policy_version > version:
-            self._recompute = None
         if self._recompute is not None:
             if self._recompute.advance(_RECOMPUTE_TOKENS):
                 self._recompute = None

@@ -41,7 +41,9 @@ class PackedCausal:
 class StoringPrefill(PackedCausal):
     """Packed causal attention that also leaves keys and values in cache slots, from position 0 on."""
 
-    def __init__(self, config: ModelConfig, lengths: Sequence[int], layers_SKLD: Sequence[Tensor], slots: Sequence[int]) -> None:
+    def __init__(
+        self, config: ModelConfig, lengths: Sequence[int], layers_SKLD: Sequence[Tensor], slots: Sequence[int]
+    ) -> None:
         super().__init__(config, lengths)
         self.layers, self.slots = layers_SKLD, list(slots)
 
@@ -79,7 +81,7 @@ class Cached:
         live_BKLD = cache_SKLD[:B, :, : self.length]
         q_BKTD = qkv_BTSD[:, :, : self.num_heads].unflatten(2, (K, G)).permute(0, 2, 3, 1, 4).reshape(B, K, G * T, -1)
         out_BKTD = F.scaled_dot_product_attention(q_BKTD, live_BKLD[:, :K], live_BKLD[:, K:], attn_mask=self.mask)
-        return out_BKTD.unflatten(2, (G, T)).permute(0, 3, 1, 2, 4).reshape(B * T, -1)
+        return out_BKTD.view(B, K, G, T, -1).permute(0, 3, 1, 2, 4).reshape(B * T, -1)
 
 
 def padding_mask(lengths_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,6 @@
 """The one-layer drafter in EAGLE's form (arXiv 2401.15077), and THE alignment of tokens with features.
 
-    pair t:  embedding(token t+1) ‖ feature t ─ fc ─▶ one decoder layer ─▶ predicted feature t+1 ─ the target's head ─▶ token t+2
+    pair t:  embedding(token t+1) ‖ feature t ─ fc ─▶ one decoder layer ─▶ predicted feature t+1 ─ target's head ─▶ token t+2
 
 Feature t is the output of the target's final norm at position t. A pair has the rotary position t. When drafting, the
 predicted feature takes the place of the true one. The drafter borrows the target's embedding and head; it holds no

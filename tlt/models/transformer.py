@@ -3,7 +3,7 @@
 Every caller runs the same code on a flat batch of N tokens; who may look at whom is the business of the `Attend`
 callable that comes in as an argument, so this file knows neither caches nor masks:
 
-    token_ids_N ─ embed ─▶ x_NE ─▶ [ qkv ─ rope ─ attend ─ + ─ mlp ─ + ] × layers ─▶ final norm ─▶ features_NE ─ head ─▶ logits_NV
+    token_ids_N ─ embed ─▶ x_NE ─▶ [ qkv ─ rope ─ attend ─ + ─ mlp ─ + ] × layers ─▶ norm ─▶ features_NE ─ head ─▶ logits_NV
 
 Two classes hold the weights of that one computation. `Transformer` is the trainable module; its parameters are separate
 and carry Hugging Face's names. `PackedTransformer` is the engine's: projections that read the same input are one
@@ -89,7 +89,7 @@ class Rope:
     """Cosines and signed sines for every position of the window: rotate(x) = x·cos + roll(x, D/2)·sin."""
 
     def __init__(self, config: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float64), rope_inverse_frequencies(config))
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float64, device="cpu"), rope_inverse_frequencies(config))
         sin = angles.sin()
         self.cos_P1D = torch.cat([angles.cos()] * 2, dim=-1)[:, None].to(device=device, dtype=dtype)
         self.sin_P1D = torch.cat([-sin, sin], dim=-1)[:, None].to(device=device, dtype=dtype)

@@ -205,7 +205,7 @@ def _covered(spans: Sequence[Span], names: Collection[str], start: float, end: f
     pieces = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.name in names)
     covered, reached = 0.0, start
     for piece_start, piece_end in pieces:
-        if piece_end > reached:
+        if piece_end > max(piece_start, reached):
             covered += piece_end - max(piece_start, reached)
             reached = piece_end
     return covered

@@ -44,8 +44,8 @@ class NonFiniteUpdate(ArithmeticError):
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """One update. Means are over all response tokens of all ranks; `loss` and `grad_norm` (before clipping) also over the
-    optimizer steps; `entropy` and `kl` are those of the first epoch, the gaps those of the policy before the update.
+    """One update. Means are over all response tokens of all ranks; `loss`, `grad_norm` (before clipping), `clip_fraction`
+    and `kl` also over the optimizer steps; `entropy` and the gaps are those of the policy before the update.
 
     kl: None when there is no reference policy (its coefficient is 0).
     engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|; `_max` the largest.
@@ -209,6 +209,10 @@ class Totals:
         self.gap_max = max(self.gap_max, other.gap_max)
 
 
+Frozen = tuple[Tensor, Tensor]
+"""(logprobs_T, entropy_T) of a micro-batch under a policy that does not move."""
+
+
 class PolicyTrainer:
     """Owns the optimizer of `model`; every rank of `process_group` holds one and calls `update` with the same rollouts.
 
@@ -263,12 +267,12 @@ class PolicyTrainer:
             for minibatch in minibatches
         ]
         is_on_policy = a.epochs * a.minibatches == 1  # then the old logprobs are this pass's own
-        old = {} if is_on_policy else self._frozen_logprobs(self.model, shares)
-        reference = {} if self.reference is None else self._frozen_logprobs(self.reference, shares)
+        old = {} if is_on_policy else self._frozen(self.model, shares)
+        reference = {} if self.reference is None else self._frozen(self.reference, shares)
 
-        before, every = Totals(), Totals()  # of the first epoch; of all
+        sums = Totals()
         grad_norms = []
-        for epoch in range(a.epochs):
+        for _ in range(a.epochs):
             for minibatch, share in zip(minibatches, shares, strict=True):
                 num_tokens = sum(r.num_tokens for r in minibatch)
                 with self._flat_gradient() as flat_gradient:
@@ -277,21 +281,20 @@ class PolicyTrainer:
                         totals.add(self._accumulate(batch, num_tokens, old.get(batch), reference.get(batch)))
                     totals = self._reduce(totals, flat_gradient)
                     grad_norms.append(self._optimizer_step(totals.loss, flat_gradient, step))
-                every.add(totals)
-                if epoch == 0:
-                    before.add(totals)
+                sums.add(totals)
         self.next_step = step + 1
 
         num_tokens = sum(r.num_tokens for r in responses)
+        num_passes = num_tokens * a.epochs
         return UpdateMetrics(
-            loss=every.loss / len(grad_norms),
+            loss=sums.loss / len(grad_norms),
             grad_norm=sum(grad_norms) / len(grad_norms),
-            entropy=before.entropy / num_tokens,
-            clip_fraction=every.clipped / num_tokens / a.epochs,
-            kl=None if self.reference is None else before.kl / num_tokens,
+            entropy=sums.entropy / num_passes,
+            clip_fraction=sums.clipped / num_passes,
+            kl=None if self.reference is None else sums.kl / num_passes,
             lr=lr,
-            engine_trainer_logprob_gap=before.gap / num_tokens,
-            engine_trainer_logprob_gap_max=before.gap_max,
+            engine_trainer_logprob_gap=sums.gap / num_passes,
+            engine_trainer_logprob_gap_max=sums.gap_max,
             num_tokens=num_tokens,
             zero_variance_groups=num_flat_groups,
             seconds=time.perf_counter() - start,
@@ -343,28 +346,27 @@ class PolicyTrainer:
         return responses, advantages.num_zero_variance
 
     @torch.no_grad()
-    def _frozen_logprobs(self, model: Transformer, shares: Sequence[Sequence[MicroBatch]]) -> dict[MicroBatch, Tensor]:
+    def _frozen(self, model: Transformer, shares: Sequence[Sequence[MicroBatch]]) -> dict[MicroBatch, Frozen]:
         """Computed in the very micro-batches of the update: with equal weights, equal to the last bit (ratio 1)."""
-        return {batch: response_logprobs(model, batch.responses, self.temperature)[0] for share in shares for batch in share}
+        return {batch: response_logprobs(model, batch.responses, self.temperature) for share in shares for batch in share}
 
-    def _accumulate(self, batch: MicroBatch, num_tokens: int, old_T: Tensor | None, reference_T: Tensor | None) -> Totals:
+    def _accumulate(self, batch: MicroBatch, num_tokens: int, old: Frozen | None, reference: Frozen | None) -> Totals:
         """Forward and backward of one micro-batch; `num_tokens` are those of the minibatch on all ranks.
 
-        old_T: None when the policy that sampled is the current one.   reference_T: None without KL.
+        old: None when the policy that sampled is the current one.   reference: None without KL.
         """
         a = self.algorithm
         with torch.set_grad_enabled(batch.needs_grad):
             logprobs_T, entropy_T = response_logprobs(self.model, batch.responses, self.temperature)
             engine_T = logprobs_T.new_tensor([logprob for r in batch.responses for logprob in r.rollout.logprobs])
             advantages_T = logprobs_T.new_tensor([r.advantage for r in batch.responses for _ in range(r.num_tokens)])
-            if old_T is None:
-                old_T = logprobs_T.detach()
+            old_T, entropy_T = old or (logprobs_T.detach(), entropy_T)
             loss_T, is_clipped_T = clipped_policy_loss(
                 logprobs_T, old_T, advantages_T, clip_low=a.clip_low, clip_high=a.clip_high
             )
             if a.importance_correction_cap is not None:
                 loss_T = loss_T * importance_weights(old_T, engine_T, cap=a.importance_correction_cap)
-            kl_T = torch.zeros_like(loss_T) if reference_T is None else kl_estimate(logprobs_T, reference_T)
+            kl_T = torch.zeros_like(loss_T) if reference is None else kl_estimate(logprobs_T, reference[0])
             loss = token_mean(loss_T + a.kl_coefficient * kl_T, num_tokens)
         if batch.needs_grad:
             loss.backward()

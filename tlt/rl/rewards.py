@@ -1,39 +1,55 @@
 """Rewards, computed in worker processes beside the generation. Knows tasks by name, and neither models nor engines.
 
-    engine's process   submit ──▶ ┐                          ┌ ──▶ poll · drain
-    worker processes              └ task.score(problem, text)┘      a worker over its time-out is killed and replaced
+    engine's process   submit ─▶ jobs ─▶ one thread per worker ─▶ done ─▶ poll · drain
+                                            │      ▲
+    worker process                          └─▶ task.score(problem, text)       killed at the time-out, and replaced
 
 A response that cannot be scored gets reward 0 with the reason in `Reward.error`, and is counted in `num_errors`.
 
 Workers import this module, so it imports no torch at the top, and `tlt.types` (which does) only where the parent runs.
+They are plain programs rather than multiprocessing's children, which would import the parent's main module again: torch
+and more, for each. One pipe per worker tells which response a dead worker had.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import ctypes
 import math
+import os
 import signal
+import subprocess
 import sys
-from collections import deque
+import threading
 from collections.abc import Mapping
-from concurrent.futures import Future, TimeoutError, wait
-from multiprocessing.context import SpawnContext, SpawnProcess
-from multiprocessing.popen_spawn_posix import Popen
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-from pebble import ProcessExpired, ProcessPool
+from multiprocessing.connection import Connection, Pipe
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tlt.rl.tasks import Task, get_task
 
 if TYPE_CHECKING:
     from tlt.types import Reward
 
+START_SECONDS = 120.0
+"""How long a worker may take to start and to import its task."""
+
 Key = tuple[str, int]
 """(problem id, sample index)"""
 
-Score = tuple[float, bool, str]
-"""(reward, is solved, error): what a worker sends back."""
+
+class Score(NamedTuple):
+    """What a worker sends back; the fields of `Reward`."""
+
+    value: float
+    is_solved: bool
+    error: str = ""
+
+
+class Job(NamedTuple):
+    key: Key
+    problem: dict[str, Any]
+    text: str
 
 
 class RewardPool:
@@ -41,69 +57,73 @@ class RewardPool:
 
     task_spec: a registered task, or "package.module:object".
     timeout_seconds: of one response, from the moment a worker takes it up.
+    Use it from one thread. `submit` and `poll` never wait.
     """
 
     def __init__(self, task_spec: str, num_workers: int, timeout_seconds: float) -> None:
-        _load_task(task_spec)  # a misspelt task is the user's mistake now, not a thousand errors later
+        self._task = get_task(task_spec)  # a misspelt task is the user's mistake now, not a thousand errors later
         self.task_spec, self.timeout_seconds = task_spec, timeout_seconds
         self.num_errors = 0
-        self._pool = (
-            ProcessPool(num_workers, initializer=_load_task, initargs=(task_spec,), context=_WorkerContext())
-            if num_workers
-            else None
-        )
-        self._pending: dict[Key, Future[Score]] = {}
-        self._done: deque[tuple[Key, Future[Score]]] = deque()  # appended to by the pool's thread
-        self._rewards: dict[Key, Reward] = {}
+        self._pending: dict[Key, Job] = {}
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Job, Score | Exception]] = SimpleQueue()
+        self._lock = threading.Lock()  # of the next two: no worker starts after close
+        self._workers: dict[int, Worker] = {}
+        self._is_closed = False
+        self._threads = [threading.Thread(target=self._serve, args=(i,), daemon=True) for i in range(num_workers)]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def num_pending(self) -> int:
-        """Responses submitted and not yet returned by `poll` or kept for `drain`."""
+        """Responses submitted whose rewards were not returned yet."""
         return len(self._pending)
 
     def submit(self, key: Key, problem: Mapping[str, Any], text: str) -> None:
-        """Queues a response; returns at once."""
+        """Queues a response."""
+        assert not self._is_closed, "the pool is closed"
         assert key not in self._pending, f"{key} was submitted twice"
-        args = (self.task_spec, dict(problem), text)
-        future: Future[Score]
-        if self._pool is None:
-            future = Future()
-            future.set_result(_score(*args))
+        job = self._pending[key] = Job(key, dict(problem), text)
+        if self._threads:
+            self._jobs.put(job)
         else:
-            future = self._pool.schedule(_score, args=args, timeout=self.timeout_seconds)
-        self._pending[key] = future
-        future.add_done_callback(lambda done: self._done.append((key, done)))
+            self._done.put((job, score(self._task, job.problem, text)))
 
     def poll(self) -> dict[Key, Reward]:
-        """What has finished since the last poll or drain. Never waits."""
-        self._collect()
-        finished, self._rewards = self._rewards, {}
-        return finished
+        """What has finished since the last poll or drain."""
+        rewards: dict[Key, Reward] = {}
+        while not self._done.empty():
+            rewards.update(self._next())
+        return rewards
 
     def drain(self) -> dict[Key, Reward]:
-        """Waits for everything submitted; what no `poll` has returned yet."""
-        wait(self._pending.values())
-        self._collect()
-        # `wait` may return before the last callbacks have run.
-        for key, future in list(self._pending.items()):
-            self._finish(key, future)
-        return self.poll()
+        """Waits for everything submitted; what `poll` has not returned yet. Bounded, because every response is."""
+        rewards: dict[Key, Reward] = {}
+        while self._pending:
+            rewards.update(self._next())
+        return rewards
 
     def abandon(self) -> None:
-        """Forgets all that was submitted; workers stop at their next response or at the time-out."""
-        for future in self._pending.values():
-            future.cancel()
+        """Forgets all that was submitted. What a worker is scoring right now goes on, to its time-out at most."""
         self._pending.clear()
-        self._rewards.clear()
-        self._done.clear()
+        while True:
+            try:
+                self._jobs.get_nowait()
+            except Empty:
+                return
 
     def close(self) -> None:
         """Ends the workers, whatever they are doing. Nothing is left running, and closing twice is harmless."""
         self.abandon()
-        if self._pool is not None:
-            self._pool.stop()  # type: ignore[no-untyped-call]
-            self._pool.join()
-            self._pool = None
+        with self._lock:
+            self._is_closed = True
+            for worker in self._workers.values():
+                worker.kill()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
 
     def __enter__(self) -> RewardPool:
         return self
@@ -111,68 +131,112 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _collect(self) -> None:
-        while self._done:
-            key, future = self._done.popleft()
-            if self._pending.get(key) is future:  # else: abandoned, or already taken by `drain`
-                self._finish(key, future)
-
-    def _finish(self, key: Key, future: Future[Score]) -> None:
+    def _next(self) -> dict[Key, Reward]:
         from tlt.types import Reward  # imports torch, which a worker must not
 
-        del self._pending[key]
-        value, is_solved, error = self._result(future)
-        self.num_errors += bool(error)
-        self._rewards[key] = Reward(value, is_solved, error)
+        job, result = self._done.get()
+        if self._pending.get(job.key) is not job:
+            return {}  # abandoned
+        del self._pending[job.key]
+        if isinstance(result, Exception):
+            raise result
+        self.num_errors += bool(result.error)
+        return {job.key: Reward(*result)}
 
-    def _result(self, future: Future[Score]) -> Score:
+    def _serve(self, index: int) -> None:
+        """One thread: a worker, started ahead of the first job and again whenever it was killed or died."""
+        worker = self._start(index)
+        while worker is not None and (job := self._jobs.get()) is not None:
+            try:
+                result: Score | Exception = worker.score(job, self.timeout_seconds)
+            except Exception as error:  # ours, or an unpicklable problem: raised where rewards are asked for
+                result = error
+            self._done.put((job, result))
+            if worker.is_killed:
+                worker = self._start(index)
+        if worker is not None:
+            worker.kill()
+
+    def _start(self, index: int) -> Worker | None:
+        """None once the pool is closed."""
+        with self._lock:
+            if self._is_closed:
+                return None
+            self._workers[index] = Worker(self.task_spec)
+            return self._workers[index]
+
+
+class Worker:
+    """One worker process, as its thread sees it. It leads a session of its own: no Ctrl-C of the terminal reaches it, and
+    what its task has started is killed with it."""
+
+    def __init__(self, task_spec: str) -> None:
+        self.pipe, theirs = Pipe()
+        command = [sys.executable, "-c", "from tlt.rl.rewards import work; work()", str(theirs.fileno()), task_spec]
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
+        )
+        theirs.close()
+        self.is_ready = self.is_killed = False
+
+    def score(self, job: Job, timeout_seconds: float) -> Score:
+        """Afterwards the worker is either ready for the next job or killed."""
         try:
-            return future.result()
-        except TimeoutError:
-            return 0.0, False, f"time-out: not scored within {self.timeout_seconds:g} s"
-        except ProcessExpired as death:
-            return 0.0, False, f"the worker died with exit code {death.exitcode}"
+            if not self.is_ready:
+                if not self.pipe.poll(START_SECONDS):
+                    self.kill()
+                    return Score(0.0, False, f"the worker did not start within {START_SECONDS:g} s")
+                self.is_ready = self.pipe.recv()
+            self.pipe.send((job.problem, job.text))
+            if not self.pipe.poll(timeout_seconds):
+                self.kill()
+                return Score(0.0, False, f"time-out: not scored within {timeout_seconds:g} s")
+            return Score(*self.pipe.recv())
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(1.0)  # its own exit code says more than our signal
+            self.kill()
+            return Score(0.0, False, f"the worker died with exit code {self.process.returncode}")
+
+    def kill(self) -> None:
+        """Idempotent, and callable from another thread: whoever waits on the pipe sees its end."""
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):  # another thread was faster
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.is_killed = True
 
 
 # ── in the worker ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@functools.cache
-def _load_task(task_spec: str) -> Task:
-    return get_task(task_spec)
+def work() -> None:
+    """The worker's program: scores until the pipe ends, which it does with the parent."""
+    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
+    if sys.platform == "linux":  # should the parent be killed while a task hangs, the kernel ends this process too
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    task = get_task(sys.argv[2])
+    pipe.send(True)
+    while True:
+        try:
+            problem, text = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(tuple(score(task, problem, text)))
 
 
-def _score(task_spec: str, problem: dict[str, Any], text: str) -> Score:
+def score(task: Task, problem: dict[str, Any], text: str) -> Score:
     """A task is the user's code: whatever it raises becomes the error of this one response."""
     try:
-        score = _load_task(task_spec).score(problem, text)
-        value, is_solved = float(score["reward"]), bool(score["solved"])
+        result = task.score(problem, text)
+        value, is_solved = float(result["reward"]), bool(result["solved"])
         if not math.isfinite(value):
             raise ValueError(f"the reward is {value}")
     except (Exception, SystemExit) as error:
-        return 0.0, False, f"{type(error).__name__}: {error}"
-    return value, is_solved, ""
-
-
-class _WorkerProcess(SpawnProcess):
-    """A spawned process that leaves the parent's main module alone and never sees its Ctrl-C.
-
-    Spawn would import the parent's `__main__` again: torch and more, seconds and hundreds of MB for each worker. And
-    between exec and pebble's own handler a SIGINT to the process group would print a traceback; blocked, it is inherited
-    as blocked.
-    """
-
-    @staticmethod
-    def _Popen(process_obj: Any) -> Popen:
-        main = sys.modules["__main__"]
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        sys.modules["__main__"] = ModuleType("__main__")
-        try:
-            return Popen(process_obj)
-        finally:
-            sys.modules["__main__"] = main
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-class _WorkerContext(SpawnContext):
-    Process = _WorkerProcess
+        return Score(0.0, False, f"{type(error).__name__}: {error}")
+    return Score(value, is_solved)

@@ -37,8 +37,6 @@ class LearnedDrafter:
     temperature. on_finish receives each response with the features remembered of it, [len(prompt) + len(response) - 1, E].
     """
 
-    name = "learned"
-
     def __init__(
         self,
         model: PackedDrafter,
@@ -89,7 +87,9 @@ class LearnedDrafter:
         slots, capacity, size = self.features_SPE.shape
         if num_slots > slots or num_positions > capacity:
             slots_wanted = slots if num_slots <= slots else min(max(num_slots, 2 * slots), self.max_slots)
-            grown = self.features_SPE.new_zeros(slots_wanted, capacity if num_positions <= capacity else 2 * num_positions, size)
+            grown = self.features_SPE.new_zeros(
+                slots_wanted, capacity if num_positions <= capacity else 2 * num_positions, size
+            )
             grown[:slots, :capacity] = self.features_SPE
             self.features_SPE = grown
 
@@ -113,7 +113,7 @@ class LearnedDrafter:
         outputs, done = [], 0
         while done < max(missing):
             width = min(max(missing) - done, _CATCH_UP_TOKENS)
-            first = [start + done for start in starts]
+            first = [min(start + done, length - TOKEN_AHEAD) for start, length in zip(starts, lengths, strict=True)]
             rows = [tokens[f + TOKEN_AHEAD : f + TOKEN_AHEAD + width] for tokens, f in zip(context.tokens, first, strict=True)]
             tokens_BT = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=device)
             first_B = torch.tensor(first, device=device)
@@ -133,7 +133,13 @@ class LearnedDrafter:
         return output_BTE[torch.arange(len(missing), device=device), last_B]
 
     def _forward(
-        self, tokens_BT: Tensor, features_BTE: Tensor, positions_BT: Tensor, columns_BT: Tensor, length: int, mask: Tensor | None
+        self,
+        tokens_BT: Tensor,
+        features_BTE: Tensor,
+        positions_BT: Tensor,
+        columns_BT: Tensor,
+        length: int,
+        mask: Tensor | None,
     ) -> Tensor:
         attend = Cached(self.model.config, self.cache.layers, columns_BT, length, mask)
         embeddings = self.target.embed(tokens_BT.flatten())
@@ -146,7 +152,13 @@ class LearnedDrafter:
         return torch.add(noise_B1V, context.params.scale(self.target.logits(hidden_BTE)), alpha=1 / self.tau)
 
     def _chain(
-        self, context: DraftContext, lengths: list[int], strategy: Strategy, roots_B1: Tensor, hidden_BE: Tensor, noise_BDV: Tensor
+        self,
+        context: DraftContext,
+        lengths: list[int],
+        strategy: Strategy,
+        roots_B1: Tensor,
+        hidden_BE: Tensor,
+        noise_BDV: Tensor,
     ) -> DraftTree:
         device = self.model.device
         hidden_B1E, tokens = hidden_BE[:, None], [roots_B1]
@@ -161,7 +173,13 @@ class LearnedDrafter:
         return chain(torch.cat(tokens, dim=1))
 
     def _tree(
-        self, context: DraftContext, lengths: list[int], strategy: Strategy, roots_B1: Tensor, hidden_BE: Tensor, noise_BDV: Tensor
+        self,
+        context: DraftContext,
+        lengths: list[int],
+        strategy: Strategy,
+        roots_B1: Tensor,
+        hidden_BE: Tensor,
+        noise_BDV: Tensor,
     ) -> DraftTree:
         """Grows a pool level by level (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a level are
         expanded by `width` candidates each; the `budget` most confident nodes of the pool become the tree."""
@@ -198,7 +216,9 @@ class LearnedDrafter:
                 mask = _branch_mask(seen_BFC, prefix_B, length, self.model.dtype)
                 hidden_BFE = self._forward(tokens_BF, hidden_BFE[rows_B1, parent_BF], positions_BF, columns_BF, length, mask)
             pool_size += frontier * width
-        return _best_nodes(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), torch.cat(pool_confidence, 1), strategy.budget)
+        return _best_nodes(
+            torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), torch.cat(pool_confidence, 1), strategy.budget
+        )
 
 
 def _branch_mask(seen_BFC: Tensor, prefix_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:

@@ -60,13 +60,10 @@ class EngineStats:
         """Counts of another engine or phase on top of these."""
         for name in ("num_tokens", "num_verifications", "num_verified_tokens", "num_steps", "prefill_seconds"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        for mine, theirs in (
-            (self.seconds_by_strategy, other.seconds_by_strategy),
-            (self.survivors_by_depth, other.survivors_by_depth),
-            (self.attempts_by_depth, other.attempts_by_depth),
-        ):
-            for key, value in theirs.items():
-                mine[key] += value  # type: ignore[index, operator]
+        self.survivors_by_depth.update(other.survivors_by_depth)
+        self.attempts_by_depth.update(other.attempts_by_depth)
+        for strategy, seconds in other.seconds_by_strategy.items():
+            self.seconds_by_strategy[strategy] += seconds
 
     def record_verification(self, depth: int, num_accepted: int, num_kept: int) -> None:
         self.num_verifications += 1

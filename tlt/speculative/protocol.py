@@ -31,17 +31,17 @@ class DraftContext:
 
 
 class Drafter(Protocol):
-    """`version` counts the drafter's own updates; statistics about older versions age."""
-
-    name: str
-    version: int
+    @property
+    def version(self) -> int:
+        """Counts the drafter's own updates; statistics about older versions age."""
+        ...
 
     def admit(self, slot: int, request: Request) -> None:
         """A new sequence starts in this slot; whatever the slot held is forgotten."""
 
     def remember(self, slots_B: Tensor, positions_BT: Tensor, features_BTE: Tensor, end: int) -> None:
-        """The target's features at these positions, all below `end`. Those of rejected drafts may be among them: they lie beyond the
-        committed tokens and are overwritten before anything reads them."""
+        """The target's features at these positions, all below `end`. Those of rejected drafts may be among them: they lie
+        beyond the committed tokens and are overwritten before anything reads them."""
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
         """A tree for each sequence. noise_BDV[b, d] is the law's noise of the position d + 1 after the root, which the

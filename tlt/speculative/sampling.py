@@ -67,7 +67,7 @@ def keys_tensor(keys: Sequence[tuple[int, int, int, int]], device: torch.device 
 class BatchParams:
     """The sampling parameters of B sequences as tensors, made once per change of the batch.
 
-    At temperature 0 the temperature counts as 1 and the noise as 0 (`noise_scale_B1`), which makes the law an argmax
+    At temperature 0 the temperature counts as 1 and the noise as 0 (`noise_scale_B11`), which makes the law an argmax
     of the logits and `logprobs` those of temperature 1.
     """
 
@@ -77,10 +77,9 @@ class BatchParams:
             return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
         temperatures = [p.temperature or 1.0 for p in params]
-        self.inverse_temperature_B11 = (
-            None if all(t == 1.0 for t in temperatures) else column([1.0 / t for t in temperatures])
-        )
-        self.is_greedy = [p.temperature == 0 for p in params]
+        self.inverse_temperature_B11 = None if all(t == 1.0 for t in temperatures) else column([1.0 / t for t in temperatures])
+        is_sampled = [float(p.temperature > 0) for p in params]
+        self.noise_scale_B11 = None if all(is_sampled) else column(is_sampled)
         self.truncates = any(p.truncates and p.temperature > 0 for p in params)
         if self.truncates:
             self.top_k_B11 = column([p.top_k if p.top_k > 0 else torch.iinfo(torch.int64).max for p in params])
@@ -119,6 +118,8 @@ def sample(logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> tuple[
     """
     scaled_BNV = params.scale(logits_BNV)
     kept_BNV = truncate(scaled_BNV, params) if params.truncates else scaled_BNV
+    if params.noise_scale_B11 is not None:
+        noise_BNV = noise_BNV * params.noise_scale_B11.to(noise_BNV.dtype)
     tokens_BN = (kept_BNV + noise_BNV).argmax(dim=-1)
     chosen_BN = scaled_BNV.gather(-1, tokens_BN[..., None])[..., 0]
     return tokens_BN, chosen_BN - scaled_BNV.logsumexp(dim=-1)

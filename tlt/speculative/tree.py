@@ -1,8 +1,8 @@
 """Draft trees: their depths, their ancestors, and who sees whom when the target reads them in one forward.
 
-    root ─┬─ a ─┬─ c          tokens   root a b c d
-          │     └─ d          parents   -1 0 0 1 1
-          └─ b                depths     0 1 1 2 2
+root ─┬─ a ─┬─ c          tokens   root a b c d
+      │     └─ d          parents   -1 0 0 1 1
+      └─ b                depths     0 1 1 2 2
 """
 
 from __future__ import annotations

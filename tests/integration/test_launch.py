@@ -1,0 +1,338 @@
+"""Starting and ending ranks for real: processes, signals to the group and to the parent, failures, collectives.
+
+Each scenario is one `launch` in a session of its own, as a terminal would have it. What takes the time is importing torch:
+so the launching processes are forked from one that has done it, and several run at once.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+PROGRAM = '''
+import json, os, sys, time
+from tlt.distributed.launch import launch
+
+
+def say(**what):
+    line = json.dumps({"rank": int(os.environ.get("RANK", 0)), **what}) + "\\n"
+    os.write(1, line.encode())  # one call: lines of several ranks do not mix
+
+
+def entry(scenario, stop):
+    import torch
+    from tlt.distributed.collectives import (
+        any_rank, average_weighted, broadcast_tensors, gather_objects, init_process_group_from_env, shutdown)
+    from tlt.types import UserError
+
+    world = init_process_group_from_env("cpu", timeout_seconds=60)
+    rank = world.rank
+    gather_objects(world, "all here")
+    say(ready=True, pid=os.getpid())
+    if scenario == "collectives":
+        from tlt.distributed.coordinator import connect_coordinator
+        from tlt.report.timeline import shared_epoch
+
+        def average(weights, dtype=torch.float32, fill=None):
+            tensors = [torch.full((2, 3), float(rank + 1), dtype=dtype), torch.arange(4, dtype=dtype) * (rank + 1) / 7]
+            if fill is not None and weights[rank] == 0:
+                tensors[0].fill_(fill)
+            before = [tensor.clone() for tensor in tensors]
+            total = average_weighted(world, tensors, weights[rank])
+            return total, [t.flatten().tolist() for t in tensors], [t.flatten().tolist() for t in before]
+
+        say(gathered=gather_objects(world, {"rank": rank}), threads=torch.get_num_threads())
+        say(any=any_rank(world, rank == 1), none=any_rank(world, False))
+        say(weighted=average((1.0, 3.0)), unweighted=average((0, 0)), alone=average((0, 5.0), fill=float("nan")))
+        say(bf16=average((1.0, 1.0), torch.bfloat16), double=average((1.0, 1.0), torch.float64))
+        tensors = [torch.full((3,), rank + 0.1), torch.full((2,), rank + 7), torch.full((2,), rank + 0.3)]
+        broadcast_tensors(world, tensors, source=1)
+        say(broadcast=[tensor.tolist() for tensor in tensors], nothing=average_weighted(world, [], 2.0))
+        coordinator = connect_coordinator(world.store, rank, world.world_size, timeout=30.0)
+        coordinator.begin("rollout 0", 100)
+        taken = []
+        while not coordinator.wait_all_done():
+            for unit in coordinator.take(4):
+                taken.append(unit)
+                coordinator.finish(unit)
+        epoch = shared_epoch(rank, lambda value: gather_objects(world, value))
+        say(taken=taken, epoch=epoch - (time.time() - time.perf_counter()))
+        del coordinator
+    elif scenario == "loop":
+        while not stop.is_set():
+            time.sleep(0.02)
+        time.sleep(0.3)
+        say(finished=gather_objects(world, rank))
+    elif scenario == "deaf":
+        while True:
+            time.sleep(0.1)
+    elif scenario == "mistake" and rank == 1:
+        raise UserError("model.path: '/nowhere' is missing; give a checkpoint folder")
+    elif scenario == "fault" and rank == 1:
+        raise ZeroDivisionError("in the middle of a step")
+    elif scenario == "killed" and rank == 1:
+        os.kill(os.getpid(), 9)
+    shutdown(world)
+
+
+def play(name, scenario, num_ranks, grace, environ):
+    """In a session of its own, with what it says in files, so that no pipe stays open; its exit code follows."""
+    pid = os.fork()
+    if pid == 0:
+        os.setsid()
+        for number, kind in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        os.environ.update(environ)
+        code = 99
+        try:
+            say(started=True)
+            code = launch(scenario, num_ranks, entry, grace_seconds=grace)
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    with open(f"{name}.pid", "w") as file:
+        file.write(f"{pid}.")
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with open(f"{name}.code", "w") as file:
+        file.write(f"{code}.")
+
+
+if __name__ == "__main__":
+    import torch.distributed.launcher.api
+
+    os.chdir(sys.argv[1])
+    for line in sys.stdin:
+        if os.fork() == 0:
+            play(*json.loads(line))
+            os._exit(0)
+'''
+
+
+@dataclass
+class Outcome:
+    """What a scenario left: its exit code, what the ranks said, stderr, and seconds from the last signal to the end."""
+
+    code: int = 0
+    said: list[dict] = field(default_factory=list)
+    stderr: str = ""
+    seconds: float = 0.0
+    survivors: list[int] = field(default_factory=list)
+
+    def of(self, key: str) -> list:
+        """What each rank said under a key, in the order of ranks."""
+        return [line[key] for line in sorted(self.said, key=lambda line: line["rank"]) if key in line]
+
+
+def to_group(number: signal.Signals) -> Callable[[int], None]:
+    return lambda pid: os.killpg(pid, number)
+
+
+def to_parent(number: signal.Signals) -> Callable[[int], None]:
+    return lambda pid: os.kill(pid, number)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`signals`: (what to wait for, seconds to wait then, how to send) in turn; `ready` comes once per rank."""
+
+    name: str
+    signals: tuple[tuple[str, float, Callable[[int], None]], ...] = ()
+    num_ranks: int = 2
+    grace: float = 60.0
+    environ: tuple[tuple[str, str], ...] = ()
+
+
+CTRL_C = to_group(signal.SIGINT)
+SCENARIOS = {
+    "collectives": Scenario("collectives"),
+    "mistake": Scenario("mistake"),
+    "fault": Scenario("fault"),
+    "killed": Scenario("killed"),
+    "parent killed": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGKILL)),)),
+    "ctrl-c while the ranks import": Scenario("loop", (("started", 0.7, CTRL_C),)),
+    "sigterm to the parent": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGTERM)),)),
+    "ctrl-c twice": Scenario("deaf", (("ready", 0.0, CTRL_C), ("ready", 0.5, CTRL_C))),
+    "grace is over": Scenario("deaf", (("ready", 0.0, CTRL_C),), grace=1.0),
+    "one rank": Scenario("loop", (("ready", 0.0, CTRL_C),), num_ranks=1),
+    "one rank, ctrl-c twice": Scenario("deaf", (("ready", 0.0, CTRL_C), ("ready", 1.3, CTRL_C)), num_ranks=1),
+    "rank from the environment": Scenario("mistake", environ=(("RANK", "0"), ("WORLD_SIZE", "1"))),
+}
+DEADLINE_SECONDS = 90.0
+
+
+def play(server: subprocess.Popen[str], folder: Path, name: str, scenario: Scenario) -> Outcome:
+    def read(kind: str) -> str:
+        path = folder / f"{name}.{kind}"
+        return path.read_text() if path.exists() else ""
+
+    def number(kind: str) -> int | None:
+        text = read(kind)
+        return int(text[:-1]) if text.endswith(".") else None
+
+    def said() -> list[dict]:
+        return [json.loads(line) for line in read("out").split("\n")[:-1]]
+
+    assert server.stdin is not None
+    order = [name, scenario.name, scenario.num_ranks, scenario.grace, dict(scenario.environ)]
+    server.stdin.write(json.dumps(order) + "\n")
+    server.stdin.flush()
+    outcome = Outcome()
+    started_at = sent_at = time.monotonic()
+    waiting = list(scenario.signals)
+    while (code := number("code")) is None:
+        outcome.said = said()
+        pid = number("pid")
+        if pid is not None and time.monotonic() - started_at > DEADLINE_SECONDS:
+            os.killpg(pid, signal.SIGKILL)  # a session of its own: nobody else's processes
+        num_needed = 1 if waiting and waiting[0][0] == "started" else scenario.num_ranks
+        if pid is not None and waiting and len(outcome.of(waiting[0][0])) >= num_needed:
+            _, delay, send = waiting.pop(0)
+            time.sleep(delay)
+            send(pid)
+            sent_at = time.monotonic()
+        time.sleep(0.02)
+    outcome.seconds = time.monotonic() - sent_at
+    if code == -signal.SIGKILL:  # then the ranks may take a moment longer
+        while any(map(is_alive, outcome.of("pid"))) and time.monotonic() - sent_at < 30:
+            time.sleep(0.05)
+    outcome.code, outcome.said, outcome.stderr = code, said(), read("err")
+    outcome.survivors = [pid for pid in outcome.of("pid") if is_alive(pid)]
+    return outcome
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    folder = tmp_path_factory.mktemp("launch")
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-W", "error", str(program), str(folder)]
+    played: dict[str, Outcome] = {}
+    at_once = threading.Semaphore(3)
+
+    def run(name: str) -> None:
+        with at_once:
+            played[name] = play(server, folder, name, SCENARIOS[name])
+
+    with subprocess.Popen(command, text=True, stdin=subprocess.PIPE, env=environ) as server:
+        threads = [threading.Thread(target=run, args=(name,)) for name in SCENARIOS]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return played
+
+
+def test_the_ranks_meet_and_the_run_succeeds(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["collectives"]
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr == ""
+    assert outcome.of("gathered") == [[{"rank": 0}, {"rank": 1}]] * 2
+    assert outcome.of("threads") == [1, 1]
+    assert outcome.of("any") == [True, True]
+    assert outcome.of("none") == [False, False]
+    assert all(abs(epoch) < 0.1 for epoch in outcome.of("epoch"))
+    first, second = outcome.of("taken")
+    assert sorted(first + second) == list(range(100))
+
+
+def test_averages_are_weighted_by_what_each_rank_trained_on(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["collectives"]
+    for total, after, _ in outcome.of("weighted"):
+        assert total == 4.0
+        assert after[0] == pytest.approx([1.75] * 6)
+        assert after[1] == pytest.approx([i * 1.75 / 7 for i in range(4)])
+    assert outcome.of("weighted")[0][1] == outcome.of("weighted")[1][1], "ranks differ in bits"
+    for total, after, before in outcome.of("unweighted"):
+        assert total == 0
+        assert after == before
+    one_that_trained = outcome.of("alone")[1][2]
+    for total, after, _ in outcome.of("alone"):  # the other's tensors hold NaN
+        assert total == 5.0
+        assert after == one_that_trained
+    assert all(after[0] == [1.5] * 6 for key in ("bf16", "double") for _, after, _ in outcome.of(key))
+    assert outcome.of("nothing") == [4.0, 4.0]
+
+
+def test_a_broadcast_copies_the_source_bit_for_bit_in_every_dtype(outcomes: dict[str, Outcome]) -> None:
+    zero, one = outcomes["collectives"].of("broadcast")
+    assert zero == one
+    assert one[1] == [8, 8]
+
+
+def test_a_users_mistake_in_a_rank_is_one_line_and_exit_code_2(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["mistake"]
+    assert outcome.code == 2
+    assert outcome.stderr == "tlt: error: model.path: '/nowhere' is missing; give a checkpoint folder\n"
+    assert not outcome.survivors
+
+
+def test_a_fault_of_ours_shows_that_ranks_own_traceback_once(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["fault"]
+    assert outcome.code == 1
+    assert outcome.stderr.endswith("tlt: error: rank 1 failed: ZeroDivisionError: in the middle of a step\n")
+    assert outcome.stderr.count("Traceback") == 1
+    assert "ChildFailedError" not in outcome.stderr
+    assert not outcome.survivors
+
+
+def test_a_rank_that_vanishes_is_named(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["killed"]
+    assert outcome.code == 1
+    assert outcome.stderr.startswith("tlt: error: rank 1 ended without a word: killed by")
+    assert "Traceback" not in outcome.stderr
+    assert not outcome.survivors
+
+
+@pytest.mark.parametrize(("name", "code"), [("ctrl-c while the ranks import", 130), ("sigterm to the parent", 143)])
+def test_the_first_signal_lets_all_ranks_finish_their_work(outcomes: dict[str, Outcome], name: str, code: int) -> None:
+    outcome = outcomes[name]
+    assert outcome.code == code, outcome.stderr
+    assert outcome.of("finished") == [[0, 1], [0, 1]]
+    assert outcome.stderr == "tlt: stopping after the work under way; Ctrl-C again ends at once\n"
+    assert not outcome.survivors
+
+
+@pytest.mark.parametrize(("name", "said"), [("ctrl-c twice", "stopped at once"), ("grace is over", "not finished after 1 s")])
+def test_ranks_that_do_not_finish_are_killed(outcomes: dict[str, Outcome], name: str, said: str) -> None:
+    outcome = outcomes[name]
+    assert outcome.code == 130
+    assert said in outcome.stderr
+    assert outcome.seconds < 15
+    assert not outcome.survivors
+
+
+def test_one_rank_runs_in_this_process_and_stops_the_same_way(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["one rank"]
+    assert outcome.code == 130
+    assert outcome.of("finished") == [[0]]
+    assert outcomes["one rank, ctrl-c twice"].code == 130
+    assert "stopped at once" in outcomes["one rank, ctrl-c twice"].stderr
+
+
+def test_a_rank_that_somebody_else_started_runs_the_entry_itself(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["rank from the environment"]
+    assert outcome.code == 0, outcome.stderr
+    assert len(outcome.of("ready")) == 1
+
+
+def test_when_the_parent_is_killed_the_ranks_finish_and_leave(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["parent killed"]
+    assert outcome.code == -signal.SIGKILL
+    assert outcome.of("finished") == [[0, 1], [0, 1]]
+    assert not outcome.survivors

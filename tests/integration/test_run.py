@@ -1,0 +1,186 @@
+"""Whole runs through the command line: two ranks, a tiny policy, real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tlt.drafting.export import save_drafter
+from tlt.models.checkpoint import load_config, save_checkpoint
+from tlt.models.drafter import DraftModel, drafter_config
+from tlt.models.transformer import ModelConfig, Transformer
+
+BASE = Path(__file__).parents[2] / "recipes" / "countdown" / "base"
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random policy with Countdown's tokenizer, and a random drafter."""
+    folder = tmp_path_factory.mktemp("workspace")
+    config = ModelConfig("llama", load_config(BASE).vocab_size, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=256)
+    policy = Transformer(config).initialize(0, std=0.15)
+    save_checkpoint(folder / "model", config, policy.state_dict(), dtype=torch.float32, source=BASE)
+    save_drafter(folder / "drafter", DraftModel(drafter_config(config)).initialize(0), torch.float32)
+    # The prompt's own task: a response is rewarded for the digits it holds, so that a random policy has something to learn.
+    (folder / "digits.py").write_text(
+        "class Digits:\n"
+        "    def problems(self, num, seed, split='train'):\n"
+        "        return [{'problem_id': f'{split}-{i}', 'prompt': f'[{i % 9 + 1},{i % 7 + 1}:{i % 50 + 1}]'} for i in range(num)]\n"
+        "    def score(self, problem, text):\n"
+        "        share = sum(c.isdigit() for c in text) / max(len(text), 1)\n"
+        "        return {'reward': share, 'solved': share > 0.5}\n"
+        "TASK = Digits()\n"
+    )
+    (folder / "run.toml").write_text(
+        """
+        [run]
+        num_steps = 5
+        num_ranks = 2
+        dtype = "float64"
+        checkpoint_every = 2
+        [model]
+        path = "model"
+        [task]
+        name = "digits:TASK"
+        num_problems = 12
+        [rollout]
+        problems_per_step = 4
+        samples_per_problem = 4
+        max_batch_size = 8
+        speculation = "adaptive"
+        [sampling]
+        max_tokens = 48
+        [drafter]
+        path = "drafter"
+        train = true
+        tokens_per_micro_step = 256
+        [optimizer]
+        learning_rate = 3e-3
+        [evaluation]
+        num_problems = 6
+        samples_per_problem = 2
+        """
+    )
+    return folder
+
+
+def command(workspace: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    environment = {**os.environ, "PYTHONPATH": str(workspace), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    return [sys.executable, "-m", "tlt.cli", "train", *arguments], environment
+
+
+def train(workspace: Path, name: str, *overrides: str) -> Path:
+    out_dir = workspace / name
+    words, environment = command(workspace, str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *overrides)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return out_dir
+
+
+def records(out_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def what_the_law_fixes(out_dir: Path) -> list[dict[str, Any]]:
+    """The part of the records that must not depend on how the tokens were generated."""
+    fixed = (
+        "step",
+        "reward_mean",
+        "solve_rate",
+        "num_tokens",
+        "response_tokens",
+        "truncated_share",
+        "loss",
+        "grad_norm",
+        "entropy",
+    )
+    return [{key: record[key] for key in fixed} for record in records(out_dir)]
+
+
+@pytest.fixture(scope="module")
+def speculating_run(workspace: Path) -> Path:
+    return train(workspace, "speculating")
+
+
+def same_weights(a: Path, b: Path) -> bool:
+    one, other = (load_file(path / "policy" / "model.safetensors") for path in (a, b))
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_speculation_on_and_off_are_the_same_run_in_float64(workspace: Path, speculating_run: Path) -> None:
+    plain = train(workspace, "plain", "--rollout.speculation", "off", "--drafter.train", "false")
+    assert what_the_law_fixes(plain) == what_the_law_fixes(speculating_run)
+    assert same_weights(plain, speculating_run)
+    assert all(record["accept_length"] is None for record in records(plain))
+    assert all(record["accept_length"] >= 1 for record in records(speculating_run))
+
+
+def test_one_rank_generates_the_same_responses_as_two(workspace: Path, speculating_run: Path) -> None:
+    """Tokens of the first step do not depend on the number of ranks; later ones only through the rounding of sums."""
+    alone = train(workspace, "alone", "--run.num_ranks", "1", "--run.num_steps", "1")
+    exact = ("reward_mean", "solve_rate", "num_tokens", "response_tokens", "truncated_share")
+    one, two = what_the_law_fixes(alone)[0], what_the_law_fixes(speculating_run)[0]
+    assert {key: one[key] for key in exact} == {key: two[key] for key in exact}
+    assert one["loss"] == pytest.approx(two["loss"], abs=1e-12)
+
+
+def test_a_run_leaves_everything_the_readme_promises(speculating_run: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(speculating_run / "policy")
+    assert sum(p.numel() for p in model.parameters()) > 0
+    assert AutoTokenizer.from_pretrained(speculating_run / "policy")("[1,2:3]").input_ids
+    trace = json.loads((speculating_run / "timeline.json").read_text())
+    names = {event["name"] for event in trace["traceEvents"]}
+    assert {"prefill", "speculate", "update", "step"} <= names
+    assert (speculating_run / "drafter" / "config.json").exists() and (speculating_run / "config.json").exists()
+    assert [record["step"] for record in records(speculating_run)] == [0, 1, 2, 3, 4]
+    assert [record["policy_version"] for record in records(speculating_run)] == [0, 1, 2, 3, 4]
+
+
+def test_the_drafter_is_trained_in_idle_time_and_its_version_counts_it(speculating_run: Path) -> None:
+    written = records(speculating_run)
+    assert sum(record["drafter_tokens"] for record in written) > 0
+    assert written[-1]["drafter_version"] > 0
+    initial = load_file(speculating_run.parent / "drafter" / "model.safetensors")
+    trained = load_file(speculating_run / "drafter" / "model.safetensors")
+    assert any(not torch.equal(initial[name], trained[name]) for name in initial)
+
+
+def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_weights(workspace: Path, speculating_run: Path) -> None:
+    out_dir = workspace / "interrupted"
+    words, environment = command(workspace, str(workspace / "run.toml"), "--run.out_dir", str(out_dir))
+    process = subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    metrics, deadline = out_dir / "metrics.jsonl", time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert f"--resume {out_dir}" in output.replace("\n", " ")
+    done = len(records(out_dir))
+    assert 2 <= done < 5, output
+    words, environment = command(workspace, "--resume", str(out_dir))
+    resumed = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    assert resumed.returncode == 0, resumed.stderr + resumed.stdout
+    assert what_the_law_fixes(out_dir) == what_the_law_fixes(speculating_run)
+    assert same_weights(out_dir, speculating_run)
+
+
+def test_a_second_run_into_the_same_folder_is_refused_in_one_line(workspace: Path, speculating_run: Path) -> None:
+    words, environment = command(workspace, str(workspace / "run.toml"), "--run.out_dir", str(speculating_run))
+    refused = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2
+    assert refused.stderr.count("\n") == 1 and "--resume" in refused.stderr

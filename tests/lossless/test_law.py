@@ -1,0 +1,364 @@
+"""The law draws the truncated softmax and nothing else, and verification walks the tree exactly as it says.
+
+References here are brute force in plain Python, written from DESIGN §2, and transformers' own logit processors.
+Error rate: 10 chi-square tests with fixed seeds, each failing a correct law with probability ALPHA = 1e-6; together 1e-5.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, law_probabilities, sample, truncate
+from tlt.speculative.tree import ancestors, chain, chain_mask, depths, tree_mask
+from tlt.speculative.verify import verify
+from tlt.types import DraftTree, Request, SamplingParams
+
+ALPHA = 1e-6
+VOCAB = 12
+LOGITS = [2.1, -0.3, 1.7, 0.0, -2.5, 1.1, 0.4, -1.2, 0.9, 1.65, -4.0, 0.2]
+PARAMS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.6),
+    SamplingParams(temperature=1.7),
+    SamplingParams(top_k=4),
+    SamplingParams(top_p=0.75),
+    SamplingParams(min_p=0.2),
+    SamplingParams(temperature=1.4, top_k=6, top_p=0.8),
+    SamplingParams(temperature=0.7, top_p=0.9, min_p=0.15),
+    SamplingParams(temperature=1.2, top_k=9, top_p=0.95, min_p=0.1),
+    SamplingParams(temperature=0.0, top_k=3),
+]
+
+
+# ── references ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def probabilities(logits: list[float], params: SamplingParams) -> np.ndarray:
+    """temperature → top-k → top-p → min-p → softmax, one token at a time."""
+    found = np.zeros(len(logits))
+    best_first = sorted(range(len(logits)), key=lambda v: (-logits[v], v))
+    if params.temperature == 0:
+        found[best_first[0]] = 1.0
+        return found
+    weight = [math.exp((logit - max(logits)) / params.temperature) for logit in logits]
+    kept = best_first[: params.top_k] if params.top_k else best_first
+    if params.top_p < 1:
+        total, mass, nucleus = math.fsum(weight[v] for v in kept), 0.0, []
+        for v in kept:
+            if mass >= params.top_p * total:
+                break
+            nucleus.append(v)
+            mass += weight[v]
+        kept = nucleus
+    kept = [v for v in kept if weight[v] >= params.min_p * weight[best_first[0]]]
+    for v in kept:
+        found[v] = weight[v] / math.fsum(weight[u] for u in kept)
+    return found
+
+
+def transformers_mask(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """bool[V]: what transformers' processors leave, in generate()'s order."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
+    if params.top_k:
+        warpers.append(TopKLogitsWarper(params.top_k))
+    if params.top_p < 1:
+        warpers.append(TopPLogitsWarper(params.top_p))
+    if params.min_p:
+        warpers.append(MinPLogitsWarper(params.min_p))
+    return warpers(torch.zeros(1, 1, dtype=torch.int64), logits_V[None])[0] > -math.inf
+
+
+def brute_force_walk(tokens: list[int], parents: list[int], chosen: list[int], node: int = 0) -> tuple[list[int], list[int]]:
+    """(columns visited, tokens committed) by recursion from the root."""
+    for child, parent in enumerate(parents):
+        if child > 0 and parent == node and tokens[child] == chosen[node]:
+            path, committed = brute_force_walk(tokens, parents, chosen, child)
+            return [node, *path], [chosen[node], *committed]
+    return [node], [chosen[node]]
+
+
+def brute_force_ancestors(parents: list[int], node: int) -> list[int]:
+    """The node, its parent, and so on."""
+    line = [node]
+    while parents[line[-1]] >= 0:
+        line.append(parents[line[-1]])
+    return line
+
+
+# ── the draw ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+NUM_DRAWS = 1 << 15
+
+
+def draw(params: list[SamplingParams], dtype: torch.dtype = torch.float64) -> Tensor:
+    """[B, draws] tokens: one position each, every row with a key of its own, as one mixed batch."""
+    keys = keys_tensor([Request("law", i, (0,), p).key for i, p in enumerate(params)])
+    noise = gumbel_noise(keys, torch.arange(NUM_DRAWS).expand(len(params), -1), VOCAB)
+    return sample(torch.tensor(LOGITS, dtype=dtype).expand(len(params), NUM_DRAWS, -1), noise, BatchParams(params))[0]
+
+
+def fit(tokens: Tensor, expected: np.ndarray) -> float:
+    """p-value of chi-square; 0 when a token appears that cannot. Tokens expected fewer than 5 times share a bin."""
+    counts = np.bincount(tokens.numpy(), minlength=VOCAB)
+    if counts[expected == 0].any():
+        return 0.0
+    often = expected * len(tokens) >= 5
+    observed = np.append(counts[often], counts[~often].sum())
+    wanted = np.append(expected[often], expected[~often].sum()) * len(tokens)
+    return float(stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue) if (wanted > 0).sum() > 1 else 1.0
+
+
+def test_tokens_of_a_mixed_batch_have_each_rows_exact_probabilities() -> None:
+    """False-positive rate 1e-5: ten chi-square tests at 1e-6."""
+    tokens = draw(PARAMS)
+    assert [fit(row, probabilities(LOGITS, p)) > ALPHA for row, p in zip(tokens, PARAMS, strict=True)] == [True] * len(PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("actual", "claimed"),
+    [
+        (SamplingParams(temperature=1.05), SamplingParams()),
+        (SamplingParams(), SamplingParams(temperature=0.95)),
+        (SamplingParams(top_k=5), SamplingParams(top_k=4)),
+        (SamplingParams(top_k=4), SamplingParams(top_k=5)),
+        (SamplingParams(top_p=0.85), SamplingParams(top_p=0.75)),
+        (SamplingParams(temperature=1.4, top_p=0.75), SamplingParams(temperature=1.4, top_p=0.6)),
+        (SamplingParams(min_p=0.2), SamplingParams(min_p=0.4)),
+    ],
+)
+def test_the_chi_square_sees_a_law_that_is_slightly_another(actual: SamplingParams, claimed: SamplingParams) -> None:
+    assert fit(draw([actual])[0], probabilities(LOGITS, claimed)) < ALPHA
+
+
+def test_the_chi_square_sees_noise_that_is_not_gumbel() -> None:
+    uniform = torch.rand(1, NUM_DRAWS, VOCAB, generator=torch.Generator().manual_seed(0))
+    for wrong in (uniform, uniform.log(), torch.randn(uniform.shape, generator=torch.Generator().manual_seed(0))):
+        tokens = sample(torch.tensor(LOGITS).expand(1, NUM_DRAWS, -1), wrong, BatchParams([SamplingParams()]))[0][0]
+        assert fit(tokens, probabilities(LOGITS, SamplingParams())) < ALPHA
+
+
+finite = st.floats(-6, 6, allow_nan=False, width=32)
+logit_rows = st.lists(finite, min_size=2, max_size=20)
+any_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.3, 0.7, 1.0, 1.9]),
+    top_k=st.sampled_from([0, 1, 2, 5, 100]),
+    top_p=st.sampled_from([0.01, 0.3, 0.77, 0.95, 1.0]),
+    min_p=st.sampled_from([0.0, 0.013, 0.21, 1.0]),
+)
+
+
+@settings(max_examples=100, deadline=None)
+@given(logit_rows, any_params)
+def test_the_laws_probabilities_are_those_of_brute_force(logits: list[float], params: SamplingParams) -> None:
+    """Ties included: equal tokens are ranked by id. Nothing decided by the last bits is asserted."""
+    expected = probabilities(logits, params)
+    for top_p in (params.top_p * (1 - 1e-9), min(1.0, params.top_p * (1 + 1e-9))):
+        nudged = SamplingParams(params.temperature, params.top_k, top_p, params.min_p)
+        if not np.array_equal(probabilities(logits, nudged) > 0, expected > 0):
+            return
+    found = law_probabilities(torch.tensor(logits, dtype=torch.float64), params).numpy()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(finite, min_size=2, max_size=20, unique_by=lambda x: round(x, 3)), any_params)
+def test_truncation_keeps_what_transformers_keeps(logits: list[float], params: SamplingParams) -> None:
+    logits_V = torch.tensor(logits, dtype=torch.float64)
+    batch = BatchParams([params])
+    scaled = batch.scale(logits_V[None, None])
+    kept = (truncate(scaled, batch) if batch.truncates else scaled)[0, 0] > -math.inf
+    assert kept.tolist() == transformers_mask(logits_V, params).tolist()
+
+
+@settings(max_examples=50, deadline=None)
+@given(logit_rows, any_params, st.integers(0, 1 << 30))
+def test_a_token_that_truncation_removed_is_never_drawn_however_large_its_noise(
+    logits: list[float], params: SamplingParams, seed: int
+) -> None:
+    logits_V = torch.tensor(logits, dtype=torch.float64)
+    possible = law_probabilities(logits_V, params) > 0
+    noise = torch.randn(1, 1, len(logits), generator=torch.Generator().manual_seed(seed)) + 1e6 * ~possible
+    token = sample(logits_V[None, None], noise, BatchParams([params]))[0]
+    assert possible[token.item()]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(-3, 3), min_size=2, max_size=20), any_params)
+def test_temperature_zero_is_argmax_with_ties_to_the_lowest_id_whatever_the_noise(
+    logits: list[int], others: SamplingParams
+) -> None:
+    greedy = SamplingParams(0.0, others.top_k, others.top_p, others.min_p)
+    rows = torch.tensor(logits, dtype=torch.float32).expand(2, 1, -1)
+    noise = 10 * torch.randn(rows.shape, generator=torch.Generator().manual_seed(0))
+    tokens, logprobs = sample(rows, noise, BatchParams([greedy, others]))
+    best = logits.index(max(logits))
+    assert tokens[0].item() == best
+    assert logprobs[0].item() == pytest.approx(rows[0, 0].double().log_softmax(-1)[best].item(), abs=1e-5)
+
+
+def test_equal_scores_go_to_the_lowest_id_at_every_temperature() -> None:
+    logits = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.5]).expand(len(PARAMS), 1, -1)
+    assert sample(logits, torch.zeros(logits.shape), BatchParams(PARAMS))[0].flatten().tolist() == [1] * len(PARAMS)
+
+
+def test_logprobs_are_those_of_the_scaled_logits_before_truncation() -> None:
+    logits = torch.randn(len(PARAMS), 50, VOCAB, dtype=torch.float64, generator=torch.Generator().manual_seed(3)) * 2
+    keys = keys_tensor([(i, 0, 0, 0) for i in range(len(PARAMS))])
+    tokens, logprobs = sample(logits, gumbel_noise(keys, torch.arange(50).expand(len(PARAMS), -1), VOCAB), BatchParams(PARAMS))
+    for row, params in enumerate(PARAMS):
+        scaled = logits[row].numpy() / (params.temperature or 1.0)
+        shifted = np.exp(scaled - scaled.max(-1, keepdims=True))
+        expected = np.log(shifted / shifted.sum(-1, keepdims=True))[np.arange(50), tokens[row].numpy()]
+        np.testing.assert_allclose(logprobs[row].numpy(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_mixed_batch_draws_what_each_row_draws_alone_bit_for_bit(dtype: torch.dtype) -> None:
+    logits = (torch.randn(len(PARAMS), 40, VOCAB, generator=torch.Generator().manual_seed(5)) * 2).to(dtype)
+    keys = keys_tensor([(i, 1, 2, 3) for i in range(len(PARAMS))])
+    noise = gumbel_noise(keys, torch.arange(40).expand(len(PARAMS), -1), VOCAB)
+    tokens, logprobs = sample(logits, noise, BatchParams(PARAMS))
+    for row, params in enumerate(PARAMS):
+        alone = sample(logits[row : row + 1], noise[row : row + 1], BatchParams([params]))
+        assert torch.equal(alone[0][0], tokens[row])
+        assert torch.equal(alone[1][0], logprobs[row])
+
+
+def test_logits_in_bf16_are_drawn_from_in_float32() -> None:
+    logits = torch.randn(2, 30, VOCAB, generator=torch.Generator().manual_seed(5)).bfloat16()
+    noise, params = torch.zeros(logits.shape), BatchParams([SamplingParams(temperature=0.3), SamplingParams(top_p=0.5)])
+    for in_bf16, in_float32 in zip(sample(logits, noise, params), sample(logits.float(), noise, params), strict=True):
+        assert torch.equal(in_bf16, in_float32)
+
+
+# ── trees ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@st.composite
+def parent_rows(draw: st.DrawFn, num_nodes: int) -> list[int]:
+    """Any tree with padding: a parent is an earlier column, or -1."""
+    return [-1] + [draw(st.integers(-1, column - 1)) for column in range(1, num_nodes)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_ancestors_depths_and_masks_are_those_of_brute_force(data: st.DataObject) -> None:
+    num_nodes, batch = data.draw(st.integers(1, 18)), data.draw(st.integers(1, 4))
+    parents = [data.draw(parent_rows(num_nodes)) for _ in range(batch)]
+    prefixes = data.draw(st.lists(st.integers(0, 9), min_size=batch, max_size=batch))
+    length = max(prefixes) + num_nodes + data.draw(st.integers(0, 3))
+    seen = ancestors(torch.tensor(parents))
+    mask = tree_mask(seen, torch.tensor(prefixes), length, torch.float64)
+    for row in range(batch):
+        for node in range(num_nodes):
+            line = brute_force_ancestors(parents[row], node)
+            assert set(seen[row, node].nonzero().flatten().tolist()) == set(line)
+            assert depths(torch.tensor(parents))[row, node] == len(line) - 1
+            visible = {*range(prefixes[row]), *(prefixes[row] + ancestor for ancestor in line)}
+            assert mask[row, node].tolist() == [0.0 if column in visible else -math.inf for column in range(length)]
+
+
+def test_a_deep_tree_knows_all_its_ancestors() -> None:
+    for num_nodes in (1, 2, 3, 33, 64, 65, 100):
+        seen = ancestors(chain(torch.zeros(1, num_nodes, dtype=torch.int64)).parents_BN)
+        assert torch.equal(seen[0], torch.ones(num_nodes, num_nodes, dtype=torch.bool).tril())
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 9), st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(0, 3))
+def test_a_chains_mask_is_that_of_its_tree(num_nodes: int, prefixes: list[int], spare: int) -> None:
+    length, prefix_B = max(prefixes) + num_nodes + spare, torch.tensor(prefixes)
+    tree = chain(torch.zeros(len(prefixes), num_nodes, dtype=torch.int64))
+    expected = tree_mask(ancestors(tree.parents_BN), prefix_B, length, torch.float32)
+    assert torch.equal(chain_mask(num_nodes, prefix_B, length, torch.float32), expected)
+
+
+# ── verification ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def logits_that_choose(chosen: list[int], vocab: int = 10) -> Tensor:
+    logits = torch.zeros(1, len(chosen), vocab, dtype=torch.float64)
+    logits[0, torch.arange(len(chosen)), torch.tensor(chosen)] = 5.0
+    return logits
+
+
+def verdict_on(tokens: list[int], parents: list[int], chosen: list[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(tokens, path) of a greedy verification in which the target chooses `chosen` at the nodes."""
+    logits = logits_that_choose(chosen)
+    tree = DraftTree(torch.tensor([tokens]), torch.tensor([parents]))
+    (verdict,) = verify(tree, logits, torch.zeros(logits.shape), BatchParams([SamplingParams(temperature=0.0)]))
+    assert verdict.num_accepted == len(verdict.tokens) - 1 == len(verdict.path) - 1
+    assert verdict.logprobs == pytest.approx([logits[0, i].log_softmax(-1).max().item() for i in verdict.path], abs=1e-12)
+    return verdict.tokens, verdict.path
+
+
+@pytest.mark.parametrize(
+    ("tokens", "parents", "chosen", "expected"),
+    [
+        ([1], [-1], [4], ((4,), (0,))),  # only the root: plain decoding
+        ([1, 4, 5], [-1, 0, 1], [4, 5, 6], ((4, 5, 6), (0, 1, 2))),  # a chain, all accepted
+        ([1, 4, 5], [-1, 0, 1], [4, 9, 6], ((4, 9), (0, 1))),  # rejected in the middle
+        ([1, 4, 5], [-1, 0, 1], [5, 9, 6], ((5,), (0,))),  # the second node's token is no child of the root
+        ([1, 4, 5, 6], [-1, 0, 0, 2], [5, 0, 6, 7], ((5, 6, 7), (0, 2, 3))),  # the second sibling, then its child
+        ([1, 4, 5, 6], [-1, 0, 0, 1], [5, 6, 8, 7], ((5, 8), (0, 2))),  # a child of the other sibling does not count
+        ([1, 4, 5], [-1, -1, 0], [4, 4, 4], ((4,), (0,))),  # padding is never visited
+        ([1, 0, 0, 5], [-1, -1, 1, 0], [0, 0, 0, 3], ((0,), (0,))),  # nor are padding's children
+        ([4, 4, 4], [-1, 0, 1], [4, 4, 4], ((4, 4, 4), (0, 1, 2))),  # repeated tokens
+    ],
+)
+def test_the_walk_follows_the_drafts_that_the_target_says(
+    tokens: list[int], parents: list[int], chosen: list[int], expected: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    assert verdict_on(tokens, parents, chosen) == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_verification_is_the_brute_force_walk_over_the_laws_own_tokens(data: st.DataObject) -> None:
+    vocab, batch, num_nodes = 4, data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
+    params = [data.draw(st.sampled_from(PARAMS)) for _ in range(batch)]
+    tokens, parents = [], []
+    for _ in range(batch):
+        row_tokens, row_parents = [data.draw(st.integers(0, vocab - 1))], [-1]
+        for column in range(1, num_nodes):
+            parent = data.draw(st.integers(-1, column - 1))
+            siblings = {t for t, p in zip(row_tokens, row_parents, strict=True) if p == parent}
+            free = [t for t in range(vocab) if t not in siblings]
+            row_parents.append(parent if parent >= 0 and free else -1)
+            row_tokens.append(data.draw(st.sampled_from(free)) if row_parents[-1] >= 0 else 0)
+        tokens.append(row_tokens)
+        parents.append(row_parents)
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
+    logits = torch.randn(batch, num_nodes, vocab, dtype=torch.float64, generator=generator) * 3
+    noise = gumbel_noise(
+        torch.randint(0, 1 << 32, (batch, 4), generator=generator), torch.arange(num_nodes).expand(batch, -1), vocab
+    )
+    verdicts = verify(DraftTree(torch.tensor(tokens), torch.tensor(parents)), logits, noise, BatchParams(params))
+    for row in range(batch):
+        chosen = []
+        for node in range(num_nodes):
+            with np.errstate(divide="ignore"):
+                score = np.log(probabilities(logits[row, node].tolist(), params[row])) + noise[row, node].double().numpy()
+            chosen.append(int(score.argmax()))
+        path, committed = brute_force_walk(tokens[row], parents[row], chosen)
+        assert (list(verdicts[row].path), list(verdicts[row].tokens)) == (path, committed)
+        assert verdicts[row].num_accepted == len(path) - 1
+        scaled = logits[row, path] / (params[row].temperature or 1.0)
+        expected = scaled.log_softmax(-1)[torch.arange(len(path)), torch.tensor(committed)]
+        assert verdicts[row].logprobs == pytest.approx(expected.tolist(), abs=1e-12)

@@ -1,0 +1,458 @@
+"""The policy update against transformers and torch's own parts, and the promises of DESIGN §2: a pure function of (tokens,
+rewards, weights), whatever the order of arrival, the micro-batches and the ranks. Float64, two layers, vocabulary 61."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tlt.config import AlgorithmConfig, OptimizerConfig
+from tlt.models.transformer import ModelConfig, Transformer
+from tlt.rl import policy
+from tlt.rl.policy import NonFiniteUpdate, PolicyTrainer, UpdateMetrics, learning_rate, plan_micro_batches, plan_ranks
+from tlt.types import Reward, Rollout, UserError
+
+CONFIG = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)
+TEMPERATURE = 0.8
+#: A large eps keeps AdamW's first steps smooth, so that weights agree as far as gradients do.
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
+
+
+def make_model(seed: int = 0) -> Transformer:
+    return Transformer(CONFIG).double().initialize(seed, std=0.15)
+
+
+def make_batch(seed: int = 0, num_problems: int = 5, num_samples: int = 4) -> tuple[list[Rollout], list[Reward]]:
+    """Ragged responses; problem 1's rewards are all equal."""
+    rng = random.Random(seed)
+    rollouts, rewards = [], []
+    for p in range(num_problems):
+        prompt = tuple(rng.randrange(61) for _ in range(rng.randint(1, 9)))
+        for s in range(num_samples):
+            tokens = tuple(rng.randrange(61) for _ in range(rng.choice([1, 2, 7, 19, 40])))
+            logprobs = tuple(-rng.random() * 4 for _ in tokens)
+            rollouts.append(Rollout(f"p{p}", s, prompt, tokens, logprobs, "stop", 0))
+            value = 1.0 if p == 1 else float((s + p) % 3 == 0)
+            rewards.append(Reward(value, value > 0))
+    return rollouts, rewards
+
+
+def make_trainer(
+    model: Transformer, optimizer: OptimizerConfig = OPTIMIZER, group: Any = None, reference: Any = None, **algorithm: Any
+) -> PolicyTrainer:
+    settings_ = {"tokens_per_micro_batch": 100, **algorithm}
+    return PolicyTrainer(model, AlgorithmConfig(**settings_), optimizer, TEMPERATURE, 10, group, reference)
+
+
+def run(
+    batches: Sequence[tuple[list[Rollout], list[Reward]]], reference: Transformer | None = None, **algorithm: Any
+) -> tuple[Tensor, list[UpdateMetrics]]:
+    """All weights after one update per batch, flat."""
+    model = make_model()
+    trainer = make_trainer(model, reference=reference, **algorithm)
+    metrics = [trainer.update(*batch, step) for step, batch in enumerate(batches)]
+    return flat(model), metrics
+
+
+def flat(model: torch.nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+# ── the naive update: transformers' model, one sequence at a time, formulas written out once more ─────────────────────
+
+
+class Rotary(torch.nn.Module):
+    """transformers computes its angles in float32 whatever the model's dtype; these are the same in float64."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        frequencies = CONFIG.rope_theta ** (-torch.arange(0, 8, 2, dtype=torch.float64) / 8)
+        angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
+        return angles.cos(), angles.sin()
+
+
+class Naive:
+    def __init__(self, model: Transformer) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+        config = LlamaConfig(
+            vocab_size=61,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            rms_norm_eps=CONFIG.rms_norm_eps,
+            max_position_embeddings=256,
+            tie_word_embeddings=True,
+            attn_implementation="sdpa",
+        )
+        self.model = LlamaForCausalLM(config).double().eval()
+        self.model.model.rotary_emb = Rotary()
+        for module in list(self.model.modules()):
+            for name, child in module.named_children():
+                if isinstance(child, LlamaRMSNorm):  # in float32 whatever the dtype; torch's own is not
+                    setattr(module, name, torch.nn.RMSNorm(32, CONFIG.rms_norm_eps, dtype=torch.float64))
+        state = model.state_dict()
+        missing = self.model.load_state_dict(state, strict=False).missing_keys
+        assert set(missing) <= {"lm_head.weight"}
+        decayed = [p for p in self.model.parameters() if p.dim() == 2]
+        free = [p for p in self.model.parameters() if p.dim() == 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": free, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-3)
+
+    def logprobs(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.token_ids]])
+        logits = self.model(ids).logits[0, len(rollout.prompt_ids) - 1 : -1] / TEMPERATURE
+        distribution = torch.distributions.Categorical(logits=logits)
+        return distribution.log_prob(torch.tensor(rollout.token_ids)), distribution.entropy()
+
+    def update(
+        self,
+        rollouts: list[Rollout],
+        rewards: list[Reward],
+        minibatches: int = 1,
+        kl: float = 0.0,
+        initial: Naive | None = None,
+    ) -> dict[str, float]:
+        advantages = []
+        for rollout in rollouts:
+            group = torch.tensor(
+                [w.value for r, w in zip(rollouts, rewards, strict=True) if r.problem_id == rollout.problem_id]
+            ).double()
+            mine = rewards[rollouts.index(rollout)].value
+            advantages.append(float((mine - group.mean()) / (group.std() + 1e-6)))
+        with torch.no_grad():
+            old = [self.logprobs(r)[0] for r in rollouts]
+            frozen = [initial.logprobs(r)[0] for r in rollouts] if initial else old
+            entropies = [self.logprobs(r)[1] for r in rollouts]
+        sums = {"loss": 0.0, "grad_norm": 0.0, "clip": 0.0, "kl": 0.0}
+        for m in range(minibatches):
+            chosen = range(m, len(rollouts), minibatches)
+            count = sum(len(rollouts[i].token_ids) for i in chosen)
+            total = torch.zeros((), dtype=torch.float64)
+            for i in chosen:
+                new = self.logprobs(rollouts[i])[0]
+                ratio = torch.exp(new - old[i])
+                low, high = ratio.clamp(min=0.8), ratio.clamp(max=1.28)
+                a = advantages[i]
+                objective = a * (high if a > 0 else low)  # the clip binds on one side only, which depends on the sign
+                sums["clip"] += float((ratio > 1.28).sum() if a > 0 else (ratio < 0.8).sum() if a < 0 else 0)
+                k3 = torch.exp(frozen[i] - new) - (frozen[i] - new) - 1
+                sums["kl"] += float(k3.detach().sum()) if initial else 0.0
+                total = total + (-objective + (kl * k3 if initial else 0.0)).sum()
+            loss = total / count
+            self.optimizer.zero_grad()
+            loss.backward()
+            norm = math.sqrt(sum(float(p.grad.square().sum()) for p in self.model.parameters()))
+            for p in self.model.parameters():
+                p.grad *= min(1.0, 0.5 / norm)
+            sums["grad_norm"] += norm / minibatches
+            sums["loss"] += float(loss.detach()) / minibatches
+            self.optimizer.step()
+        tokens = sum(len(r.token_ids) for r in rollouts)
+        gaps = torch.cat(
+            [(o - torch.tensor(r.logprobs, dtype=torch.float64)).abs() for o, r in zip(old, rollouts, strict=True)]
+        )
+        return {
+            "loss": sums["loss"],
+            "grad_norm": sums["grad_norm"],
+            "clip_fraction": sums["clip"] / tokens,
+            "kl": sums["kl"] / tokens,
+            "entropy": float(torch.cat(entropies).mean()),
+            "engine_trainer_logprob_gap": float(gaps.mean()),
+            "engine_trainer_logprob_gap_max": float(gaps.max()),
+        }
+
+    def flat_like(self, model: Transformer) -> Tensor:
+        mine = dict(self.model.named_parameters())
+        return torch.cat([mine[name].detach().flatten() for name, _ in model.named_parameters()])
+
+
+@pytest.mark.parametrize(("minibatches", "kl"), [(1, 0.0), (1, 0.3), (3, 0.0), (3, 0.3)])
+def test_updates_agree_with_transformers_one_sequence_at_a_time(minibatches: int, kl: float) -> None:
+    model, initial = make_model(), make_model(7)
+    naive, naive_initial = Naive(model), Naive(initial)
+    trainer = make_trainer(model, reference=initial if kl else None, minibatches=minibatches, kl_coefficient=kl)
+    for step in range(2):
+        rollouts, rewards = make_batch(step)
+        metrics = trainer.update(rollouts, rewards, step)
+        expected = naive.update(rollouts, rewards, minibatches, kl, naive_initial if kl else None)
+        if not kl:
+            assert metrics.kl is None
+            expected.pop("kl")
+        for name, value in expected.items():
+            assert getattr(metrics, name) == pytest.approx(value, rel=1e-9, abs=1e-12), name
+        assert metrics.num_tokens == sum(len(r.token_ids) for r in rollouts)
+        assert metrics.zero_variance_groups == 1
+        assert (metrics.clip_fraction > 0) == (minibatches > 1)
+        assert metrics.grad_norm > 0.5  # the clip is at work
+    assert difference(flat(model), naive.flat_like(model)) < 1e-10
+
+
+def test_importance_correction_weighs_tokens_by_the_capped_ratio_to_the_engine() -> None:
+    """Engine logprobs off by log 3 and by -log 2: under a cap of 2, weights of 2 and 1/2 on every token."""
+    rollouts, rewards = make_batch()
+    model = make_model()
+    exact = {}
+    for rollout in rollouts:
+        response = policy.Response(rollout, 0.0, needs_grad=False)
+        with torch.no_grad():
+            exact[rollout] = policy.response_logprobs(model, [response], TEMPERATURE)[0]
+    for shift, weight in ((math.log(3), 2.0), (-math.log(2), 0.5)):
+        shifted = [Rollout(**{**vars(r), "logprobs": tuple((exact[r] - shift).tolist())}) for r in rollouts]
+        _, plain = run([(rollouts, rewards)])
+        _, corrected = run([(shifted, rewards)], importance_correction_cap=2.0)
+        assert corrected[0].grad_norm == pytest.approx(plain[0].grad_norm * weight, rel=1e-9)
+        assert corrected[0].engine_trainer_logprob_gap_max == pytest.approx(abs(shift))
+
+
+# ── purity ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def shuffled(batch: tuple[list[Rollout], list[Reward]], seed: int) -> tuple[list[Rollout], list[Reward]]:
+    pairs = list(zip(*batch, strict=True))
+    random.Random(seed).shuffle(pairs)
+    rollouts, rewards = zip(*pairs, strict=True)
+    return list(rollouts), list(rewards)
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_same_inputs_in_any_order_with_any_engine_logprobs_give_the_same_bits(minibatches: int) -> None:
+    batches = [make_batch(0), make_batch(1)]
+    others = [
+        ([Rollout(**{**vars(r), "logprobs": (-9.0,) * len(r.token_ids), "policy_version": 5}) for r in rollouts], rewards)
+        for rollouts, rewards in (shuffled(batch, 3) for batch in batches)
+    ]
+    first, _ = run(batches, minibatches=minibatches, epochs=2)
+    second, _ = run(others, minibatches=minibatches, epochs=2)
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.3])
+def test_the_budget_of_a_micro_batch_changes_no_gradient(kl: float) -> None:
+    reference = make_model(7) if kl else None
+    results = [
+        run([make_batch(0), make_batch(1)], reference, tokens_per_micro_batch=budget, kl_coefficient=kl)
+        for budget in (1, 64, 10_000)
+    ]
+    for weights, metrics in results[1:]:
+        assert difference(weights, results[0][0]) < 1e-12
+        assert metrics[0].loss == pytest.approx(results[0][1][0].loss, abs=1e-12)
+        assert metrics[0].entropy == pytest.approx(results[0][1][0].entropy, abs=1e-12)
+
+
+def test_a_large_vocabulary_in_chunks_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, metrics = run([make_batch()])
+    monkeypatch.setattr(policy, "LOGITS_PER_CHUNK", 61 * 5)
+    chunked, chunked_metrics = run([make_batch()])
+    assert difference(whole, chunked) < 1e-12
+    assert chunked_metrics[0].entropy == pytest.approx(metrics[0].entropy, abs=1e-12)
+
+
+def test_responses_without_advantage_get_no_backward_pass_yet_count_as_tokens() -> None:
+    """Their gradient is exactly zero; leaving them out of the token count would change the loss."""
+    calls = []
+    original = policy.response_logprobs
+
+    def spy(model: Transformer, batch: Sequence[policy.Response], temperature: float) -> tuple[Tensor, Tensor]:
+        result = original(model, batch, temperature)
+        calls.append((result[0].requires_grad, {r.rollout.problem_id for r in batch}))
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(policy, "response_logprobs", spy)
+        run([make_batch()])
+    assert all(("p1" in problems) != needs_grad for needs_grad, problems in calls)
+    assert any(not needs_grad for needs_grad, _ in calls)
+
+
+def test_a_batch_without_any_advantage_still_reports() -> None:
+    rollouts, _ = make_batch()
+    weights, metrics = run([(rollouts, [Reward(0.5, False)] * len(rollouts))])
+    assert (metrics[0].loss, metrics[0].grad_norm, metrics[0].zero_variance_groups) == (0, 0, 5)
+    assert metrics[0].entropy > 0
+    assert torch.isfinite(weights).all()
+
+
+def test_a_resumed_trainer_goes_on_to_the_same_bits() -> None:
+    straight, _ = run([make_batch(step) for step in range(3)])
+    model = make_model()
+    trainer = make_trainer(model)
+    for step in range(2):
+        trainer.update(*make_batch(step), step)
+    resumed_model = make_model(9)
+    resumed_model.load_state_dict(model.state_dict())
+    resumed = make_trainer(resumed_model)
+    resumed.load_state_dict(trainer.state_dict())
+    assert resumed.next_step == 2
+    resumed.update(*make_batch(2), resumed.next_step)
+    assert torch.equal(flat(resumed_model), straight)
+
+
+# ── plans ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 400))
+@settings(max_examples=100, deadline=None)
+def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths: list[int], budget: int) -> None:
+    batches = plan_micro_batches(lengths, budget)
+    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert sum(lengths[i] for i in batch) <= budget or len(batch) == 1
+    tokens = sum(lengths)
+    assert len(batches) <= max(1, 2 * math.ceil(tokens / budget)) + sum(length > budget for length in lengths)
+
+
+@given(st.lists(st.floats(0.1, 100), max_size=40), st.integers(1, 6))
+@settings(max_examples=100, deadline=None)
+def test_ranks_differ_by_at_most_the_largest_sequence(costs: list[float], num_ranks: int) -> None:
+    shares = plan_ranks(costs, num_ranks)
+    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
+    loads = [sum(costs[i] for i in share) for share in shares]
+    assert max(loads) - min(loads) <= max(costs, default=0) + 1e-9
+
+
+def test_learning_rates_follow_the_schedule() -> None:
+    def rates(schedule: str, warmup: int) -> list[float]:
+        config = OptimizerConfig(learning_rate=1.0, schedule=schedule, warmup_steps=warmup)  # type: ignore[arg-type]
+        return [learning_rate(config, step, 8) for step in range(8)]
+
+    assert rates("constant", 0) == [1.0] * 8
+    assert rates("constant", 4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
+    assert rates("linear", 4) == [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]
+    assert rates("cosine", 0) == pytest.approx([0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)])
+    model = make_model()
+    trainer = make_trainer(model, OptimizerConfig(learning_rate=1.0, schedule="linear", eps=1e-3))
+    before = flat(model)
+    assert trainer.update(*make_batch(), step=10).lr == 0.0  # the end of the schedule
+    assert torch.equal(before, flat(model))
+
+
+# ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_bad_batches_are_errors_that_name_step_and_place() -> None:
+    trainer = make_trainer(make_model(), minibatches=2)
+    rollouts, rewards = make_batch()
+    r = rollouts[0]
+    cases = [
+        ([], [], "step 3: the batch is empty"),
+        (rollouts, rewards[1:], "20 rollouts but 19 rewards"),
+        (rollouts[:1], rewards[:1], r"1 responses cannot fill algorithm.minibatches = 2"),
+        ([r, *rollouts], [rewards[0], *rewards], r"\('p0', 0\) occurs twice"),
+        ([Rollout(**{**vars(r), "token_ids": (), "logprobs": ()}), rollouts[1]], rewards[:2], r"\('p0', 0\) is empty"),
+        ([Rollout(**{**vars(r), "logprobs": ()}), rollouts[1]], rewards[:2], "but 0 logprobs"),
+        (rollouts[:2], [Reward(math.nan, False), rewards[1]], "has reward nan"),
+    ]
+    for bad_rollouts, bad_rewards, message in cases:
+        with pytest.raises(ValueError, match=message):
+            trainer.update(bad_rollouts, bad_rewards, 3)
+
+
+def test_greedy_sampling_is_refused_for_training() -> None:
+    with pytest.raises(UserError, match="temperature is 0"):
+        PolicyTrainer(make_model(), AlgorithmConfig(), OPTIMIZER, 0.0, 10)
+
+
+def test_a_non_finite_update_names_the_step_and_leaves_the_weights_alone() -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
+    trainer = make_trainer(model)
+    before = flat(model)
+    with pytest.raises(NonFiniteUpdate, match="step 4"):
+        trainer.update(*make_batch(), 4)
+    assert torch.equal(before, flat(model))
+    assert not trainer.optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+
+
+# ── two ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+SCENARIOS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "minibatches": {"minibatches": 3, "epochs": 2},
+    "kl": {"kl_coefficient": 0.3},
+    "fewer responses than ranks": {},
+}
+
+
+def scenario_batches(name: str) -> list[tuple[list[Rollout], list[Reward]]]:
+    if name == "fewer responses than ranks":
+        rollouts, rewards = make_batch(2, num_problems=1, num_samples=1)
+        return [(rollouts, rewards), make_batch(1)]
+    return [make_batch(0), make_batch(1)]
+
+
+def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
+    """Each rank is handed the rollouts in another order, as if it had generated other ones first."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=num_ranks)
+    results: dict[str, Any] = {}
+    for name, algorithm in SCENARIOS.items():
+        model = make_model()
+        reference = make_model(7) if "kl_coefficient" in algorithm else None
+        trainer = make_trainer(model, group=dist.group.WORLD, reference=reference, **algorithm)
+        metrics = [trainer.update(*shuffled(b, 10 + rank), step) for step, b in enumerate(scenario_batches(name))]
+        results[name] = (flat(model), [{**vars(m), "seconds": 0.0} for m in metrics])
+    # One rank's share overflows: all of them must say so, and none may hang.
+    model = make_model()
+    if rank == 1:
+        with torch.no_grad():
+            model.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
+    try:
+        make_trainer(model, group=dist.group.WORLD).update(*make_batch(), 4)
+    except NonFiniteUpdate as error:
+        results["error"] = str(error)
+    torch.save(results, folder / f"rank{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)
+
+
+def test_two_ranks_give_the_weights_of_one(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, __file__]
+    ranks = [subprocess.Popen([*command, str(rank), "2", str(tmp_path)], env=environment) for rank in range(2)]
+    try:
+        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    zero, one = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    assert "step 4" in zero["error"]
+    assert zero["error"] == one["error"].replace("inf", "nan") or "step 4" in one["error"]
+    for name, algorithm in SCENARIOS.items():
+        reference = make_model(7) if "kl_coefficient" in algorithm else None
+        alone, metrics = run(scenario_batches(name), reference, **algorithm)
+        assert torch.equal(zero[name][0], one[name][0]), name
+        assert zero[name][1] == one[name][1], name
+        assert difference(zero[name][0], alone) < 1e-12, name
+        for of_two, of_one in zip(zero[name][1], metrics, strict=True):
+            for field, value in {**vars(of_one), "seconds": 0.0}.items():
+                assert of_two[field] == (value if value is None else pytest.approx(value, rel=1e-10, abs=1e-12)), (name, field)
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
