@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -135,12 +135,31 @@ class DrafterTrain:
     """CPU threads."""
 
 
+@dataclass(frozen=True)
+class BenchRollout:
+    """Measure how much faster a configuration's rollout is with speculation, both ways in turns."""
+
+    config: Annotated[Positional[Path], arg(metavar="CONFIG")]
+    """TOML configuration, as for tlt train."""
+    out: Path
+    """Results go to OUT.json and OUT.md."""
+    steps: int = 12
+    """Rollout phases of the configuration itself, on all its ranks; 0: none."""
+    batches: str = "1,2,4,8,16,32"
+    """Constant batch sizes to measure on one rank; empty: none."""
+    responses: int = 8
+    """Responses per round and way at a constant batch (at least twice the batch)."""
+    rounds: int = 5
+    """Rounds at each constant batch, after one to warm up."""
+
+
 COMMANDS: dict[str, type] = {
     "train": Train,
     "generate": Generate,
     "task": Task,
     "score": Score,
     "drafter train": DrafterTrain,
+    "bench rollout": BenchRollout,
 }
 
 
@@ -161,6 +180,8 @@ def run(command: Any, overrides: Sequence[str]) -> int:
             return _score(command)
         case DrafterTrain():
             return _drafter_train(command)
+        case BenchRollout():
+            return _bench_rollout(command, overrides)
         case _:
             raise AssertionError(command)
 
@@ -244,6 +265,22 @@ def _drafter_train(command: DrafterTrain) -> int:
     return _print_json(commands.train_drafter(commands.DrafterTrainOptions(**vars(command)), show))
 
 
+def _bench_rollout(command: BenchRollout, overrides: Sequence[str]) -> int:
+    from tlt import commands
+
+    def show(measured: Mapping[str, Any]) -> None:
+        low, high = measured["ratio_range"]
+        print(f"{measured['name']}: {measured['median_ratio']:.2f} times as fast ({low:.2f} to {high:.2f})", flush=True)
+
+    try:
+        batches = [int(size) for size in command.batches.split(",") if size]
+    except ValueError:
+        raise UsageError(f"--batches: {command.batches!r} is no list of numbers; write them as 1,2,4") from None
+    options = commands.BenchRolloutOptions(command.steps, tuple(batches), command.responses, command.rounds, command.out)
+    words = ["tlt bench rollout", *sys.argv[3:]]
+    return _print_json(commands.bench_rollout(command.config, overrides, options, " ".join(words), show))
+
+
 def _print_json(summary: dict[str, Any]) -> int:
     """The last line of a command is for programs."""
     print(json.dumps(summary), flush=True)
@@ -283,10 +320,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
-    """The command with its arguments, and the configuration overrides (of `train` alone)."""
+    """The command with its arguments, and the configuration overrides (of `train` and `bench`)."""
     name, rest = _split_name(arguments)
     overrides: list[str] = []
-    if name == "train":
+    if name in ("train", "bench rollout"):
         rest, overrides = split_overrides(rest)
     try:
         return _parse_command(name, rest), overrides

@@ -552,3 +552,52 @@ def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
                     f"--resume: {section}.{key} is {new[section][key]!r} but the run in {folder} has {value!r};"
                     " a resumed run keeps its configuration: remove the change, or start a new run"
                 )
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# bench
+
+
+@dataclass(frozen=True)
+class BenchRolloutOptions:
+    """How much `tlt bench rollout` measures, and the common stem of its two result files."""
+
+    steps: int
+    batches: tuple[int, ...]
+    responses: int
+    rounds: int
+    out: Path
+
+
+def bench_rollout(
+    config_path: Path,
+    overrides: Sequence[str],
+    options: BenchRolloutOptions,
+    command: str,
+    on_result: Callable[[Mapping[str, Any]], None],
+) -> Record:
+    """Measures the configuration's rollout with its speculation against none; returns a short summary."""
+    from tlt.bench.rollout import run_benchmark
+    from tlt.train import preflight
+
+    for name, value in (
+        ("responses", options.responses),
+        ("rounds", options.rounds),
+        *(("batches", b) for b in options.batches),
+    ):
+        if value < 1:
+            raise UserError(f"--{name}: {value} is too small; give 1 or more")
+    check_output_file(options.out.with_suffix(".json"), "--out")
+    config = load_config(config_path, overrides)
+    if config.rollout.speculation == "off":
+        raise UserError("rollout.speculation is off, so there is nothing to compare; set it to adaptive or DEPTHxWIDTHxBUDGET")
+    largest = max(options.batches, default=1)
+    if largest > config.rollout.max_batch_size:
+        raise UserError(
+            f"--batches: {largest} exceeds rollout.max_batch_size {config.rollout.max_batch_size}; raise that or lower this"
+        )
+    preflight(config)
+    report = run_benchmark(
+        config, options.steps, options.batches, options.responses, options.rounds, options.out, command, on_result
+    )
+    return {measured["name"]: measured["median_ratio"] for measured in report["measurements"]}

@@ -19,9 +19,9 @@ from tlt.report.timeline import Timeline, critical_path_share, merge_timelines, 
 from tlt.types import Span, UserError
 
 ISSUE_FIELDS = """step, reward_mean, solve_rate, response_tokens, truncated_share, zero_variance_groups, loss, grad_norm,
-entropy, clip_fraction, kl, lr, engine_trainer_logprob_gap, rollout_seconds, update_seconds, step_seconds, cpu_seconds, idle_seconds,
-drafter_train_seconds, harvested_share, accept_length, accept_by_depth, strategy_seconds, tokens_per_second, policy_version,
-drafter_version"""
+entropy, clip_fraction, kl, lr, engine_trainer_logprob_gap, rollout_seconds, update_seconds, step_seconds, cpu_seconds,
+idle_seconds, drafter_train_seconds, harvested_share, accept_length, accept_by_depth, strategy_seconds, tokens_per_second,
+policy_version, drafter_version"""
 
 
 def record(step: int, **changes: object) -> StepRecord:

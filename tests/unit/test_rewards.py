@@ -201,7 +201,8 @@ try:
     while len(pool._workers) < 2:
         time.sleep(0.01)
     print("ready", *(worker.process.pid for worker in pool._workers.values()), flush=True)
-    time.sleep(60)
+    while True:  # one long sleep could begin just after the signal, and would not be interrupted
+        time.sleep(0.02)
 except KeyboardInterrupt:
     pool.close()
     print("closed", flush=True)

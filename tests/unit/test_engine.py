@@ -1,0 +1,103 @@
+"""The engine's housekeeping: prefill, slots, memory, counts, limits. That its tokens are right is tests/lossless's affair."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.lossless.helpers import CONFIG, STOP, make_engine, make_policy, make_requests, tokens_of
+from tlt.rollout.engine import EngineStats
+from tlt.rollout.tuner import ByBatchSize, Fixed, make_tuner
+from tlt.types import BatchState, Request, SamplingParams, Strategy, UserError
+
+POLICY = make_policy()
+
+
+def request(problem: str, index: int, prompt: tuple[int, ...], max_tokens: int = 5, stop: int = STOP) -> Request:
+    return Request(problem, index, prompt, SamplingParams(max_tokens=max_tokens, stop_ids=(stop,)))
+
+
+def test_a_prompt_is_prefilled_once_for_all_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(POLICY)
+    forwarded: list[int] = []
+    forward = engine.model.forward
+    monkeypatch.setattr(engine.model, "forward", lambda ids, *rest: (forwarded.append(len(ids)), forward(ids, *rest))[1])
+    engine.add(request(name, i, prompt) for name, prompt in (("a", (1, 2, 3, 4)), ("b", (5, 6))) for i in range(3))
+    engine.step()
+    assert forwarded == [3 + 1, 6]  # both prompts but for their last tokens, together; then the six roots
+
+
+def test_when_a_request_ends_only_the_last_sequence_moves() -> None:
+    """No copy of the whole cache: slots of sequences that neither ended nor came last keep their memory, untouched."""
+    engine = make_engine(POLICY)
+    engine.add([request("a", i, (1, 2, 3), max_tokens=2 if i == 1 else 9, stop=-1) for i in range(4)])
+    engine.step()
+    storage = engine.cache.storage_ISKLD
+    staying = [storage[:, slot].clone() for slot in (0, 2)]
+    moved = storage[:, 3].clone()
+    ended = engine.step()
+    assert [r.sample_index for r in ended] == [1]
+    assert engine.cache.storage_ISKLD is storage
+    length = 3 + 1  # prompt and the first token; the second token's entries are new
+    for slot, before in zip((0, 2), staying, strict=True):
+        assert torch.equal(storage[:, slot, :, : length - 1], before[:, :, : length - 1])
+    assert torch.equal(storage[:, 1, :, : length - 1], moved[:, :, : length - 1])
+    assert [s.request.sample_index for s in engine.scheduler.running] == [0, 3, 2]
+
+
+def test_without_speculation_nothing_is_allocated_for_drafting() -> None:
+    engine = make_engine(POLICY, tuner=make_tuner("off"))
+    assert engine.tuner is None
+    tokens_of(engine, make_requests(3, 2, seed=0))
+    assert engine.drafter is None
+    assert engine.noise.width < make_engine(POLICY, Fixed(Strategy("learned", 4, 1, 4))).noise.width
+    assert engine.stats.accept_length is None
+    with pytest.raises(UserError, match="speculation is off"):
+        engine.load_drafter(make_engine(POLICY, Fixed(Strategy("learned", 2, 1, 2))).drafter)  # type: ignore[arg-type]
+
+
+def test_a_response_ends_at_a_stop_token_at_its_limit_or_at_the_window() -> None:
+    engine = make_engine(POLICY)
+    long_prompt = tuple(range(1, 58)) * 3
+    prompt = tuple(t for t in long_prompt if t != STOP)[: CONFIG.max_positions - 4]
+    rollouts = list(engine.generate([request("w", i, prompt, max_tokens=100) for i in range(8)]))
+    assert max(len(r.token_ids) for r in rollouts) == 4  # what the window leaves
+    for rollout in rollouts:
+        ended_by_stop = rollout.token_ids[-1] == STOP
+        assert rollout.finish_reason == ("stop" if ended_by_stop else "length")
+        assert STOP not in rollout.token_ids[:-1]
+        assert len(rollout.logprobs) == len(rollout.token_ids)
+
+
+@pytest.mark.parametrize("length", [0, CONFIG.max_positions])
+def test_a_prompt_that_cannot_be_answered_is_refused_by_name(length: int) -> None:
+    with pytest.raises(UserError, match="'bad'") as error:
+        make_engine(POLICY).add([request("bad", 0, (1,) * length)])
+    assert "\n" not in str(error.value)
+
+
+def test_accept_length_and_survival_count_as_defined() -> None:
+    stats = EngineStats()
+    for num_accepted, num_kept in ((3, 4), (0, 1), (2, 2)):  # the last one was cut short by a stop token
+        stats.record_verification(depth=3, num_accepted=num_accepted, num_kept=num_kept)
+    assert stats.accept_length == pytest.approx(7 / 3)
+    assert stats.accept_by_depth == [2 / 3, 2 / 3, 1 / 3]
+    twice = EngineStats()
+    twice.add(stats)
+    twice.add(stats)
+    assert twice.accept_by_depth == stats.accept_by_depth
+    assert twice.num_verifications == 6
+
+
+def test_the_table_picks_by_batch_size_and_is_off_beyond_it() -> None:
+    shallow, deep = Strategy("learned", 2, 1, 2), Strategy("learned", 6, 1, 6)
+    tuner = ByBatchSize([(8, shallow), (1, deep)])
+    chosen = [tuner.choose(BatchState(n, 10, 0, 0)) for n in (1, 2, 8, 9)]
+    assert chosen == [deep, shallow, shallow, Strategy.OFF]
+
+
+@pytest.mark.parametrize("text", ["4", "4x1", "axbxc", "0x1x1", "4x1x3", "-1x1x1", "fast"])
+def test_a_strategy_that_makes_no_sense_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(UserError) as error:
+        make_tuner(text)
+    assert "\n" not in str(error.value)
