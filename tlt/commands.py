@@ -9,19 +9,16 @@ nothing. Heavy imports stay inside the functions that need them.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import json
-import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 from tlt.config import Config, load_config
+from tlt.files import Record, check_output_file, get_id, read_jsonl, write_jsonl
 from tlt.types import Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -32,81 +29,6 @@ if TYPE_CHECKING:
     from tlt.rl.tasks import Task
     from tlt.rollout.engine import EngineStats, RolloutEngine
     from tlt.speculative.protocol import Drafter
-
-Record = dict[str, Any]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Files: checked before, whole or not at all
-
-
-def check_output_file(path: Path, option: str) -> None:
-    """Refuses, before any work, an output that could not be written at the end."""
-    folder = path.absolute().parent
-    if path.is_dir():
-        raise UserError(f"{option}: {path} is a folder; give the name of a file")
-    if not folder.is_dir():
-        raise UserError(f"{option}: the folder {folder} does not exist; create it or give another path")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(f"{option}: the folder {folder} is not writable; give another path")
-
-
-@contextlib.contextmanager
-def write_atomically(path: Path) -> Iterator[TextIO]:
-    """A text file that appears at `path` complete, or not at all: a temporary file beside it, renamed at the end."""
-    handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)  # mkstemp's 0600 would follow the file to its place
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    with write_atomically(path) as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-
-
-def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
-    """Every record with its place ("file:line"). Blank lines are skipped; a file without records is refused."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise UserError(f"{option}: {path} does not exist; give the path of a JSONL file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{option}: {path} cannot be read ({error}); give the path of a JSONL file") from None
-    records = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        place = f"{path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{place}: not valid JSON ({error.msg}, column {error.colno}); write one object per line") from None
-        if not isinstance(record, dict):
-            raise UserError(f"{place}: holds a {type(record).__name__}; write one object per line")
-        records.append((place, record))
-    if not records:
-        raise UserError(f"{option}: {path} is empty; give at least one line")
-    return records
-
-
-def _get_id(place: str, record: Record, default: str | None = None) -> str:
-    """The record's problem_id; whole numbers count as text."""
-    value = record.get("problem_id", default)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if not isinstance(value, str) or not value:
-        raise UserError(f"{place}: problem_id is {value!r}; it must be text that names the problem")
-    return value
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -191,7 +113,7 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, *, vocab_size: int, wi
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
     for place, record in read_jsonl(path, "--prompts"):
-        problem_id = _get_id(place, record, default=place.rpartition(":")[2])
+        problem_id = get_id(place, record, default=place.rpartition(":")[2])
         if problem_id in places:
             raise UserError(f"{place}: problem_id {problem_id!r} was given at {places[problem_id]} already; make it unique")
         places[problem_id] = place
@@ -348,7 +270,7 @@ def score(name: str, problems_path: Path, responses_path: Path, out: Path | None
     task = _get_task(name)
     problems: dict[str, Record] = {}
     for place, problem in read_jsonl(problems_path, "--problems"):
-        problem_id = _get_id(place, problem)
+        problem_id = get_id(place, problem)
         if problem_id in problems:
             raise UserError(f"{place}: problem_id {problem_id!r} is there twice; make it unique")
         problems[problem_id] = problem
@@ -356,7 +278,7 @@ def score(name: str, problems_path: Path, responses_path: Path, out: Path | None
     verdicts: dict[str, list[Record]] = {problem_id: [] for problem_id in problems}
     scored: list[Record] = []
     for place, response in read_jsonl(responses_path, "--responses"):
-        problem_id, text = _get_id(place, response), response.get("text")
+        problem_id, text = get_id(place, response), response.get("text")
         if problem_id not in problems:
             raise UserError(f"{place}: problem_id {problem_id!r} is not in {problems_path}; give the problems answered")
         if not isinstance(text, str):

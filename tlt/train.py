@@ -26,6 +26,7 @@ from tlt.distributed.coordinator import Coordinator, connect_coordinator
 from tlt.drafting.buffer import TrajectoryBuffer
 from tlt.drafting.export import load_drafter, save_drafter
 from tlt.drafting.trainer import DrafterTrainer, SpotTrainer
+from tlt.files import Record, get_id, read_jsonl
 from tlt.models.checkpoint import content_hash, load_tensors
 from tlt.models.checkpoint import load_config as load_model_config
 from tlt.models.checkpoint import save_checkpoint as save_model
@@ -361,16 +362,20 @@ def load_problems(config: Config, split: str) -> list[Problem]:
 def _problem_records(config: Config, split: str) -> list[dict[str, Any]]:
     file = config.task.problems_file
     if split == "train" and file is not None:
-        records = [json.loads(line) for line in file.read_text().splitlines() if line.strip()]
-        if not records:
-            raise UserError(f"task.problems_file: {file} is empty; write problems with tlt task {config.task.name}")
-        return records
+        return [_checked_problem(place, record) for place, record in read_jsonl(file, "task.problems_file")]
     num = config.task.num_problems if split == "train" else config.evaluation.num_problems
     assert num is not None
     try:
         return get_task(config.task.name).problems(num, config.run.seed, split=split, **config.task.options)
     except (ValueError, TypeError) as error:
         raise UserError(f"task {config.task.name}: {error}; correct [task] in the configuration") from None
+
+
+def _checked_problem(place: str, record: Record) -> Record:
+    get_id(place, record)
+    if not isinstance(record.get("prompt"), str):
+        raise UserError(f"{place}: prompt is {record.get('prompt')!r}; it must be text, as tlt task writes it")
+    return record
 
 
 def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int) -> list[Problem]:

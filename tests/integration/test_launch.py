@@ -147,7 +147,7 @@ class Scenario:
     name: str
     signals: tuple[tuple[str, float, Callable[[int], None]], ...] = ()
     num_ranks: int = 2
-    grace: float = 60.0
+    grace: float = 200.0
     environ: tuple[tuple[str, str], ...] = ()
 
 

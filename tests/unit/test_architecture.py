@@ -17,15 +17,17 @@ import tlt
 ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "config"}),
+    frozenset({"types", "config", "files"}),
     frozenset({"models", "speculative"}),
     frozenset({"rollout", "drafting", "rl", "distributed", "report"}),
     frozenset({"phase"}),
-    frozenset({"train", "audit", "bench", "integrations", "commands"}),
+    frozenset({"train", "audit", "integrations"}),
+    frozenset({"bench"}),
+    frozenset({"commands"}),
     frozenset({"cli"}),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
-SIBLINGS_ALLOWED = {("config", "types")}
+SIBLINGS_ALLOWED = {("config", "types"), ("files", "types")}
 
 
 def find_violations(module: str, source: str) -> list[str]:

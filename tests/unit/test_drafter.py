@@ -605,7 +605,7 @@ def test_sessions_go_on_where_the_last_one_was_preempted() -> None:
     """Many sessions of one micro-step train as one long session does."""
 
     def train(sessions: Iterable[int]) -> list[Tensor]:
-        spot = make_spot(ready_buffer(3, 60, with_features=False))
+        spot = make_spot(ready_buffer(3, 150, with_features=False))
         for num_steps in sessions:
             left = iter(range(num_steps))
             spot.run(lambda left=left: next(left, None) is None)  # type: ignore[misc]
