@@ -223,12 +223,12 @@ def test_a_span_costs_about_a_microsecond() -> None:
     timeline = Timeline(0)
     best = math.inf
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()  # not the wall clock: a busy machine makes nothing dearer
         for _ in range(4000):
             with timeline.span("decode"):
                 pass
-        best = min(best, (time.perf_counter() - start) / 4000)
-    assert best < 5e-6  # about 1 µs on an idle machine
+        best = min(best, (time.process_time() - start) / 4000)
+    assert best < 5e-6  # about 1 µs
 
 
 SYNTHETIC = {

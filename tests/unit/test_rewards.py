@@ -192,8 +192,9 @@ def test_an_unknown_task_is_refused_when_the_pool_is_made() -> None:
 
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 from tlt.rl.rewards import RewardPool
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit it ignored
 pool = RewardPool("faulty_task:TASK", 2, 300)
 try:
     for i in range(4):

@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from tlt.types import BatchState, Strategy, StrategyTuner
 
 
+_DEPTH_BY_BATCH_SIZE = ((1, 10), (2, 8), (4, 6), (64, 4))
+"""Chain depths that were fastest for the Countdown model on a CPU (docs/log.md); larger batches were not measured: off."""
+
+
 class Fixed:
     """Always the same strategy."""
 
@@ -49,6 +53,5 @@ def make_tuner(speculation: str, drafter: str = "learned") -> StrategyTuner | No
     if speculation == "off":
         return None
     if speculation == "adaptive":
-        rows = [(1, (6, 1, 6)), (2, (5, 1, 5)), (4, (3, 1, 3)), (8, (2, 1, 2))]
-        return ByBatchSize([(bound, Strategy(drafter, *shape)) for bound, shape in rows])
+        return ByBatchSize([(bound, Strategy(drafter, depth, 1, depth)) for bound, depth in _DEPTH_BY_BATCH_SIZE])
     return Fixed(Strategy.parse(speculation, drafter))
