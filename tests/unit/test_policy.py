@@ -435,7 +435,7 @@ def test_two_ranks_give_the_weights_of_one(tmp_path: Path) -> None:
     command = [sys.executable, __file__]
     ranks = [subprocess.Popen([*command, str(rank), "2", str(tmp_path)], env=environment) for rank in range(2)]
     try:
-        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+        assert [process.wait(timeout=240) for process in ranks] == [0, 0]
     finally:
         for process in ranks:
             process.kill()

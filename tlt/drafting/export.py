@@ -26,6 +26,7 @@ def save_drafter(path: Path, model: DraftModel, dtype: torch.dtype, about: Mappi
     path.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().to(dtype).contiguous().cpu() for name, tensor in model.state_dict().items()}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (path / "model.safetensors").chmod(0o644)  # safetensors creates its files for the owner alone
     described = config_to_hf(model.config, dtype, {"tlt": dict(about or {})})
     described |= {"architectures": [ARCHITECTURE], "tie_word_embeddings": False}
     (path / "config.json").write_text(json.dumps(described, indent=2) + "\n")
