@@ -53,7 +53,7 @@ def main(config_json: str, stop: StopRequest) -> None:
     """What every rank runs; `launch` calls it."""
     config = Config.from_json(config_json)
     torch.set_num_threads(config.run.threads_per_rank)
-    world = init_process_group_from_env(_device(config))
+    world = init_process_group_from_env(device_name(config))
     run = Run(config, world, stop)
     try:
         train(run)
@@ -339,7 +339,8 @@ class Run:
 # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def _device(config: Config) -> str:
+def device_name(config: Config) -> str:
+    """cuda where every rank can have a device of its own, unless the user decided."""
     if config.run.device != "auto":
         return config.run.device
     return "cuda" if torch.cuda.device_count() >= config.run.num_ranks else "cpu"

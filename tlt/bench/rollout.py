@@ -32,7 +32,7 @@ from tlt.distributed.coordinator import connect_coordinator
 from tlt.phase import PhaseResult
 from tlt.report.timeline import critical_path_share, read_spans
 from tlt.rollout.engine import EngineStats, RolloutEngine
-from tlt.train import Run, problems_of_step
+from tlt.train import Run, device_name, problems_of_step
 from tlt.types import Problem, Request, Rollout, SamplingParams
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def main(config_json: str, stop: StopRequest) -> None:
     config = Config.from_json(config_json)
     options = json.loads(os.environ["TLT_BENCH_ROLLOUT"])
     torch.set_num_threads(config.run.threads_per_rank)
-    world = init_process_group_from_env("cpu" if config.run.device == "auto" and not torch.cuda.is_available() else "cuda")
+    world = init_process_group_from_env(device_name(config))
     measurements = [workload(config, world, stop, options["steps"])]
     if world.is_leader:
         (config.run.out_dir / "bench.json").write_text(json.dumps([m.to_json() for m in measurements]))
@@ -132,7 +132,8 @@ def workload(config: Config, world: World, stop: StopRequest, num_steps: int) ->
 
 def constant(config: Config, stop: StopRequest, batch_size: int, num_responses: int, num_rounds: int) -> Measurement:
     """One engine kept at `batch_size` sequences until the requests run out; each round has requests of its own."""
-    world = World(0, 1, 0, torch.device("cpu"), torch.distributed.HashStore(), None)
+    torch.set_num_threads(config.run.threads_per_rank)
+    world = World(0, 1, 0, torch.device(device_name(config)), torch.distributed.HashStore(), None)
     run = Run(_with(config, {"run": {"num_ranks": 1}, "drafter": {"train": False}}), world, stop)
     on = run.engine
     off = RolloutEngine(run.model_config, dtype=on.model.dtype, device=on.device, max_batch_size=config.rollout.max_batch_size)

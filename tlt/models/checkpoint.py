@@ -387,6 +387,8 @@ def save_checkpoint(
     if origin is not None:
         _copy_companions(origin, new)
     for file in new.rglob("*"):
+        if file.suffix == ".safetensors":
+            file.chmod(0o644)  # safetensors creates its files for the owner alone
         _flush(file)
 
     if target.exists():
