@@ -72,7 +72,7 @@ def train(run: Run) -> None:
             started = time.perf_counter()
             phase = run.generate()
             update = run.update(phase)
-            run.publish()
+            run.publish(run.step + 1)
             run.record(phase, update, time.perf_counter() - started)
             run.evaluate_if_due()
             run.checkpoint_if_due()
@@ -137,7 +137,7 @@ class Run:
         )
         self.spot = self._attach_drafter()
         self._resume()
-        self.publish()
+        self.publish(self.step)
         self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
         self.phase = RolloutPhase(
             world,
@@ -193,10 +193,10 @@ class Run:
         with self.timeline.span("update"):
             return self.trainer.update(phase.rollouts, phase.rewards, self.step)
 
-    def publish(self) -> None:
+    def publish(self, version: int) -> None:
         """The engine gets the policy as it is now; its version is the number of updates behind it."""
         with self.timeline.span("publish"):
-            self.engine.load_policy(dict(self.policy.named_parameters()), self.step)
+            self.engine.load_policy(dict(self.policy.named_parameters()), version)
 
     def record(self, phase: PhaseResult, update: UpdateMetrics, step_seconds: float) -> None:
         """One line of metrics.jsonl and of the table. From here on the step counts as done."""
@@ -426,7 +426,7 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         accept_by_depth=tuple(stats.accept_by_depth),
         strategy_seconds=dict(stats.seconds_by_strategy),
         tokens_per_second=sum(lengths) / phase.seconds,
-        policy_version=step,
+        policy_version=phase.rollouts[0].policy_version,
         drafter_version=phase.drafter_version,
         finished_at=time.time(),
     )

@@ -55,7 +55,7 @@ def longest_search(share: float, args: argparse.Namespace) -> int:
 
     A success is one character among hundreds in a long search; the model learns to see one in short searches.
     """
-    return int(args.max_chars * (64 / args.max_chars) ** max(0.0, 1 - share / args.curriculum))
+    return int(args.max_chars * (64 / args.max_chars) ** max(0.0, 1 - share / max(args.curriculum, 1e-9)))
 
 
 def batches(args: argparse.Namespace, progress: "Progress", rank: int, num_processes: int) -> Iterator[tuple[Tensor, Tensor]]:
