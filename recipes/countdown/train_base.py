@@ -97,7 +97,7 @@ def to_tensors(group: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
 def blockwise_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, **_: object
 ) -> tuple[Tensor, None]:
-    """Causal attention by blocks of queries: on a CPU twice as fast as PyTorch's own at these sizes.
+    """Causal attention by blocks of queries: on a CPU, in bf16, faster than PyTorch's own kernel at these sizes.
 
     query is (B, H, T, D), key and value are (B, K, T, D); returns (B, T, H, D). Right padding needs no mask: no
     token looks to its right.

@@ -34,6 +34,9 @@ class FaultyTask:
                 pass
         if verb == "sleep":
             time.sleep(float(value))
+        if verb == "await":
+            while not os.path.exists(value):
+                time.sleep(0.01)
         if verb == "die":
             os._exit(3)
         if verb == "exit":
@@ -104,32 +107,30 @@ def test_every_response_gets_its_own_reward_and_failures_are_counted(task: str, 
         assert (pool.num_pending, pool.poll(), pool.drain()) == (0, {}, {})
 
 
-def test_poll_returns_what_is_finished_without_waiting_for_the_rest(task: str) -> None:
-    with RewardPool(task, 1, timeout_seconds=30) as pool:
+def test_poll_returns_what_is_finished_without_waiting_for_the_rest(task: str, tmp_path: Path) -> None:
+    with RewardPool(task, 1, timeout_seconds=60) as pool:
         pool.submit(("quick", 0), {"worth": 1.0}, "fine")
-        pool.submit(("slow", 0), {"worth": 2.0}, "sleep 1.5")
-        deadline = time.monotonic() + 20
+        pool.submit(("slow", 0), {"worth": 2.0}, f"await {tmp_path / 'signal'}")
+        deadline = time.monotonic() + 60
         finished: dict[tuple[str, int], Reward] = {}
         while not finished and time.monotonic() < deadline:
-            start = time.monotonic()
             finished = pool.poll()
-            assert time.monotonic() - start < 0.5
             time.sleep(0.01)
         assert finished == {("quick", 0): Reward(1.0, True)}
+        assert pool.poll() == {}
         assert pool.num_pending == 1
+        (tmp_path / "signal").touch()
         assert pool.drain() == {("slow", 0): Reward(2.0, True)}
 
 
 def test_a_hung_scorer_is_killed_at_its_time_out_while_others_go_on(task: str) -> None:
-    with RewardPool(task, 2, timeout_seconds=1.0) as pool:
+    with RewardPool(task, 2, timeout_seconds=2.0) as pool:
         pool.submit(("hung", 0), {}, "hang")
         pool.submit(("dead", 0), {}, "die")
         for i in range(10):
             pool.submit(("fine", i), {"worth": 1.0}, "fine")
-        start = time.monotonic()
         rewards = pool.drain()
-        assert time.monotonic() - start < 15
-        assert rewards.pop(("hung", 0)) == Reward(0.0, False, "time-out: not scored within 1 s")
+        assert rewards.pop(("hung", 0)) == Reward(0.0, False, "time-out: not scored within 2 s")
         assert rewards.pop(("dead", 0)) == Reward(0.0, False, "the worker died with exit code 3")
         assert rewards == {("fine", i): Reward(1.0, True) for i in range(10)}
         assert pool.num_errors == 2
@@ -169,8 +170,10 @@ def test_after_close_no_worker_is_left_not_even_a_hung_one(task: str) -> None:
     pool.submit(("fine", 0), {"worth": 1.0}, "fine")
     pool.drain()
     pool.submit(("hung", 0), {}, "hang")
-    time.sleep(0.2)
-    workers = children() - before
+    deadline = time.monotonic() + 60
+    while len(workers := children() - before) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # into the hang
     assert len(workers) == 2
     pool.close()
     assert not any(is_alive(pid) for pid in workers)
