@@ -35,7 +35,8 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "digits.py").write_text(
         "class Digits:\n"
         "    def problems(self, num, seed, split='train'):\n"
-        "        return [{'problem_id': f'{split}-{i}', 'prompt': f'[{i % 9 + 1},{i % 7 + 1}:{i % 50 + 1}]'} for i in range(num)]\n"
+        "        prompts = [f'[{i % 9 + 1},{i % 7 + 1}:{i % 50 + 1}]' for i in range(num)]\n"
+        "        return [{'problem_id': f'{split}-{i}', 'prompt': prompt} for i, prompt in enumerate(prompts)]\n"
         "    def score(self, problem, text):\n"
         "        share = sum(c.isdigit() for c in text) / max(len(text), 1)\n"
         "        return {'reward': share, 'solved': share > 0.5}\n"
@@ -82,7 +83,7 @@ def command(workspace: Path, *arguments: str) -> tuple[list[str], dict[str, str]
 def train(workspace: Path, name: str, *overrides: str) -> Path:
     out_dir = workspace / name
     words, environment = command(workspace, str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *overrides)
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr + done.stdout
     return out_dir
 
@@ -143,7 +144,8 @@ def test_a_run_leaves_everything_the_readme_promises(speculating_run: Path) -> N
     trace = json.loads((speculating_run / "timeline.json").read_text())
     names = {event["name"] for event in trace["traceEvents"]}
     assert {"prefill", "speculate", "update", "step"} <= names
-    assert (speculating_run / "drafter" / "config.json").exists() and (speculating_run / "config.json").exists()
+    assert (speculating_run / "drafter" / "config.json").exists()
+    assert (speculating_run / "config.json").exists()
     assert [record["step"] for record in records(speculating_run)] == [0, 1, 2, 3, 4]
     assert [record["policy_version"] for record in records(speculating_run)] == [0, 1, 2, 3, 4]
 
@@ -173,7 +175,7 @@ def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_weights(workspace: Path, s
     done = len(records(out_dir))
     assert 2 <= done < 5, output
     words, environment = command(workspace, "--resume", str(out_dir))
-    resumed = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    resumed = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert resumed.returncode == 0, resumed.stderr + resumed.stdout
     assert what_the_law_fixes(out_dir) == what_the_law_fixes(speculating_run)
     assert same_weights(out_dir, speculating_run)
@@ -181,6 +183,7 @@ def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_weights(workspace: Path, s
 
 def test_a_second_run_into_the_same_folder_is_refused_in_one_line(workspace: Path, speculating_run: Path) -> None:
     words, environment = command(workspace, str(workspace / "run.toml"), "--run.out_dir", str(speculating_run))
-    refused = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    refused = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)
     assert refused.returncode == 2
-    assert refused.stderr.count("\n") == 1 and "--resume" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    assert "--resume" in refused.stderr

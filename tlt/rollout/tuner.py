@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from tlt.types import BatchState, Strategy, StrategyTuner
 
-
 _DEPTH_BY_BATCH_SIZE = ((1, 10), (2, 8), (4, 6), (64, 4))
 """Chain depths that were fastest for the Countdown model on a CPU (docs/log.md); larger batches were not measured: off."""
 
