@@ -345,7 +345,7 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
 
     from tlt.drafting.buffer import TrajectoryBuffer
     from tlt.drafting.export import load_drafter, save_drafter
-    from tlt.drafting.trainer import DrafterTrainer, SpotTrainer
+    from tlt.drafting.trainer import RECOMPUTE_TOKENS, DrafterTrainer, FeatureRecompute
     from tlt.models.checkpoint import content_hash, load_tensors
     from tlt.models.checkpoint import load_config as load_model_config
     from tlt.models.drafter import DraftModel, drafter_config
@@ -369,18 +369,20 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     if not len(buffer):
         raise UserError(f"--responses: {options.responses} has no response of three tokens or more; give longer ones")
     trainer = DrafterTrainer(model, target, learning_rate=options.learning_rate)
-    spot = SpotTrainer(trainer, buffer, options.tokens_per_micro_step)
     wanted = max(int(options.epochs * buffer.num_tokens), 1)
     begin, num_steps, loss = time.perf_counter(), 0, float("nan")
+    while (trajectory := buffer.missing(target.version)) is not None:
+        recompute = FeatureRecompute(target, trajectory)
+        while not recompute.advance(RECOMPUTE_TOKENS):
+            pass
     while trainer.num_tokens < wanted:
         progress = trainer.num_tokens / wanted
         for group in trainer.optimizer.param_groups:
             group["lr"] = options.learning_rate * min(1.0, (progress + 0.005) / 0.05, (1.0 - progress) / 0.5 + 0.02)
-        step_loss = spot.micro_step()
-        assert step_loss is not None, "the buffer holds trajectories"
-        if step_loss == step_loss:  # NaN marks a recomputed chunk of features
-            num_steps, loss = num_steps + 1, step_loss
-            on_progress(trainer.num_tokens / wanted, loss)
+        batch = buffer.sample(options.tokens_per_micro_step)
+        assert batch is not None, "the buffer holds trajectories"
+        loss, num_steps = trainer.step(batch), num_steps + 1
+        on_progress(trainer.num_tokens / wanted, loss)
     seconds = time.perf_counter() - begin
 
     about = {"target": content_hash(tensors), "num_tokens": trainer.num_tokens, "init": str(options.init or "random")}

@@ -115,6 +115,8 @@ class RolloutPhase:
             for problem in problems
         ]
         spot = self.spot if train_drafter else None
+        if isinstance(self.engine.drafter, LearnedDrafter):  # only what the drafter is trained for is kept to train on
+            self.engine.drafter.on_finish = None if spot is None else spot.buffer.add
         self.coordinator.begin(f"{purpose} {step}", len(problems))
         self.engine.stats = EngineStats()
         start = time.perf_counter()

@@ -176,7 +176,6 @@ class Run:
         if not settings.train:
             return None
         buffer = TrajectoryBuffer(settings.buffer_tokens, self.config.run.seed)
-        drafter.on_finish = buffer.add
         trainer = DrafterTrainer(model, self.engine.model, settings.learning_rate, settings.clip_grad_norm)
         return SpotTrainer(trainer, buffer, settings.tokens_per_micro_step, settings.carry_longest, self.timeline.add)
 

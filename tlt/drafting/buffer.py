@@ -81,6 +81,11 @@ class TrajectoryBuffer:
         for rollout in reversed(longest):
             self.add(rollout)
 
+    @property
+    def has_ready(self) -> bool:
+        """Whether there is anything to train on without recomputing."""
+        return any(t.features_TE is not None for t in self.trajectories)
+
     def missing(self, policy_version: int) -> Trajectory | None:
         """A trajectory whose features are not those of this policy, the longest first; None when all are ready."""
         stale = [t for t in self.trajectories if t.features_TE is None or t.policy_version != policy_version]

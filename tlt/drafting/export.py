@@ -38,7 +38,10 @@ def load_drafter(path: Path | str, target: ModelConfig) -> dict[str, Tensor]:
     for name in ("config.json", "model.safetensors"):
         if not (path / name).is_file():
             raise UserError(f"drafter {path}: {name} is missing; give a directory that tlt drafter train wrote")
-    described = json.loads((path / "config.json").read_text())
+    try:
+        described = json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise UserError(f"drafter {path}: config.json is not valid JSON ({error}); train or copy it again") from None
     if described.get("architectures") != [ARCHITECTURE]:
         found = described.get("architectures")
         raise UserError(f"drafter {path}: architectures is {found}; only [{ARCHITECTURE!r}] can be loaded")

@@ -23,7 +23,7 @@ from tlt.models.transformer import PackedTransformer
 from tlt.speculative.tree import chain_mask
 from tlt.types import DrafterReport, Rollout, Span
 
-_RECOMPUTE_TOKENS = 128
+RECOMPUTE_TOKENS = 128
 """Target tokens per recomputing micro-step."""
 
 
@@ -152,6 +152,7 @@ class SpotTrainer:
         self.tokens_per_micro_step, self.carry_longest = tokens_per_micro_step, carry_longest
         self.on_span = on_span
         self._recompute: FeatureRecompute | None = None
+        self._has_recomputed = False
 
     def run(self, should_stop: Callable[[], bool]) -> DrafterReport:
         """Micro-steps until `should_stop()`, which is asked before every one of them; with nothing to train on, returns
@@ -180,7 +181,7 @@ class SpotTrainer:
     def micro_step(self) -> float | None:
         """One unit of work: the loss of a training step, NaN for a recomputed chunk, None when there is nothing to do.
 
-        Ready trajectories come first; recomputing alternates with training on what is ready.
+        Recomputing alternates with training on what is ready, so that a short idle window trains too.
         """
         version = self.trainer.target.version
         if self._recompute is not None and self._recompute.version != version:
@@ -188,8 +189,10 @@ class SpotTrainer:
         if self._recompute is None and (stale := self.buffer.missing(version)) is not None:
             stale.features_TE = None
             self._recompute = FeatureRecompute(self.trainer.target, stale)
-        if self._recompute is not None:
-            if self._recompute.advance(_RECOMPUTE_TOKENS):
+        is_turn_to_train = self._has_recomputed and self.buffer.has_ready
+        self._has_recomputed = self._recompute is not None and not is_turn_to_train
+        if self._recompute is not None and not is_turn_to_train:
+            if self._recompute.advance(RECOMPUTE_TOKENS):
                 self._recompute = None
             return float("nan")
         batch = self.buffer.sample(self.tokens_per_micro_step)
