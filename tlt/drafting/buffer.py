@@ -81,23 +81,22 @@ class TrajectoryBuffer:
         for rollout in reversed(longest):
             self.add(rollout)
 
-    @property
-    def has_ready(self) -> bool:
-        """Whether there is anything to train on without recomputing."""
-        return any(t.features_TE is not None for t in self.trajectories)
+    def ready(self, policy_version: int | None = None) -> list[Trajectory]:
+        """Trajectories that can be trained on as they are: with features, of this policy (None: of any)."""
+        return [t for t in self.trajectories if t.features_TE is not None and policy_version in (None, t.policy_version)]
 
     def missing(self, policy_version: int) -> Trajectory | None:
         """A trajectory whose features are not those of this policy, the longest first; None when all are ready."""
         stale = [t for t in self.trajectories if t.features_TE is None or t.policy_version != policy_version]
         return max(stale, key=lambda t: len(t.token_ids), default=None)
 
-    def sample(self, token_budget: int) -> PackedBatch | None:
+    def sample(self, token_budget: int, policy_version: int | None = None) -> PackedBatch | None:
         """Windows drawn in proportion to length, packed up to the budget; None when no trajectory has features.
 
         A window lies anywhere in its trajectory where it predicts a response token; a trajectory that fits the budget is
         taken whole.
         """
-        ready = [t for t in self.trajectories if t.features_TE is not None]
+        ready = self.ready(policy_version)
         if not ready:
             return None
         weights = [t.num_usable for t in ready]

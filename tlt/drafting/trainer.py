@@ -189,11 +189,11 @@ class SpotTrainer:
         if self._recompute is None and (stale := self.buffer.missing(version)) is not None:
             stale.features_TE = None
             self._recompute = FeatureRecompute(self.trainer.target, stale)
-        is_turn_to_train = self._has_recomputed and self.buffer.has_ready
+        is_turn_to_train = self._has_recomputed and bool(self.buffer.ready(version))
         self._has_recomputed = self._recompute is not None and not is_turn_to_train
         if self._recompute is not None and not is_turn_to_train:
             if self._recompute.advance(RECOMPUTE_TOKENS):
                 self._recompute = None
             return float("nan")
-        batch = self.buffer.sample(self.tokens_per_micro_step)
+        batch = self.buffer.sample(self.tokens_per_micro_step, version)
         return None if batch is None else self.trainer.step(batch)
