@@ -68,7 +68,7 @@ class RunConfig(Section):
     checkpoint_every: NonNegativeInt = 10
     """Steps between checkpoints; 0: only at the end."""
     time_limit_minutes: PositiveFloat | None = None
-    """Stop cleanly, resumable, at the first step boundary after this many minutes; None: no limit."""
+    """No step begins when it and the last evaluation would not end within this many minutes; None: no limit."""
 
 
 class ModelConfig(Section):

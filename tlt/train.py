@@ -101,6 +101,7 @@ class Run:
         self.step = 0
         self.drafter_version = 0
         self.started = time.perf_counter()
+        self.evaluation_seconds = 0.0  # what the latest one took
         self.out_dir.mkdir(parents=True, exist_ok=True)
         if world.is_leader:
             (self.out_dir / "config.json").write_text(config.to_json())
@@ -221,6 +222,7 @@ class Run:
         params = dataclasses.replace(self.sampling_params(), temperature=settings.temperature)
         with self.timeline.span("evaluate"), self.console.status(f"evaluating on {len(self.held_out)} held-out problems"):
             phase = self.phase.run(self.held_out, settings.samples_per_problem, params, "evaluation", 0, train_drafter=False)
+        self.evaluation_seconds = phase.seconds
         scores: dict[str, list[float]] = {}
         for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
             scores.setdefault(rollout.problem_id, []).append(float(reward.is_solved))
@@ -242,8 +244,10 @@ class Run:
             self.checkpoint()
 
     def is_out_of_time(self) -> bool:
+        """Whether another step could make the run, its last evaluation included, exceed its limit."""
         limit = self.config.run.time_limit_minutes
-        return limit is not None and any_rank(self.world, time.perf_counter() - self.started > 60 * limit)
+        spent = time.perf_counter() - self.started + self.evaluation_seconds
+        return limit is not None and any_rank(self.world, spent > 60 * limit)
 
     # ── keeping ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -244,7 +244,10 @@ def start(task: str, tmp_path: Path) -> Iterator[Callable[[str], subprocess.Pope
     for parent in started:
         if parent.poll() is None:
             os.killpg(parent.pid, signal.SIGKILL)
-        parent.communicate()
+        parent.wait()
+        for stream in (parent.stdout, parent.stderr):
+            assert stream is not None
+            stream.close()
 
 
 @pytest.mark.parametrize("delay", [0.0, 1.0])  # while workers start; while they work
@@ -270,4 +273,7 @@ def test_a_killed_parent_leaves_no_hung_worker_behind(start: Callable[[str], sub
     deadline = time.monotonic() + 10
     while any(is_running(pid) for pid in workers) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not any(is_running(pid) for pid in workers)
+    left = [pid for pid in workers if is_running(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert not left
