@@ -103,8 +103,12 @@ class Strategy:
     budget: int
 
     OFF: ClassVar[Strategy]
+    MAX_DEPTH: ClassVar[int] = 32
+    """The engine keeps noise for so many positions ahead."""
 
     def __post_init__(self) -> None:
+        if self.depth > self.MAX_DEPTH:
+            raise UserError(f"strategy {self}: depth {self.depth} is too large; give at most {self.MAX_DEPTH}")
         if self.depth < 0 or self.width < 0 or self.budget < 0:
             raise UserError(f"strategy {self}: depth, width and budget must not be negative")
         if self.depth and not (self.width >= 1 and self.depth <= self.budget):

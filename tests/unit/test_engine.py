@@ -96,7 +96,7 @@ def test_the_table_picks_by_batch_size_and_is_off_beyond_it() -> None:
     assert chosen == [deep, shallow, shallow, Strategy.OFF]
 
 
-@pytest.mark.parametrize("text", ["4", "4x1", "axbxc", "0x1x1", "4x1x3", "-1x1x1", "fast"])
+@pytest.mark.parametrize("text", ["4", "4x1", "axbxc", "0x1x1", "4x1x3", "-1x1x1", "fast", "33x1x33"])
 def test_a_strategy_that_makes_no_sense_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(UserError) as error:
         make_tuner(text)

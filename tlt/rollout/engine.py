@@ -29,9 +29,6 @@ from tlt.speculative.tree import ancestors, chain, chain_mask, tree_mask
 from tlt.speculative.verify import verify
 from tlt.types import BatchState, DraftTree, Request, Rollout, Span, Strategy, StrategyTuner, UserError
 
-_MAX_DEPTH = 32
-"""Deepest tree the noise blocks are laid out for."""
-
 
 @dataclass
 class EngineStats:
@@ -96,7 +93,7 @@ class RolloutEngine:
         self.drafter: Drafter | None = None
         self.scheduler = Scheduler(max_batch_size, config.max_positions)
         self.cache = Cache(config, config.num_layers, dtype, self.device, max_batch_size)
-        self.noise = NoiseBlocks(config.vocab_size, max_batch_size, _MAX_DEPTH if tuner else 0, self.device)
+        self.noise = NoiseBlocks(config.vocab_size, max_batch_size, Strategy.MAX_DEPTH if tuner else 0, self.device)
         self.on_span = on_span
         self.stats = EngineStats()
         self._params: BatchParams | None = None
