@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tlt.config import Config, load_config
 from tlt.files import Record, check_output_file, get_id, read_jsonl, write_jsonl
-from tlt.types import Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
+from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from tlt.models.tokenizer import Tokenizer
     from tlt.models.transformer import ModelConfig
     from tlt.rl.tasks import Task
+    from tlt.rollout.drafters import LearnedDrafter
     from tlt.rollout.engine import EngineStats, RolloutEngine
-    from tlt.speculative.protocol import Drafter
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -91,16 +91,16 @@ def generate(options: GenerateOptions) -> Record:
 
 
 def _check_generate(options: GenerateOptions) -> None:
+    from tlt.rollout.hybrid import drafter_kinds
+    from tlt.rollout.tuner import make_tuner
+
     for name, value in (("samples", options.samples), ("max-batch-size", options.max_batch_size), ("threads", options.threads)):
         if value < 1:
             raise UserError(f"--{name}: is {value}; it must be 1 or more")
     if not 0 <= options.params.seed < 2**63:
         raise UserError(f"--seed: is {options.params.seed}; it must be in [0, 2^63)")
     resolve_dtype(options.dtype)
-    if options.speculation != "adaptive":
-        Strategy.parse(options.speculation)
-    if options.speculation != "off" and options.drafter is None:
-        raise UserError(f"--speculation: {options.speculation!r} needs a drafter; give --drafter DIR, or --speculation off")
+    make_tuner(options.speculation, drafter_kinds(options.drafter is not None))
     if options.drafter is not None and not options.drafter.is_dir():
         raise UserError(f"--drafter: {options.drafter} does not exist; give a drafter folder")
     check_output_file(options.out, "--out")
@@ -163,6 +163,7 @@ def _make_engine(options: GenerateOptions, model_config: ModelConfig, tensors: M
     import torch
 
     from tlt.rollout.engine import RolloutEngine
+    from tlt.rollout.hybrid import drafter_kinds, make_drafter
     from tlt.rollout.tuner import make_tuner
 
     has_cuda = torch.cuda.is_available()
@@ -173,16 +174,16 @@ def _make_engine(options: GenerateOptions, model_config: ModelConfig, tensors: M
         dtype=resolve_dtype(options.dtype),
         device="cuda" if has_cuda and options.device != "cpu" else "cpu",
         max_batch_size=options.max_batch_size,
-        tuner=make_tuner(options.speculation),
+        tuner=make_tuner(options.speculation, drafter_kinds(options.drafter is not None)),
     )
     engine.load_policy(tensors)
     if engine.tuner is not None:
-        assert options.drafter is not None
-        engine.load_drafter(_load_drafter(options.drafter, engine, options.max_batch_size))
+        learned = None if options.drafter is None else _load_drafter(options.drafter, engine, options.max_batch_size)
+        engine.load_drafter(make_drafter(learned, options.max_batch_size))
     return engine
 
 
-def _load_drafter(path: Path, engine: RolloutEngine, max_slots: int) -> Drafter:
+def _load_drafter(path: Path, engine: RolloutEngine, max_slots: int) -> LearnedDrafter:
     from tlt.drafting.export import load_drafter
     from tlt.models.drafter import PackedDrafter, drafter_config
     from tlt.rollout.drafters import LearnedDrafter
@@ -202,7 +203,9 @@ def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) 
         "tokens_per_second": num_tokens / seconds,
         "accept_length": stats.accept_length,
         "accept_by_depth": stats.accept_by_depth,
-        "strategy_seconds": dict(stats.seconds_by_strategy),
+        "strategy_seconds": {name: s.seconds for name, s in stats.by_strategy.items()},
+        "strategy_speed": {name: s.speed for name, s in stats.by_strategy.items()},
+        "strategy_predicted": {name: s.predicted_speed for name, s in stats.by_strategy.items()},
         "truncated_share": sum(rollout.finish_reason == "length" for rollout in rollouts) / len(rollouts),
     }
 

@@ -111,7 +111,10 @@ class RolloutConfig(Section):
     max_batch_size: PositiveInt = 64
     """Sequences that one replica decodes at a time."""
     speculation: str = "off"
-    """off, adaptive (the tuner chooses per step), or one fixed DEPTHxWIDTHxBUDGET."""
+    """off, adaptive (the tuner chooses per step), or one fixed [drafter:]DEPTHxWIDTHxBUDGET, drafter being learned, ngram
+    or hybrid."""
+    tuner: Literal["cost-model", "beg-mab"] = "cost-model"
+    """Who chooses when speculation is adaptive: measured costs and acceptance, or the bandit of the paper."""
 
     @field_validator("speculation")
     @classmethod
@@ -154,8 +157,14 @@ class DrafterConfig(Section):
     carry_longest: NonNegativeInt = 8
     """How many of the previous step's longest responses stay in the buffer."""
     clip_grad_norm: PositiveFloat = 1.0
-    coupling_temperature: PositiveFloat = 0.7
-    """tau: the drafter ranks candidates by log q / tau + the target's own noise. Changes the speed alone."""
+    ranking: Literal["coupled", "top-k"] = "coupled"
+    """Candidates by log q / tau + the target's own noise, or by log q alone (EAGLE-2). Changes the speed alone."""
+    coupling_temperature: PositiveFloat | None = None
+    """tau; None: tuned while running."""
+    feature_window: Annotated[int, Field(ge=256)] = 4096
+    """Latest positions per sequence whose features are remembered for a later switch on."""
+    ngram_tokens: NonNegativeInt = 200_000
+    """Response tokens indexed for retrieval, about 300 bytes each, per rank."""
 
     @model_validator(mode="after")
     def _buffer_holds_a_micro_step(self) -> DrafterConfig:
@@ -240,11 +249,15 @@ class Config(Section):
         num_responses = self.rollout.problems_per_step * self.rollout.samples_per_problem
         if self.drafter.path is None and self.drafter.train:
             raise _mistake("drafter.train is true but drafter.path is not set: give a drafter folder, or set it to false")
-        if self.drafter.path is None and self.rollout.speculation != "off":
-            raise _mistake(
-                f"rollout.speculation is {self.rollout.speculation!r} but drafter.path is not set:"
-                " give a drafter folder, or set rollout.speculation to off"
-            )
+        if self.rollout.speculation not in ("off", "adaptive"):
+            kind = Strategy.parse(self.rollout.speculation, "learned" if self.drafter.path else "ngram").drafter
+            if kind not in ("learned", "ngram", "hybrid"):
+                raise _mistake(f"rollout.speculation names the drafter {kind!r}: give learned, ngram or hybrid")
+            if self.drafter.path is None and kind != "ngram":
+                raise _mistake(
+                    f"rollout.speculation is {self.rollout.speculation!r} but drafter.path is not set:"
+                    " give a drafter folder, or use ngram, which needs none"
+                )
         if self.task.num_problems is not None and self.task.num_problems < self.rollout.problems_per_step:
             raise _mistake(
                 f"rollout.problems_per_step is {self.rollout.problems_per_step} but task.num_problems only"

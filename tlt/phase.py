@@ -82,7 +82,8 @@ class PhaseResult:
 
 
 class RolloutPhase:
-    """One per run and rank. `spot` is None when no drafter is trained; `decode` turns response tokens into text."""
+    """One per run and rank. `learned` is the engine's learned drafter, if it has one, and `spot` who trains it, if anybody
+    does; `decode` turns response tokens into text."""
 
     def __init__(
         self,
@@ -93,11 +94,12 @@ class RolloutPhase:
         decode: Callable[[Sequence[int]], str],
         timeline: Timeline,
         should_stop: Callable[[], bool],
+        learned: LearnedDrafter | None = None,
         spot: SpotTrainer | None = None,
     ) -> None:
         self.world, self.engine, self.coordinator = world, engine, coordinator
         self.scorers, self.decode, self.timeline = scorers, decode, timeline
-        self.should_stop, self.spot = should_stop, spot
+        self.should_stop, self.learned, self.spot = should_stop, learned, spot
 
     def run(
         self,
@@ -115,8 +117,8 @@ class RolloutPhase:
             for problem in problems
         ]
         spot = self.spot if train_drafter else None
-        if isinstance(self.engine.drafter, LearnedDrafter):  # only what the drafter is trained for is kept to train on
-            self.engine.drafter.on_finish = None if spot is None else spot.buffer.add
+        if self.learned is not None:  # only what the drafter is trained for is kept to train on
+            self.learned.on_finish = None if spot is None else spot.buffer.add
         self.coordinator.begin(f"{purpose} {step}", len(problems))
         self.engine.stats = EngineStats()
         start = time.perf_counter()
@@ -138,7 +140,7 @@ class RolloutPhase:
         result_rollouts, result_rewards = [p[0] for p in pairs], [p[1] for p in pairs]
         if spot is not None:
             self._average_drafters(spot, report, result_rollouts)
-        version = self.engine.drafter.version if self.engine.drafter is not None else 0
+        version = self.learned.version if self.learned is not None else 0
         return PhaseResult(result_rollouts, result_rewards, [rank[2] for rank in gathered], version)
 
     def _generate(
@@ -186,9 +188,8 @@ class RolloutPhase:
 
     def _average_drafters(self, spot: SpotTrainer, report: DrafterReport, rollouts: Sequence[Rollout]) -> None:
         """One drafter for all replicas, weighted by the tokens each trained on, and the longest responses for next time."""
-        drafter = self.engine.drafter
-        assert isinstance(drafter, LearnedDrafter), "only a learned drafter can be trained"
+        assert self.learned is not None, "only a learned drafter can be trained"
         with self.timeline.span("average drafters"):
             if average_weighted(self.world, spot.trainer.shared_tensors(), report.num_tokens) > 0:
-                drafter.model.load(dict(spot.trainer.model.named_parameters()), drafter.version + 1)
+                self.learned.load(dict(spot.trainer.model.named_parameters()), self.learned.version + 1)
         spot.carry_over(rollouts)

@@ -42,6 +42,7 @@ from tlt.rl.rewards import RewardPool
 from tlt.rl.tasks import get_task
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import RolloutEngine
+from tlt.rollout.hybrid import drafter_kinds, make_drafter
 from tlt.rollout.tuner import make_tuner
 from tlt.types import Problem, SamplingParams, UserError, resolve_dtype
 
@@ -133,10 +134,15 @@ class Run:
             dtype=dtype,
             device=world.device,
             max_batch_size=config.rollout.max_batch_size,
-            tuner=make_tuner(config.rollout.speculation),
+            tuner=make_tuner(
+                config.rollout.speculation, drafter_kinds(config.drafter.path is not None), name=config.rollout.tuner
+            ),
             on_span=self.timeline.add,
         )
-        self.spot = self._attach_drafter()
+        self.learned: LearnedDrafter | None = None
+        self.spot: SpotTrainer | None = None
+        if self.engine.tuner is not None:
+            self._attach_drafter()
         self._resume()
         self.publish(self.step)
         self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
@@ -148,6 +154,7 @@ class Run:
             self.tokenizer.decode,
             self.timeline,
             stop.is_set,
+            self.learned,
             self.spot,
         )
         self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
@@ -160,25 +167,31 @@ class Run:
         policy.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
         return policy.to(self.world.device)
 
-    def _attach_drafter(self) -> SpotTrainer | None:
-        """The drafter in the engine, and who trains it; without speculation there is neither."""
-        settings = self.config.drafter
-        if self.engine.tuner is None:
-            return None
-        assert settings.path is not None, "config.py requires a drafter for speculation"
-        model = DraftModel(drafter_config(self.model_config)).to(self.world.device)
-        model.load_state_dict({name: tensor.float() for name, tensor in load_drafter(settings.path, self.model_config).items()})
-        packed = PackedDrafter(model.config, self.engine.model.dtype, self.world.device)
-        packed.load(dict(model.named_parameters()), version=0)
-        slots = self.config.rollout.max_batch_size
-        drafter = LearnedDrafter(packed, self.engine.model, slots, settings.coupling_temperature)
-        self.engine.load_drafter(drafter)
-        self.draft_model = model
-        if not settings.train:
-            return None
-        buffer = TrajectoryBuffer(settings.buffer_tokens, self.config.run.seed)
-        trainer = DrafterTrainer(model, self.engine.model, settings.learning_rate, settings.clip_grad_norm)
-        return SpotTrainer(trainer, buffer, settings.tokens_per_micro_step, settings.carry_longest, self.timeline.add)
+    def _attach_drafter(self) -> None:
+        """What the engine drafts with, and who trains it."""
+        settings, slots = self.config.drafter, self.config.rollout.max_batch_size
+        if settings.path is not None:
+            model = DraftModel(drafter_config(self.model_config)).to(self.world.device)
+            tensors = load_drafter(settings.path, self.model_config)
+            model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+            packed = PackedDrafter(model.config, self.engine.model.dtype, self.world.device)
+            packed.load(dict(model.named_parameters()), version=0)
+            self.draft_model = model
+            self.learned = LearnedDrafter(
+                packed,
+                self.engine.model,
+                slots,
+                ranking=settings.ranking,
+                tau=settings.coupling_temperature,
+                window=settings.feature_window,
+            )
+            if settings.train:
+                buffer = TrajectoryBuffer(settings.buffer_tokens, self.config.run.seed)
+                trainer = DrafterTrainer(model, self.engine.model, settings.learning_rate, settings.clip_grad_norm)
+                self.spot = SpotTrainer(
+                    trainer, buffer, settings.tokens_per_micro_step, settings.carry_longest, self.timeline.add
+                )
+        self.engine.load_drafter(make_drafter(self.learned, slots, settings.ngram_tokens))
 
     # ── the steps of the loop ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -255,9 +268,8 @@ class Run:
         """All that the rest of the run depends on. Ranks hold the same state, so one of them writes it."""
         if self.world.is_leader:
             drafter = None
-            if self.engine.tuner is not None:
-                assert self.engine.drafter is not None
-                self.drafter_version = self.engine.drafter.version
+            if self.learned is not None:
+                self.drafter_version = self.learned.version
                 drafter = self.draft_model.state_dict()
             state = RunState(self.step, self.drafter_version, self.config.content_hash)
             training = {"policy": self.trainer.state_dict()}
@@ -275,10 +287,9 @@ class Run:
         self.step, self.drafter_version = state.step, state.drafter_version
         self.policy.load_state_dict(policy)
         self.trainer.load_state_dict(training["policy"])
-        if drafter is not None and self.engine.drafter is not None:
+        if drafter is not None and self.learned is not None:
             self.draft_model.load_state_dict(drafter)
-            assert isinstance(self.engine.drafter, LearnedDrafter)
-            self.engine.drafter.model.load(dict(self.draft_model.named_parameters()), state.drafter_version)
+            self.learned.load(dict(self.draft_model.named_parameters()), state.drafter_version)
             if self.spot is not None:
                 self.spot.trainer.load_state_dict(training["drafter"])
         self.console.note(f"resumed at step {self.step} from {path}")
@@ -292,7 +303,7 @@ class Run:
             return
         self._save_policy(self.out_dir / "policy")
         products = {"policy": self.out_dir / "policy"}
-        if self.engine.tuner is not None:
+        if self.learned is not None:
             about = {"policy_hash": content_hash(self.policy.state_dict()), "policy_step": self.step}
             save_drafter(self.out_dir / "drafter", self.draft_model, torch.float32, about)
             products["drafter"] = self.out_dir / "drafter"
@@ -427,7 +438,9 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         drafter_tokens=drafter_tokens,
         accept_length=stats.accept_length if stats.accept_length is not None else nan,
         accept_by_depth=tuple(stats.accept_by_depth),
-        strategy_seconds=dict(stats.seconds_by_strategy),
+        strategy_seconds={name: s.seconds for name, s in stats.by_strategy.items()},
+        strategy_speed={name: s.speed for name, s in stats.by_strategy.items()},
+        strategy_predicted={n: s.predicted_speed for n, s in stats.by_strategy.items() if s.predicted_speed is not None},
         tokens_per_second=sum(lengths) / phase.seconds,
         policy_version=phase.rollouts[0].policy_version,
         drafter_version=phase.drafter_version,

@@ -176,20 +176,42 @@ class Verdict:
 
 @dataclass(frozen=True)
 class BatchState:
-    """What a tuner may look at: the batch that is running now, and the versions of what runs it."""
+    """What a tuner may look at: the batch that is running now, and the versions of what runs it.
+
+    mean_length: committed tokens per sequence, prompt included.
+    """
 
     num_running: int
-    max_length: int
+    mean_length: float
     policy_version: int
     drafter_version: int
 
 
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one engine step brought and cost.
+
+    num_tokens: committed by all sequences.  accepted: drafted tokens that each sequence accepted, () when nothing was drafted.
+    num_nodes: columns of the target's forward, the root included.  seconds: the whole step, drafting included.
+    """
+
+    num_tokens: int
+    accepted: tuple[int, ...]
+    num_nodes: int
+    seconds: float
+
+
 class StrategyTuner(Protocol):
-    """Chooses a strategy for every engine step, and learns from what it cost."""
+    """Chooses a strategy for every engine step, and learns from what it brought and cost."""
+
+    @property
+    def predicted_speed(self) -> float | None:
+        """Tokens per second expected of the latest choice; None where nothing is predicted."""
+        ...
 
     def choose(self, batch: BatchState) -> Strategy: ...
 
-    def observe(self, strategy: Strategy, batch: BatchState, num_tokens: int, seconds: float) -> None: ...
+    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None: ...
 
 
 @dataclass(frozen=True)

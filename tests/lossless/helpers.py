@@ -13,9 +13,10 @@ from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
 from tlt.models.transformer import ModelConfig, Transformer
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import RolloutEngine
+from tlt.rollout.hybrid import make_drafter
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
-from tlt.types import BatchState, DraftTree, Request, Rollout, SamplingParams, Strategy, StrategyTuner
+from tlt.types import BatchState, DraftTree, Request, Rollout, SamplingParams, StepOutcome, Strategy, StrategyTuner, Verdict
 
 VOCAB, STOP = 61, 7
 CONFIG = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=160)
@@ -32,6 +33,8 @@ def make_engine(
     drafter: str = "learned",
     dtype: torch.dtype = torch.float64,
     max_batch_size: int = 8,
+    ranking: str = "coupled",
+    window: int = 4096,
 ) -> RolloutEngine:
     engine = RolloutEngine(policy.config, dtype=dtype, max_batch_size=max_batch_size, tuner=tuner)
     engine.load_policy(dict(policy.named_parameters()))
@@ -40,7 +43,10 @@ def make_engine(
             model = DraftModel(drafter_config(policy.config)).initialize(2)
             packed = PackedDrafter(model.config, dtype)
             packed.load(dict(model.named_parameters()), 0)
-            engine.load_drafter(LearnedDrafter(packed, engine.model, max_batch_size))
+            learned = LearnedDrafter(packed, engine.model, max_batch_size, ranking=ranking, window=window)
+            engine.load_drafter(make_drafter(learned, max_batch_size))
+        elif drafter == "ngram":
+            engine.load_drafter(make_drafter(None, max_batch_size))
         else:
             engine.load_drafter(ArtificialDrafter(drafter))
     return engine
@@ -50,6 +56,7 @@ class ArtificialDrafter:
     """Random trees of random shapes; candidates are random ("random"), always the same wrong-headed guess
     ("adversarial"), or what the target is known to say ("oracle", from `answers`)."""
 
+    kinds = ("artificial",)
     version = 0
 
     def __init__(self, kind: str, seed: int = 0, answers: dict[tuple[str, int], Sequence[int]] | None = None) -> None:
@@ -57,7 +64,11 @@ class ArtificialDrafter:
 
     def admit(self, slot: int, request: Request) -> None: ...
 
-    def remember(self, slots_B: Tensor, positions_BT: Tensor, features_BTE: Tensor, end: int) -> None: ...
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTE: Tensor) -> None: ...
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None: ...
+
+    def release(self) -> None: ...
 
     def move(self, source: int, target: int) -> None: ...
 
@@ -91,13 +102,15 @@ class ArtificialDrafter:
 class Switching:
     """Another strategy, off included, at every step."""
 
+    predicted_speed = None
+
     def __init__(self, strategies: Sequence[Strategy], seed: int) -> None:
         self.strategies, self.random = list(strategies), random.Random(seed)
 
     def choose(self, batch: BatchState) -> Strategy:
         return self.random.choice(self.strategies)
 
-    def observe(self, strategy: Strategy, batch: BatchState, num_tokens: int, seconds: float) -> None: ...
+    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None: ...
 
 
 PARAMS = (

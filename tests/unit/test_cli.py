@@ -343,7 +343,7 @@ def test_generate_refuses_the_same_problem_twice(model: Path, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--speculation", "4x1x4"], "--speculation: '4x1x4' needs a drafter; give --drafter DIR"),
+        (["--speculation", "learned:4x1x4"], "speculation: 'learned:4x1x4' needs a drafter of kind learned; there is ngram"),
         (["--speculation", "fast"], "speculation: 'fast' is no strategy"),
         (["--speculation", "adaptive", "--drafter", "no"], "--drafter: no does not exist"),
         (["--top-p", "0"], "sampling: top_p is 0.0; it must be in (0, 1]"),

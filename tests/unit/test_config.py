@@ -99,9 +99,10 @@ KEYS = """
 run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every time_limit_minutes
 model       path
 task        name options num_problems problems_file
-rollout     problems_per_step samples_per_problem max_batch_size speculation
+rollout     problems_per_step samples_per_problem max_batch_size speculation tuner
 sampling    temperature top_k top_p min_p max_tokens
 drafter     path train learning_rate tokens_per_micro_step buffer_tokens carry_longest clip_grad_norm coupling_temperature
+drafter     ranking feature_window ngram_tokens
 algorithm   clip_low clip_high kl_coefficient normalize_advantages_by_std epochs minibatches tokens_per_micro_batch
 algorithm   importance_correction_cap
 optimizer   learning_rate beta1 beta2 eps weight_decay warmup_steps schedule clip_grad_norm
@@ -241,7 +242,8 @@ def test_a_model_folder_that_does_not_exist_is_refused(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "part"),
     [
-        (["--rollout.speculation", "adaptive"], "rollout.speculation is 'adaptive' but drafter.path is not set"),
+        (["--rollout.speculation", "hybrid:4x1x4"], "rollout.speculation is 'hybrid:4x1x4' but drafter.path is not set"),
+        (["--rollout.speculation", "magic:4x1x4"], "rollout.speculation names the drafter 'magic'"),
         (["--drafter.train", "true"], "drafter.train is true but drafter.path is not set"),
         (["--task.num_problems", "3"], "rollout.problems_per_step is 8 but task.num_problems only 3"),
         (["--algorithm.minibatches", "33"], "algorithm.minibatches is 33 but a step has only 32 responses"),

@@ -57,10 +57,12 @@ def make_model(seed: int = 2, scale: float = 8.0) -> DraftModel:
 MODEL = make_model()
 
 
-def make_drafter(max_slots: int = 4, target: PackedTransformer = TARGET, tau: float = 0.7) -> LearnedDrafter:
+def make_drafter(
+    max_slots: int = 4, target: PackedTransformer = TARGET, tau: float = 0.7, window: int = 4096
+) -> LearnedDrafter:
     packed = PackedDrafter(MODEL.config, torch.float64)
     packed.load(dict(MODEL.named_parameters()), 0)
-    return LearnedDrafter(packed, target, max_slots, tau)
+    return LearnedDrafter(packed, target, max_slots, tau=tau, window=window, calibrate=False)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -96,8 +98,7 @@ def make_request(tokens: Sequence[int], name: str = "p", params: SamplingParams 
 
 
 def remember(drafter: LearnedDrafter, slot: int, features: Tensor, start: int = 0) -> None:
-    positions = torch.arange(start, len(features))[None]
-    drafter.remember(torch.tensor([slot]), positions, features[None, start:], len(features))
+    drafter.remember([slot], [start], features[None, start:])
 
 
 def context_of(rows: Sequence[Sequence[int]], params: Sequence[SamplingParams] | None = None) -> DraftContext:
@@ -256,16 +257,15 @@ def test_catching_up_joins_every_feature_with_the_token_after_it() -> None:
         calls.clear()
         context = context_of([row[:n] for row, n in zip(rows, known, strict=True)])
         drafter.propose(context, Strategy("learned", 1, 1, 1), randn(3, 2, VOCAB))
-        (embeddings, features_NE, positions, _) = calls[0]
-        assert len(calls) == 1
-        got = set()
-        for embedding, feature, position in zip(embeddings, features_NE, positions.tolist(), strict=True):
-            sequence, t = int(feature[0]) - 1, int(feature[1])
-            if sequence < 0 or t + 1 >= known[sequence]:
-                continue  # a shorter row's rubbish, checked below to be without effect
-            assert (token_of(embedding), position) == (rows[sequence][t + 1], t)
-            got.add((sequence, t))
-        assert got == {(s, t) for s in range(3) for t in range(done[s], known[s] - 1)}
+        got = []
+        for embeddings, features_NE, positions, _ in calls:
+            for embedding, feature, position in zip(embeddings, features_NE, positions.tolist(), strict=True):
+                sequence, t = int(feature[0]) - 1, int(feature[1])
+                if sequence < 0 or t + 1 >= known[sequence]:
+                    continue  # a shorter row's rubbish, checked below to be without effect
+                assert (token_of(embedding), position) == (rows[sequence][t + 1], t)
+                got.append((sequence, t))
+        assert sorted(got) == [(s, t) for s in range(3) for t in range(done[s], known[s] - 1)], "each once"
         done = [n - 1 for n in known]
 
 
@@ -311,7 +311,7 @@ class OracleTrees(LearnedDrafter):
 
 
 def run_engine(
-    tuner: StrategyTuner, requests: Sequence[Request], on_finish: Callable[[Rollout, Tensor], None], oracle: bool = False
+    tuner: StrategyTuner, requests: Sequence[Request], on_finish: Callable[[Rollout, Tensor | None], None], oracle: bool = False
 ) -> RolloutEngine:
     engine = RolloutEngine(CONFIG, dtype=torch.float64, max_batch_size=3, tuner=tuner)
     engine.load_policy(dict(POLICY.named_parameters()))
@@ -348,8 +348,9 @@ def make_requests(num: int = 8) -> list[Request]:
 def test_features_remembered_through_rejections_are_those_of_a_plain_forward(tuner: StrategyTuner, oracle: bool) -> None:
     seen = []
 
-    def on_finish(rollout: Rollout, features: Tensor) -> None:
+    def on_finish(rollout: Rollout, features: Tensor | None) -> None:
         tokens = rollout.prompt_ids + rollout.token_ids
+        assert features is not None
         assert len(features) == len(tokens) - 1
         torch.testing.assert_close(features, features_of(POLICY, tokens[:-1]), rtol=0, atol=1e-9)
         seen.append(rollout)
@@ -453,7 +454,7 @@ def test_the_cached_drafter_equals_the_uncached_training_forward(stages: Sequenc
         for stage, length in enumerate(stages):
             lengths = [length, max(2, length - 3 * (stage % 2))] if stage else [length, length]
             rows = [tokens[b][:n] for b, n in enumerate(lengths)]
-            if any(n - 1 <= done for n, done in zip(lengths, drafter.num_pairs, strict=False)):
+            if any(n - 1 <= done for n, done in zip(lengths, drafter.counts, strict=False)):
                 rows = [tokens[b][:length] for b in range(2)]
             for slot, row in enumerate(rows):
                 remember(drafter, slot, features[slot][: len(row) - 1])
@@ -484,7 +485,9 @@ def test_what_catching_up_returns_equals_the_uncached_training_forward(limit: in
     drafter.cache.reserve(2, 64)
     with patch.object(drafters_module, "_CATCH_UP_TOKENS", limit), torch.no_grad():
         for lengths in ([2, 9], [3, 10], [17, 11], [18, 30], [50, 50]):
-            found = drafter._catch_up(context_of([tokens[b][:n] for b, n in enumerate(lengths)]), lengths)
+            context = context_of([tokens[b][:n] for b, n in enumerate(lengths)])
+            found = drafter._catch_up(context, drafter._enter(context), [n - 1 for n in lengths], None)
+            drafter.counts[:2] = [n - 1 for n in lengths]
             for slot, length in enumerate(lengths):
                 expected = plain_forward(TARGET.embed(torch.tensor(tokens[slot][1:length])), features[slot][: length - 1])[-1]
                 torch.testing.assert_close(found[slot], expected, rtol=0, atol=1e-9)
@@ -528,7 +531,7 @@ def reference_tree(tokens: list[int], features: Tensor, strategy: Strategy, nois
         for confidence, path in frontier:
             logprobs = (TARGET.logits(states(path)) / tau + noise[depth]).log_softmax(-1)
             for token in logprobs.topk(strategy.width).indices.tolist():
-                level.append((confidence + float(logprobs[token]) - 1e-4, (*path, token)))
+                level.append((confidence + min(float(logprobs[token]), -1e-4), (*path, token)))
         pool += level
         frontier = sorted(level, reverse=True)[: strategy.width]
     return {path for _, path in sorted(pool, reverse=True)[: strategy.budget]}

@@ -7,8 +7,8 @@ import torch
 
 from tests.lossless.helpers import CONFIG, STOP, make_engine, make_policy, make_requests, tokens_of
 from tlt.rollout.engine import EngineStats
-from tlt.rollout.tuner import ByBatchSize, Fixed, make_tuner
-from tlt.types import BatchState, Request, SamplingParams, Strategy, UserError
+from tlt.rollout.tuner import Fixed, make_tuner
+from tlt.types import Request, SamplingParams, Strategy, UserError
 
 POLICY = make_policy()
 
@@ -46,7 +46,7 @@ def test_when_a_request_ends_only_the_last_sequence_moves() -> None:
 
 
 def test_without_speculation_nothing_is_allocated_for_drafting() -> None:
-    engine = make_engine(POLICY, tuner=make_tuner("off"))
+    engine = make_engine(POLICY, tuner=make_tuner("off", ["learned"]))
     assert engine.tuner is None
     tokens_of(engine, make_requests(3, 2, seed=0))
     assert engine.drafter is None
@@ -89,15 +89,8 @@ def test_accept_length_and_survival_count_as_defined() -> None:
     assert twice.num_verifications == 6
 
 
-def test_the_table_picks_by_batch_size_and_is_off_beyond_it() -> None:
-    shallow, deep = Strategy("learned", 2, 1, 2), Strategy("learned", 6, 1, 6)
-    tuner = ByBatchSize([(8, shallow), (1, deep)])
-    chosen = [tuner.choose(BatchState(n, 10, 0, 0)) for n in (1, 2, 8, 9)]
-    assert chosen == [deep, shallow, shallow, Strategy.OFF]
-
-
 @pytest.mark.parametrize("text", ["4", "4x1", "axbxc", "0x1x1", "4x1x3", "-1x1x1", "fast", "33x1x33"])
 def test_a_strategy_that_makes_no_sense_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(UserError) as error:
-        make_tuner(text)
+        make_tuner(text, ["learned"])
     assert "\n" not in str(error.value)

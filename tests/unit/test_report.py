@@ -20,8 +20,8 @@ from tlt.types import Span, UserError
 
 ISSUE_FIELDS = """step, reward_mean, solve_rate, response_tokens, truncated_share, zero_variance_groups, loss, grad_norm,
 entropy, clip_fraction, kl, lr, engine_trainer_logprob_gap, rollout_seconds, update_seconds, step_seconds, cpu_seconds,
-idle_seconds, drafter_train_seconds, harvested_share, accept_length, accept_by_depth, strategy_seconds, tokens_per_second,
-policy_version, drafter_version"""
+idle_seconds, drafter_train_seconds, harvested_share, accept_length, accept_by_depth, strategy_seconds, strategy_speed,
+strategy_predicted, tokens_per_second, policy_version, drafter_version"""
 
 
 def record(step: int, **changes: object) -> StepRecord:
@@ -29,6 +29,7 @@ def record(step: int, **changes: object) -> StepRecord:
     values |= dict.fromkeys(("num_responses", "num_tokens", "zero_variance_groups", "drafter_tokens"), 3)
     values |= {"policy_version": step, "drafter_version": step, "step": step}
     values |= {"response_tokens": LengthStats.of([5, 9, 700]), "accept_by_depth": (0.8, 0.6), "strategy_seconds": {"off": 1.5}}
+    values |= {"strategy_speed": {"off": 200.0}, "strategy_predicted": {}}
     return StepRecord(**(values | changes))
 
 

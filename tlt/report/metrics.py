@@ -52,6 +52,7 @@ class StepRecord:
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
     accept_by_depth: unconditional survival to depth 1, 2, …
     strategy_seconds: engine seconds under each strategy, "off" included.
+    strategy_speed: tokens per second of the engine steps under each.  strategy_predicted: what the tuner expected of them.
     tokens_per_second: response tokens / rollout seconds.
     finished_at: Unix time.
     """
@@ -83,6 +84,8 @@ class StepRecord:
     accept_length: float
     accept_by_depth: tuple[float, ...]
     strategy_seconds: dict[str, float]
+    strategy_speed: dict[str, float]
+    strategy_predicted: dict[str, float]
     tokens_per_second: float
     policy_version: int
     drafter_version: int
@@ -103,7 +106,8 @@ class StepRecord:
         lengths: dict[str, Any] = {name: _nan_if_null(value) for name, value in values["response_tokens"].items()}
         values["response_tokens"] = LengthStats(**lengths)
         values["accept_by_depth"] = tuple(_nan_if_null(value) for value in values["accept_by_depth"])
-        values["strategy_seconds"] = {name: _nan_if_null(value) for name, value in values["strategy_seconds"].items()}
+        for field_name in ("strategy_seconds", "strategy_speed", "strategy_predicted"):
+            values[field_name] = {name: _nan_if_null(value) for name, value in values[field_name].items()}
         for name, field in fields.items():
             if field.type == "float" and name in values:
                 values[name] = _nan_if_null(values[name])

@@ -4,128 +4,220 @@
     pairs (t+1, t)     0 1 2 ... n-2                the last pair's output ranks the candidates for position n
                        └ caught up ┘  then one pair per drafted token, the predicted feature standing in for the true one
 
-Every proposal first catches up with what was committed since the last one: a few pairs while speculating, the whole
-response when speculation is switched on after a stretch without it. The target is never run for this.
+Every proposal first catches up with what was committed since the last one: a few pairs while speculating, up to the
+window of features remembered when speculation is switched on late. The target is never run for this.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from tlt.models.attention import Cached, padding_mask
+from tlt.models.attention import Cached, StoringPrefill, padding_mask
 from tlt.models.drafter import TOKEN_AHEAD, PackedDrafter
 from tlt.models.transformer import PackedTransformer
 from tlt.rollout.cache import Cache
+from tlt.rollout.calibration import Calibration, TauSearch
+from tlt.rollout.history import FeatureHistory
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.tree import chain, chain_mask
-from tlt.types import DraftTree, Request, Rollout, Strategy
+from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
 _CATCH_UP_TOKENS = 256
 """Pairs per sequence in one catch-up forward; bounds the mask after a late switch on."""
 
-_DEPTH_PENALTY = 1e-4
-"""Taken from a node's log-confidence per level, so that a child never outranks its parent, not even at confidence 1."""
+_PREFILL_TOKENS = 8192
+"""Pairs per forward when sequences enter the drafter's cache."""
+
+DEFAULT_WINDOW = 4096
+"""Positions whose features are remembered per sequence."""
+
+
+@dataclass(frozen=True)
+class _Front:
+    """Where a proposal starts from. Row b has `num_pairs[b]` pairs in columns 0 .. of the drafter's cache, the first of them
+    at rotary position `offsets[b]`; `hidden_BE` is the output of the last."""
+
+    params_scale: Callable[[Tensor], Tensor]
+    strategy: Strategy
+    noise_BDV: Tensor
+    roots_B1: Tensor
+    num_pairs: list[int]
+    offsets_B1: Tensor | None
+    hidden_BE: Tensor
 
 
 class LearnedDrafter:
     """Drafts with a one-layer model that shares the target's embedding and head.
 
-    coupling_temperature: tau in top-k of (log q / tau + noise), q being the draft distribution at the sequence's own
-    temperature. on_finish receives each response with the features remembered of it, [len(prompt) + len(response) - 1, E].
+    ranking: "coupled" ranks candidates by log q / tau + the target's own noise, q being the draft distribution at the
+        sequence's own temperature (DESIGN §2); "top-k" by log q alone (EAGLE-2, arXiv 2406.16858).
+    window: positions whose features are remembered per sequence; what lies further back when speculation is switched on
+        is not seen by the drafter.
+    on_finish: receives each response with the features of all its tokens but the last, [T, E], or None where the window
+        no longer holds them.
     """
+
+    kinds = ("learned",)
 
     def __init__(
         self,
         model: PackedDrafter,
         target: PackedTransformer,
         max_slots: int,
-        coupling_temperature: float = 0.7,
-        on_finish: Callable[[Rollout, Tensor], None] | None = None,
+        *,
+        ranking: str = "coupled",
+        tau: float | None = None,
+        window: int = DEFAULT_WINDOW,
+        calibrate: bool = True,
+        on_finish: Callable[[Rollout, Tensor | None], None] | None = None,
     ) -> None:
+        assert ranking in ("coupled", "top-k"), ranking
         self.model, self.target = model, target
-        self.tau = coupling_temperature
+        self.is_coupled = ranking == "coupled"
+        self.tau_search = TauSearch(tau)
+        self.calibration = Calibration(model.device) if calibrate else None
         self.on_finish = on_finish
-        self.max_slots = max_slots
         self.cache = Cache(model.config, 1, model.dtype, model.device, max_slots)
-        self.features_SPE = torch.zeros(0, 128, model.config.hidden_size, dtype=model.dtype, device=model.device)
-        self.num_pairs = [0] * max_slots
+        self.history = FeatureHistory(model.config.hidden_size, window, max_slots, model.dtype, model.device)
+        self.firsts = [0] * max_slots  # position of the pair in column 0
+        self.counts = [0] * max_slots  # pairs in the cache
+        self._cells_BN: Tensor | None = None  # calibration cells of the latest tree's nodes
+        self._tree: DraftTree | None = None
 
     @property
     def version(self) -> int:
         return self.model.version
 
+    @property
+    def tau(self) -> float:
+        return self.tau_search.tau
+
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def admit(self, slot: int, request: Request) -> None:
-        self.num_pairs[slot] = 0
-        self._reserve(slot + 1, len(request.prompt_ids))
+    def load(self, tensors: dict[str, Tensor], version: int) -> None:
+        """New weights. What was learned about the old ones' confidence counts for less from here on."""
+        self.model.load(tensors, version)
+        if self.calibration is not None:
+            self.calibration.age()
 
-    def remember(self, slots_B: Tensor, positions_BT: Tensor, features_BTE: Tensor, end: int) -> None:
-        self._reserve(0, end)
-        self.features_SPE[slots_B[:, None], positions_BT] = features_BTE
+    def admit(self, slot: int, request: Request) -> None:
+        self.firsts[slot] = self.counts[slot] = 0
+
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTE: Tensor) -> None:
+        self.history.write(slots, starts, features_BTE)
 
     def move(self, source: int, target: int) -> None:
-        self.num_pairs[target] = self.num_pairs[source]
-        self.features_SPE[target] = self.features_SPE[source]
-        if self.num_pairs[source]:
-            self.cache.move(source, target, self.num_pairs[source])
+        self.firsts[target], self.counts[target] = self.firsts[source], self.counts[source]
+        self.history.move(source, target)
+        if self.counts[source]:
+            self.cache.move(source, target, self.counts[source])
 
     def finish(self, slot: int, rollout: Rollout) -> None:
         if self.on_finish is not None:
             known = len(rollout.prompt_ids) + len(rollout.token_ids) - 1
-            self.on_finish(rollout, self.features_SPE[slot, :known].clone())
+            is_whole = self.history.first_known(known) == 0
+            self.on_finish(rollout, self.history.read([slot], [0], known)[0] if is_whole else None)
 
     def release(self) -> None:
-        """Gives all memory back between rollouts."""
         self.cache.release()
-        self.features_SPE = self.features_SPE[:0].clone()
+        self.history.release()
 
-    def _reserve(self, num_slots: int, num_positions: int) -> None:
-        slots, capacity, size = self.features_SPE.shape
-        if num_slots > slots or num_positions > capacity:
-            slots_wanted = slots if num_slots <= slots else min(max(num_slots, 2 * slots), self.max_slots)
-            grown = self.features_SPE.new_zeros(
-                slots_wanted, capacity if num_positions <= capacity else 2 * num_positions, size
-            )
-            grown[:slots, :capacity] = self.features_SPE
-            self.features_SPE = grown
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        self.tau_search.observe([verdict.tokens[0] for verdict in verdicts])
+        if self.calibration is not None and self._cells_BN is not None and self._tree is not None:
+            self.calibration.observe(self._tree, self._cells_BN, verdicts)
+        self._cells_BN = self._tree = None
+
+    def forget_latest(self, rows: Sequence[int]) -> None:
+        """These rows of the latest tree were not used."""
+        if self._cells_BN is not None:
+            self._cells_BN[list(rows)] = Calibration.UNUSED
 
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
-        lengths = [len(tokens) for tokens in context.tokens]
+        num_rows = len(context.tokens)
+        starts = self._enter(context)
+        num_pairs = [len(tokens) - TOKEN_AHEAD - first for tokens, first in zip(context.tokens, self.firsts, strict=False)]
         room = strategy.depth if strategy.width == 1 else strategy.depth * strategy.width
-        self.cache.reserve(len(lengths), max(lengths) + room + _CATCH_UP_TOKENS)
-        hidden_BE = self._catch_up(context, lengths)
+        self.cache.reserve(num_rows, max(num_pairs) + room + _CATCH_UP_TOKENS)
+        firsts = self.firsts[:num_rows]
+        offsets_B1 = torch.tensor(firsts, device=self.model.device)[:, None] if any(firsts) else None
+        hidden_BE = self._catch_up(context, starts, num_pairs, offsets_B1)
+        self.counts[:num_rows] = num_pairs
         roots_B1 = torch.tensor([[tokens[-1]] for tokens in context.tokens], device=self.model.device)
-        draft = self._chain if strategy.width == 1 else self._tree
-        return draft(context, lengths, strategy, roots_B1, hidden_BE, noise_BDV)
+        front = _Front(context.params.scale, strategy, noise_BDV, roots_B1, num_pairs, offsets_B1, hidden_BE)
+        return self._chain(front) if strategy.width == 1 else self._branch(front)
 
-    def _catch_up(self, context: DraftContext, lengths: list[int]) -> Tensor:
+    def _enter(self, context: DraftContext) -> list[int]:
+        """Brings sequences that the cache knows nothing of (or too little, after a long stretch without speculation) in by
+        packed forwards without padding, all pairs but the last; samples of one prompt share the work. Returns the number
+        of pairs in the cache by row."""
+        entering: list[int] = []
+        copies: list[tuple[int, int]] = []
+        leader_of: dict[tuple[int, ...], int] = {}
+        for slot, (tokens, request) in enumerate(zip(context.tokens, context.requests, strict=True)):
+            known = len(tokens) - 1
+            if self.firsts[slot] + self.counts[slot] < self.history.first_known(known):
+                self.firsts[slot], self.counts[slot] = self.history.first_known(known), 0
+            if self.counts[slot] or known - self.firsts[slot] < 2:
+                continue
+            is_prompt = len(tokens) == len(request.prompt_ids)
+            if is_prompt and (leader := leader_of.setdefault(request.prompt_ids, slot)) != slot:
+                copies.append((leader, slot))
+            else:
+                entering.append(slot)
+        while entering:
+            group, total = [], 0
+            while entering and (not group or total + len(context.tokens[entering[0]]) <= _PREFILL_TOKENS):
+                group.append(entering.pop(0))
+                total += len(context.tokens[group[-1]])
+            self._prefill(context, group)
+        for leader, slot in copies:
+            self.cache.reserve(slot + 1, self.counts[leader])
+            self.cache.move(leader, slot, self.counts[leader])
+            self.firsts[slot], self.counts[slot] = self.firsts[leader], self.counts[leader]
+        return self.counts[: len(context.tokens)]
+
+    def _prefill(self, context: DraftContext, slots: list[int]) -> None:
+        device = self.model.device
+        firsts = [self.firsts[slot] for slot in slots]
+        lengths = [len(context.tokens[slot]) - 1 - TOKEN_AHEAD - first for slot, first in zip(slots, firsts, strict=True)]
+        self.cache.reserve(max(slots) + 1, max(lengths))
+        attend = StoringPrefill(self.model.config, lengths, self.cache.layers, slots)
+        pairs = list(zip(slots, firsts, lengths, strict=True))
+        tokens = [t for s, f, n in pairs for t in context.tokens[s][f + TOKEN_AHEAD : f + TOKEN_AHEAD + n]]
+        features_NE = torch.cat([self.history.read([s], [f], n)[0] for s, f, n in pairs])
+        positions_N = torch.cat([torch.arange(f, f + n, device=device) for _, f, n in pairs])
+        self.model.forward(self.target.embed(torch.tensor(tokens, device=device)), features_NE, positions_N, attend)
+        for slot, _, length in pairs:
+            self.counts[slot] = length
+
+    def _catch_up(self, context: DraftContext, starts: list[int], num_pairs: list[int], offsets_B1: Tensor | None) -> Tensor:
         """Runs every pair that is not in the drafter's cache yet; returns the output of each sequence's last one.
         Rows with fewer missing pairs repeat garbage beyond their end, in columns that drafting overwrites."""
         device = self.model.device
-        starts = self.num_pairs[: len(lengths)]
-        missing = [length - TOKEN_AHEAD - start for length, start in zip(lengths, starts, strict=True)]
+        missing = [count - start for count, start in zip(num_pairs, starts, strict=True)]
+        slots, firsts = range(len(missing)), self.firsts[: len(missing)]
         outputs, done = [], 0
         while done < max(missing):
             width = min(max(missing) - done, _CATCH_UP_TOKENS)
-            first = [min(start + done, length - TOKEN_AHEAD) for start, length in zip(starts, lengths, strict=True)]
-            rows = [tokens[f + TOKEN_AHEAD : f + TOKEN_AHEAD + width] for tokens, f in zip(context.tokens, first, strict=True)]
+            columns = [min(start + done, count) for start, count in zip(starts, num_pairs, strict=True)]
+            begins = [first + column for first, column in zip(firsts, columns, strict=True)]
+            rows = [tokens[b + TOKEN_AHEAD : b + TOKEN_AHEAD + width] for tokens, b in zip(context.tokens, begins, strict=True)]
             tokens_BT = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=device)
-            first_B = torch.tensor(first, device=device)
+            features_BTE = self.history.read(slots, begins, width)
+            first_B = torch.tensor(columns, device=device)
             columns_BT = first_B[:, None] + torch.arange(width, device=device)
-            self._reserve(0, max(first) + width)
-            features_BTE = self.features_SPE[torch.arange(len(rows), device=device)[:, None], columns_BT]
-            length = max(first) + width
+            length = max(columns) + width
             is_plain = width == 1 and len(rows) == 1
             mask = None if is_plain else chain_mask(width, first_B, length, self.model.dtype)
-            outputs.append(self._forward(tokens_BT, features_BTE, columns_BT, columns_BT, length, mask))
+            outputs.append(self._forward(tokens_BT, features_BTE, columns_BT, columns_BT, offsets_B1, length, mask))
             done += width
-        self.num_pairs[: len(lengths)] = [length - TOKEN_AHEAD for length in lengths]
         output_BTE = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if len(missing) == 1:
             return output_BTE[:, missing[0] - 1]
@@ -136,73 +228,69 @@ class LearnedDrafter:
         self,
         tokens_BT: Tensor,
         features_BTE: Tensor,
-        positions_BT: Tensor,
+        depths_BT: Tensor,
         columns_BT: Tensor,
+        offsets_B1: Tensor | None,
         length: int,
         mask: Tensor | None,
     ) -> Tensor:
+        """`depths_BT` counts pairs from the first in the cache; with the offset it is the rotary position."""
         attend = Cached(self.model.config, self.cache.layers, columns_BT, length, mask)
         embeddings = self.target.embed(tokens_BT.flatten())
+        positions_BT = depths_BT if offsets_B1 is None else depths_BT + offsets_B1
         positions = positions_BT.flatten().clamp_max(self.model.config.max_positions - 1)
         output_NE = self.model.forward(embeddings, features_BTE.flatten(0, 1), positions, attend)
         return output_NE.view(*tokens_BT.shape, -1)
 
-    def _scores(self, context: DraftContext, hidden_BTE: Tensor, noise_B1V: Tensor) -> Tensor:
-        """log q / tau + noise, up to a constant per node: the order in which the target is likely to agree."""
-        return torch.add(noise_B1V, context.params.scale(self.target.logits(hidden_BTE)), alpha=1 / self.tau)
+    def _scores(self, front: _Front, hidden_BTE: Tensor, depth: int) -> Tensor:
+        """log q / tau + noise, up to a constant per node: the order in which the target is likely to agree. Plain: log q."""
+        scaled_BTV = front.params_scale(self.target.logits(hidden_BTE))
+        noise_B1V = front.noise_BDV[:, depth, None]
+        if depth == 0 and self.is_coupled:
+            self.tau_search.consider(scaled_BTV[:, 0], noise_B1V[:, 0])
+        return torch.add(noise_B1V, scaled_BTV, alpha=1 / self.tau) if self.is_coupled else scaled_BTV
 
-    def _chain(
-        self,
-        context: DraftContext,
-        lengths: list[int],
-        strategy: Strategy,
-        roots_B1: Tensor,
-        hidden_BE: Tensor,
-        noise_BDV: Tensor,
-    ) -> DraftTree:
-        device = self.model.device
-        hidden_B1E, tokens = hidden_BE[:, None], [roots_B1]
-        ends_B = torch.tensor(lengths, device=device)
-        for depth in range(strategy.depth):
-            tokens.append(self._scores(context, hidden_B1E, noise_BDV[:, depth, None]).argmax(dim=-1))
-            if depth + 1 < strategy.depth:
-                columns_B1 = ends_B[:, None] + (depth - 1)
-                length = max(lengths) + depth
-                mask = None if min(lengths) == max(lengths) else padding_mask(ends_B + depth, length, self.model.dtype)
-                hidden_B1E = self._forward(tokens[-1], hidden_B1E, columns_B1, columns_B1, length, mask)
+    def _chain(self, front: _Front) -> DraftTree:
+        hidden_B1E, tokens = front.hidden_BE[:, None], [front.roots_B1]
+        ends_B = torch.tensor(front.num_pairs, device=self.model.device)
+        is_even = min(front.num_pairs) == max(front.num_pairs)
+        for depth in range(front.strategy.depth):
+            tokens.append(self._scores(front, hidden_B1E, depth).argmax(dim=-1))
+            if depth + 1 < front.strategy.depth:
+                columns_B1 = ends_B[:, None] + depth
+                length = max(front.num_pairs) + depth + 1
+                mask = None if is_even else padding_mask(ends_B + depth + 1, length, self.model.dtype)
+                hidden_B1E = self._forward(tokens[-1], hidden_B1E, columns_B1, columns_B1, front.offsets_B1, length, mask)
         return chain(torch.cat(tokens, dim=1))
 
-    def _tree(
-        self,
-        context: DraftContext,
-        lengths: list[int],
-        strategy: Strategy,
-        roots_B1: Tensor,
-        hidden_BE: Tensor,
-        noise_BDV: Tensor,
-    ) -> DraftTree:
+    def _branch(self, front: _Front) -> DraftTree:
         """Grows a pool level by level (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a level are
-        expanded by `width` candidates each; the `budget` most confident nodes of the pool become the tree."""
-        device, B, W = self.model.device, len(lengths), strategy.width
-        width = min(W, self.target.config.vocab_size)
-        prefix_B = torch.tensor(lengths, device=device) - TOKEN_AHEAD
+        expanded by `width` candidates each; the `budget` most confident nodes of the pool become the tree. A node's
+        confidence is the product, from the root on, of how likely each candidate is to be accepted."""
+        strategy, device, B = front.strategy, self.model.device, len(front.num_pairs)
+        width = min(strategy.width, self.target.config.vocab_size)
+        ends_B = torch.tensor(front.num_pairs, device=device)
         rows_B1 = torch.arange(B, device=device)[:, None]
         confidence_BF = torch.zeros(B, 1, dtype=torch.float32, device=device)
         pool_index_BF = torch.zeros(B, 1, dtype=torch.int64, device=device)  # 0 is the root
-        hidden_BFE = hidden_BE[:, None]
+        hidden_BFE = front.hidden_BE[:, None]
         seen_BFC = torch.zeros(B, 1, 0, dtype=torch.bool, device=device)  # draft columns each frontier node may see
-        pool_tokens, pool_parents, pool_confidence, pool_size = [roots_B1], [roots_B1 * 0 - 1], [], 1
+        pool_tokens, pool_parents, pool_size = [front.roots_B1], [front.roots_B1 * 0 - 1], 1
+        pool_confidence, pool_cells = [], []
         for depth in range(strategy.depth):
-            scores_BFV = self._scores(context, hidden_BFE, noise_BDV[:, depth, None]).float()
+            scores_BFV = self._scores(front, hidden_BFE, depth).float()
             logprob_BFW, token_BFW = scores_BFV.log_softmax(dim=-1).topk(width, dim=-1)
+            if self.calibration is not None:
+                cells_BFW, logprob_BFW = self.calibration(depth, logprob_BFW)
+                pool_cells.append(cells_BFW.flatten(1))
             frontier = confidence_BF.shape[1]
-            confidence_BC = (confidence_BF[:, :, None] + logprob_BFW - _DEPTH_PENALTY).flatten(1)
+            confidence_BC = (confidence_BF[:, :, None] + logprob_BFW.clamp_max(_MAX_LOG_CONFIDENCE)).flatten(1)
             token_BC = token_BFW.flatten(1)
             pool_tokens.append(token_BC)
             pool_parents.append(pool_index_BF.repeat_interleave(width, dim=1))
             pool_confidence.append(confidence_BC)
             if depth + 1 < strategy.depth:
-                num_next = min(W, confidence_BC.shape[1])
+                num_next = min(strategy.width, confidence_BC.shape[1])
                 confidence_BF, chosen_BF = confidence_BC.topk(num_next, dim=-1)
                 pool_index_BF = chosen_BF + pool_size
                 parent_BF = chosen_BF // width
@@ -210,15 +298,22 @@ class LearnedDrafter:
                 start = seen_BFC.shape[2]
                 own = torch.eye(num_next, dtype=torch.bool, device=device).expand(B, -1, -1)
                 seen_BFC = torch.cat([seen_BFC[rows_B1, parent_BF], own], dim=2)
-                columns_BF = prefix_B[:, None] + start + torch.arange(num_next, device=device)
-                positions_BF = (prefix_B + depth)[:, None].expand(-1, num_next)
-                length = max(lengths) - TOKEN_AHEAD + start + num_next
-                mask = _branch_mask(seen_BFC, prefix_B, length, self.model.dtype)
-                hidden_BFE = self._forward(tokens_BF, hidden_BFE[rows_B1, parent_BF], positions_BF, columns_BF, length, mask)
+                columns_BF = ends_B[:, None] + start + torch.arange(num_next, device=device)
+                depths_BF = (ends_B + depth)[:, None].expand(-1, num_next)
+                length = max(front.num_pairs) + start + num_next
+                mask = _branch_mask(seen_BFC, ends_B, length, self.model.dtype)
+                inputs = hidden_BFE[rows_B1, parent_BF]
+                hidden_BFE = self._forward(tokens_BF, inputs, depths_BF, columns_BF, front.offsets_B1, length, mask)
             pool_size += frontier * width
-        return _best_nodes(
-            torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), torch.cat(pool_confidence, 1), strategy.budget
-        )
+        chosen_BN = _best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
+        tree = _select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)
+        if self.calibration is not None:
+            self._tree, self._cells_BN = tree, torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1)
+        return tree
+
+
+_MAX_LOG_CONFIDENCE = -1e-4
+"""Of one candidate, so that a child never outranks its parent, not even at confidence 1."""
 
 
 def _branch_mask(seen_BFC: Tensor, prefix_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:
@@ -231,14 +326,17 @@ def _branch_mask(seen_BFC: Tensor, prefix_B: Tensor, length: int, dtype: torch.d
     return torch.zeros(visible.shape, dtype=dtype, device=prefix_B.device).masked_fill_(~visible, float("-inf"))
 
 
-def _best_nodes(tokens_BP: Tensor, parents_BP: Tensor, confidence_BC: Tensor, budget: int) -> DraftTree:
-    """The root and the `budget` most confident nodes. The pool lists parents before children, and so does the result;
-    a child is never more confident than its parent, so the choice is closed under taking parents."""
-    B, pool = tokens_BP.shape
-    chosen_BN = confidence_BC.topk(min(budget, pool - 1), dim=-1).indices.sort(dim=-1).values + 1
-    chosen_BN = torch.cat([torch.zeros_like(chosen_BN[:, :1]), chosen_BN], dim=1)
+def _best_nodes(confidence_BC: Tensor, budget: int) -> Tensor:
+    """Indices into the pool of the root (0) and the `budget` most confident candidates, in the pool's order. The pool lists
+    parents before children; a child is never more confident than its parent, so the choice is closed under taking parents."""
+    chosen_BN = confidence_BC.topk(min(budget, confidence_BC.shape[1]), dim=-1).indices.sort(dim=-1).values + 1
+    return torch.cat([torch.zeros_like(chosen_BN[:, :1]), chosen_BN], dim=1)
+
+
+def _select(tokens_BP: Tensor, parents_BP: Tensor, chosen_BN: Tensor) -> DraftTree:
+    """The chosen nodes of the pool as a tree."""
     new_index_BP = torch.full_like(tokens_BP, -1)
-    new_index_BP.scatter_(1, chosen_BN, torch.arange(chosen_BN.shape[1], device=tokens_BP.device).expand(B, -1))
+    new_index_BP.scatter_(1, chosen_BN, torch.arange(chosen_BN.shape[1], device=tokens_BP.device).expand_as(chosen_BN))
     parents_BN = parents_BP.gather(1, chosen_BN)
     parents_BN[:, 1:] = new_index_BP.gather(1, parents_BN[:, 1:])
     return DraftTree(tokens_BP.gather(1, chosen_BN), parents_BN)

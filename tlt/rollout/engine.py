@@ -13,7 +13,7 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -27,19 +27,64 @@ from tlt.speculative.protocol import DraftContext, Drafter
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.tree import ancestors, chain, chain_mask, tree_mask
 from tlt.speculative.verify import verify
-from tlt.types import BatchState, DraftTree, Request, Rollout, Span, Strategy, StrategyTuner, UserError
+from tlt.types import (
+    BatchState,
+    DraftTree,
+    Request,
+    Rollout,
+    Span,
+    StepOutcome,
+    Strategy,
+    StrategyTuner,
+    UserError,
+    Verdict,
+)
+
+
+@dataclass
+class StrategyStats:
+    """What a strategy brought and cost. `predicted_tokens` is what the tuner expected in those of these seconds for which it
+    made a prediction (`predicted_seconds`)."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    predicted_tokens: float = 0.0
+    predicted_seconds: float = 0.0
+
+    @property
+    def speed(self) -> float:
+        """Tokens per second."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def predicted_speed(self) -> float | None:
+        """Tokens per second expected; None where nothing was predicted."""
+        return self.predicted_tokens / self.predicted_seconds if self.predicted_seconds else None
+
+    def record(self, outcome: StepOutcome, predicted_speed: float | None) -> None:
+        self.num_steps += 1
+        self.num_tokens += outcome.num_tokens
+        self.seconds += outcome.seconds
+        if predicted_speed is not None:
+            self.predicted_tokens += predicted_speed * outcome.seconds
+            self.predicted_seconds += outcome.seconds
+
+    def add(self, other: StrategyStats) -> None:
+        for f in fields(self):
+            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
 
 
 @dataclass
 class EngineStats:
-    """Counts since the engine was made, or since `reset`."""
+    """Counts since the engine was made, or since it was replaced by a new one."""
 
     num_tokens: int = 0
     num_verifications: int = 0
     num_verified_tokens: int = 0
     num_steps: int = 0
     prefill_seconds: float = 0.0
-    seconds_by_strategy: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    by_strategy: dict[str, StrategyStats] = field(default_factory=lambda: defaultdict(StrategyStats))
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
     attempts_by_depth: Counter[int] = field(default_factory=Counter)
 
@@ -59,8 +104,8 @@ class EngineStats:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.survivors_by_depth.update(other.survivors_by_depth)
         self.attempts_by_depth.update(other.attempts_by_depth)
-        for strategy, seconds in other.seconds_by_strategy.items():
-            self.seconds_by_strategy[strategy] += seconds
+        for strategy, stats in other.by_strategy.items():
+            self.by_strategy[strategy].add(stats)
 
     def record_verification(self, depth: int, num_accepted: int, num_kept: int) -> None:
         self.num_verifications += 1
@@ -97,6 +142,7 @@ class RolloutEngine:
         self.on_span = on_span
         self.stats = EngineStats()
         self._params: BatchParams | None = None
+        self._predicted_speed: float | None = None
 
     # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -151,9 +197,11 @@ class RolloutEngine:
         self._params = None
 
     def release(self) -> None:
-        """Gives the cache's memory back; only when idle."""
+        """Gives the caches' memory back; only when idle."""
         assert self.is_idle
         self.cache.release()
+        if self.drafter is not None:
+            self.drafter.release()
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -169,8 +217,8 @@ class RolloutEngine:
         batch = self._batch_state()
         strategy = self._choose(batch)
         tree, noise_BDV = self._propose(strategy)
-        prefix_B = torch.tensor([sequence.num_cached for sequence in self.scheduler.running], device=self.device)
-        features_BNE, logits_BNV, noise_BNV = self._forward(tree, prefix_B, noise_BDV)
+        prefixes = [sequence.num_cached for sequence in self.scheduler.running]
+        features_BNE, logits_BNV, noise_BNV = self._forward(tree, prefixes, noise_BDV)
         verdicts = verify(tree, logits_BNV, noise_BNV, self._batch_params())
         num_tokens = 0
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
@@ -180,9 +228,11 @@ class RolloutEngine:
             num_tokens += num_kept
             if not strategy.is_off:
                 self.stats.record_verification(strategy.depth, verdict.num_accepted, num_kept)
-        self._remember(tree, features_BNE, prefix_B, [verdict.path for verdict in verdicts])
+        if self.drafter is not None:
+            self._inform_drafter(self.drafter, strategy, tree, features_BNE, prefixes, verdicts)
         end = time.perf_counter()
-        self._account(strategy, batch, num_tokens, start, end)
+        accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
+        self._account(strategy, batch, StepOutcome(num_tokens, accepted, tree.num_nodes, end - start), start)
         return self._release_finished()
 
     def _prefill(self, admissions: list[Admission]) -> None:
@@ -206,9 +256,9 @@ class RolloutEngine:
             for admission, length, features_TE in zip(prompts, lengths, features_NE.split(lengths), strict=True):
                 self.cache.fork(admission.slots[0], admission.slots[1:], length)
                 if self.drafter is not None:
-                    slots_B = torch.tensor(admission.slots, device=self.device)
-                    positions_BT = torch.arange(length, device=self.device).expand(len(slots_B), -1)
-                    self.drafter.remember(slots_B, positions_BT, features_TE.expand(len(slots_B), -1, -1), length)
+                    self.drafter.remember(
+                        admission.slots, [0] * len(admission.slots), features_TE.expand(len(admission.slots), -1, -1)
+                    )
         end = time.perf_counter()
         self.stats.prefill_seconds += end - start
         if self.on_span is not None:
@@ -217,14 +267,18 @@ class RolloutEngine:
     def _batch_state(self) -> BatchState:
         running = self.scheduler.running
         drafter_version = self.drafter.version if self.drafter is not None else 0
-        return BatchState(len(running), max(len(s.tokens) for s in running), self.model.version, drafter_version)
+        mean_length = sum(len(s.tokens) for s in running) / len(running)
+        return BatchState(len(running), mean_length, self.model.version, drafter_version)
 
     def _choose(self, batch: BatchState) -> Strategy:
+        self._predicted_speed = None
         if self.tuner is None or self.drafter is None:
             return Strategy.OFF
         if any(len(sequence.tokens) < 2 for sequence in self.scheduler.running):
             return Strategy.OFF  # no feature exists yet to draft from
-        return self.tuner.choose(batch)
+        strategy = self.tuner.choose(batch)
+        self._predicted_speed = self.tuner.predicted_speed
+        return strategy
 
     def _batch_params(self) -> BatchParams:
         if self._params is None:
@@ -241,14 +295,14 @@ class RolloutEngine:
         context = DraftContext([s.tokens for s in running], [s.request for s in running], self._batch_params())
         return self.drafter.propose(context, strategy, noise_BDV), noise_BDV
 
-    def _forward(self, tree: DraftTree, prefix_B: Tensor, noise_BDV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward(self, tree: DraftTree, prefixes: list[int], noise_BDV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Features, logits and noise at every node, in one target forward."""
-        prefixes = [sequence.num_cached for sequence in self.scheduler.running]
+        prefix_B = torch.tensor(prefixes, device=self.device)
         B, N = tree.tokens_BN.shape
         length = max(prefixes) + N
         self.cache.reserve(B, length)
         columns_BN = prefix_B[:, None] if N == 1 else prefix_B[:, None] + torch.arange(N, device=self.device)
-        positions_BN, noise_BNV = columns_BN, noise_BDV
+        positions_BN, noise_BNV = columns_BN, noise_BDV[:, :N]
         mask: Tensor | None = None
         if N == 1:
             if min(prefixes) != max(prefixes):
@@ -268,28 +322,34 @@ class RolloutEngine:
         features_NE = self.model.forward(tree.tokens_BN.flatten(), positions_N, attend)
         return features_NE.view(B, N, -1), self.model.logits(features_NE).view(B, N, -1), noise_BNV
 
-    def _remember(self, tree: DraftTree, features_BNE: Tensor, prefix_B: Tensor, paths: list[tuple[int, ...]]) -> None:
-        """Hands the drafter the features of the visited nodes, at the positions their tokens now have: the root stays at
-        `prefix`, the path follows it."""
-        if self.drafter is None:
-            return
-        slots_B = torch.arange(len(paths), device=self.device)
+    def _inform_drafter(
+        self,
+        drafter: Drafter,
+        strategy: Strategy,
+        tree: DraftTree,
+        features_BNE: Tensor,
+        prefixes: list[int],
+        verdicts: list[Verdict],
+    ) -> None:
+        """Hands the drafter the features of the visited nodes, at the positions their tokens now have (the root stays at its
+        prefix, the path follows it), and what became of its proposal."""
         if not tree.is_chain:
-            longest = max(map(len, paths))
-            rows = [[*path, *[path[-1]] * (longest - len(path))] for path in paths]
-            features_BNE = features_BNE[slots_B[:, None], torch.tensor(rows, device=self.device)]
-        columns_N = torch.arange(features_BNE.shape[1], device=self.device)
-        end = max(sequence.num_cached for sequence in self.scheduler.running) + features_BNE.shape[1]
-        self.drafter.remember(slots_B, prefix_B[:, None] + columns_N, features_BNE, end)
+            longest = max(len(verdict.path) for verdict in verdicts)
+            rows = [[*v.path, *[v.path[-1]] * (longest - len(v.path))] for v in verdicts]
+            rows_B1 = torch.arange(len(rows), device=self.device)[:, None]
+            features_BNE = features_BNE[rows_B1, torch.tensor(rows, device=self.device)]
+        drafter.remember(range(len(verdicts)), prefixes, features_BNE)
+        if not strategy.is_off:
+            drafter.observe(verdicts)
 
-    def _account(self, strategy: Strategy, batch: BatchState, num_tokens: int, start: float, end: float) -> None:
+    def _account(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float) -> None:
         self.stats.num_steps += 1
-        self.stats.num_tokens += num_tokens
-        self.stats.seconds_by_strategy[str(strategy)] += end - start
+        self.stats.num_tokens += outcome.num_tokens
+        self.stats.by_strategy[str(strategy)].record(outcome, self._predicted_speed)
         if self.tuner is not None:
-            self.tuner.observe(strategy, batch, num_tokens, end - start)
+            self.tuner.observe(strategy, batch, outcome)
         if self.on_span is not None:
-            self.on_span(Span("decode" if strategy.is_off else "speculate", start, end))
+            self.on_span(Span("decode" if strategy.is_off else "speculate", start, start + outcome.seconds))
 
     def _release_finished(self) -> list[Rollout]:
         rollouts = []

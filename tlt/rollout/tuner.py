@@ -1,56 +1,137 @@
-"""Which strategy for the batch that is running now."""
+"""Which strategy for the batch that is running now.
+
+    Fixed        always the same
+    BegMab       the bandit of the TLT paper (arXiv 2511.16665): per range of batch sizes, the arm with the best median reward
+    CostModel    predicts from measured costs and measured acceptance, so that one arm informs its neighbours   (costs.py)
+
+A decision is a pure function of the statistics (`decide`); seconds come in with the outcomes, randomness as an argument.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
 
-from tlt.types import BatchState, Strategy, StrategyTuner
+from tlt.rollout.costs import CostModel
+from tlt.types import BatchState, StepOutcome, Strategy, StrategyTuner, UserError
 
-_DEPTH_BY_BATCH_SIZE = ((1, 10), (2, 8), (4, 6), (64, 4))
-"""Chain depths that were fastest for the Countdown model on a CPU (docs/log.md); larger batches were not measured: off."""
+TUNERS = ("cost-model", "beg-mab")
 
 
 class Fixed:
     """Always the same strategy."""
 
+    predicted_speed = None
+
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
-
-    @property
-    def strategies(self) -> Sequence[Strategy]:
-        return (self.strategy,)
 
     def choose(self, batch: BatchState) -> Strategy:
         return self.strategy
 
-    def observe(self, strategy: Strategy, batch: BatchState, num_tokens: int, seconds: float) -> None:
+    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         """Nothing to learn."""
 
 
-class ByBatchSize:
-    """A table: the strategy of the first row whose bound the batch does not exceed, and off beyond the last row."""
+class BegMab:
+    """Bucketed epsilon-greedy multi-armed bandit, as in the paper.
 
-    def __init__(self, rows: Sequence[tuple[int, Strategy]]) -> None:
-        self.rows = sorted(rows, key=lambda row: row[0])
+    groups: (smallest batch size, its arms) in rising order: strategies that verify equally many tokens share a range of
+        batch sizes, and a larger batch verifies fewer.  epsilon: share of steps on a random arm of the bucket.
+    window: rewards remembered per arm.  The reward is the paper's, (accepted per request + 1) x batch / seconds.
+    An arm without a reward yet is tried first. Rewards of older policies or drafters leave through the window alone.
+    """
 
-    @property
-    def strategies(self) -> Sequence[Strategy]:
-        return tuple(strategy for _, strategy in self.rows)
+    predicted_speed = None
+
+    def __init__(
+        self,
+        groups: Sequence[tuple[int, Sequence[Strategy]]],
+        *,
+        epsilon: float = 0.1,
+        window: int = 300,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.groups = sorted(groups, key=lambda group: group[0])
+        assert self.groups[0][0] == 1, "the first group starts at batch size 1"
+        self.epsilon = epsilon
+        self.rng = rng or random.Random(0)
+        self.rewards: dict[tuple[int, Strategy], deque[float]] = {
+            (bucket, arm): deque(maxlen=window) for bucket, (_, arms) in enumerate(self.groups) for arm in arms
+        }
 
     def choose(self, batch: BatchState) -> Strategy:
-        for bound, strategy in self.rows:
-            if batch.num_running <= bound:
-                return strategy
-        return Strategy.OFF
+        return self.decide(self.bucket(batch), self.rng.random(), self.rng.random())
 
-    def observe(self, strategy: Strategy, batch: BatchState, num_tokens: int, seconds: float) -> None:
-        """Nothing to learn."""
+    def bucket(self, batch: BatchState) -> int:
+        return max(i for i, (smallest, _) in enumerate(self.groups) if smallest <= batch.num_running)
+
+    def decide(self, bucket: int, explore: float, pick: float) -> Strategy:
+        """`explore` and `pick` are uniform on [0, 1)."""
+        arms = self.groups[bucket][1]
+        if explore < self.epsilon:
+            return arms[int(pick * len(arms))]
+        for arm in arms:
+            if not self.rewards[bucket, arm]:
+                return arm
+        return max(arms, key=lambda arm: statistics.median(self.rewards[bucket, arm]))
+
+    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
+        rewards = self.rewards.get((self.bucket(batch), strategy))
+        if rewards is not None:  # the engine may have had to decode plainly
+            mean_accepted = sum(outcome.accepted) / len(outcome.accepted) if outcome.accepted else 0.0
+            rewards.append((mean_accepted + 1) * batch.num_running / outcome.seconds)
 
 
-def make_tuner(speculation: str, drafter: str = "learned") -> StrategyTuner | None:
-    """From the user's word: `off` (None: nothing is allocated for drafting), `adaptive` or DEPTHxWIDTHxBUDGET."""
+# ── the arms ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_CHAINS = (1, 2, 3, 4, 6, 8, 11, 15)
+_TREES = ((3, 2, 6), (5, 2, 10), (7, 2, 14), (6, 3, 24), (10, 4, 48))
+_THRESHOLDS = (1, 2, 5, 21)
+"""Of the paper's code: batch sizes at which BEG-MAB goes to the next group."""
+
+
+def default_arms(kinds: Sequence[str]) -> tuple[Strategy, ...]:
+    """What is worth trying with drafters of these kinds: off, chains of any depth, trees where candidates are ranked."""
+    arms = [Strategy.OFF]
+    for kind in kinds:
+        arms += [Strategy(kind, depth, 1, depth) for depth in (_CHAINS if kind != "hybrid" else _CHAINS[3:])]
+    if "learned" in kinds:
+        arms += [Strategy("learned", *shape) for shape in _TREES]
+    return tuple(arms)
+
+
+def default_groups(arms: Sequence[Strategy]) -> list[tuple[int, list[Strategy]]]:
+    """BEG-MAB's buckets: the arms in four groups of tokens to verify, the most for the smallest batches; off is an arm of
+    the last two."""
+    speculating = sorted((arm for arm in arms if not arm.is_off), key=lambda arm: -arm.budget)
+    limits = (64, 16, 8, 4)
+    floors = (9, 5, 3, 1)
+    groups: list[tuple[int, list[Strategy]]] = []
+    for threshold, limit, floor in zip(_THRESHOLDS, limits, floors, strict=True):
+        chosen = [arm for arm in speculating if floor <= arm.budget <= limit]
+        groups.append((threshold, [*([Strategy.OFF] if threshold >= 5 else []), *chosen]))
+    return groups
+
+
+def make_tuner(
+    speculation: str, kinds: Sequence[str], *, name: str = "cost-model", options: Mapping[str, float] | None = None
+) -> StrategyTuner | None:
+    """From the user's word: `off` (None: nothing is allocated for drafting), `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET;
+    `kinds` are the drafters there are, the preferred one first."""
     if speculation == "off":
         return None
-    if speculation == "adaptive":
-        return ByBatchSize([(bound, Strategy(drafter, depth, 1, depth)) for bound, depth in _DEPTH_BY_BATCH_SIZE])
-    return Fixed(Strategy.parse(speculation, drafter))
+    if speculation != "adaptive":
+        strategy = Strategy.parse(speculation, kinds[0])
+        if strategy.is_off or strategy.drafter not in kinds:
+            raise UserError(
+                f"speculation: {speculation!r} needs a drafter of kind {strategy.drafter}; there is {', '.join(kinds)}"
+            )
+        return Fixed(strategy)
+    arms = default_arms(kinds)
+    if name == "beg-mab":
+        return BegMab(default_groups(arms), **(options or {}))
+    assert name == "cost-model", name
+    return CostModel(arms, **(options or {}))

@@ -13,7 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from tlt.speculative.sampling import BatchParams
-from tlt.types import DraftTree, Request, Rollout, Strategy
+from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,11 @@ class DraftContext:
 
 class Drafter(Protocol):
     @property
+    def kinds(self) -> tuple[str, ...]:
+        """What `Strategy.drafter` may name."""
+        ...
+
+    @property
     def version(self) -> int:
         """Counts the drafter's own updates; statistics about older versions age."""
         ...
@@ -39,8 +44,8 @@ class Drafter(Protocol):
     def admit(self, slot: int, request: Request) -> None:
         """A new sequence starts in this slot; whatever the slot held is forgotten."""
 
-    def remember(self, slots_B: Tensor, positions_BT: Tensor, features_BTE: Tensor, end: int) -> None:
-        """The target's features at these positions, all below `end`. Those of rejected drafts may be among them: they lie
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTE: Tensor) -> None:
+        """The target's features of T positions from starts[b] on. Those of rejected drafts may be among them: they lie
         beyond the committed tokens and are overwritten before anything reads them."""
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
@@ -48,8 +53,14 @@ class Drafter(Protocol):
         target will use at depth d: candidates may be ranked with it. Ignoring it costs speed, never truth."""
         ...
 
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        """What became of the latest proposal, row by row: a drafter may learn from it how far to trust itself."""
+
     def move(self, source: int, target: int) -> None:
         """The sequence of one slot continues in another."""
 
     def finish(self, slot: int, rollout: Rollout) -> None:
         """The response in this slot has ended; the slot still holds what was remembered of it."""
+
+    def release(self) -> None:
+        """Nothing is running any more: memory of running sequences may be given back."""

@@ -1,0 +1,105 @@
+"""Retrieval first, the learned drafter else: one drafter to the engine, three kinds to a strategy.
+
+`ngram` and `learned` use one of the two alone. `hybrid` decides row by row: the retrieved draft where it is expected to be
+accepted further than a learned one; when that holds for all rows, the learned drafter does not run at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tlt.rollout.drafters import LearnedDrafter
+from tlt.rollout.ngram import DEFAULT_MAX_TOKENS, NgramDrafter
+from tlt.speculative.protocol import DraftContext, Drafter
+from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
+
+
+def drafter_kinds(has_learned: bool) -> tuple[str, ...]:
+    """What a strategy may name, the preferred kind first."""
+    return HybridDrafter.kinds if has_learned else NgramDrafter.kinds
+
+
+def make_drafter(learned: LearnedDrafter | None, max_slots: int, ngram_tokens: int = DEFAULT_MAX_TOKENS) -> Drafter:
+    """What an engine drafts with: the learned drafter, if there is one, beside retrieval."""
+    ngram = NgramDrafter(max_slots, ngram_tokens)
+    return ngram if learned is None else HybridDrafter(learned, ngram)
+
+
+class HybridDrafter:
+    """Keeps both drafters informed, and lets the strategy say which of them drafts."""
+
+    kinds = ("learned", "ngram", "hybrid")
+
+    def __init__(self, learned: LearnedDrafter, ngram: NgramDrafter) -> None:
+        self.learned, self.ngram = learned, ngram
+        self.learned_accepted = 1.0  # running mean of drafted tokens accepted per learned draft
+        self._kind = "learned"
+        self._is_retrieved: list[bool] = []
+
+    @property
+    def version(self) -> int:
+        return self.learned.version
+
+    def admit(self, slot: int, request: Request) -> None:
+        self.learned.admit(slot, request)
+        self.ngram.admit(slot, request)
+
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTE: Tensor) -> None:
+        self.learned.remember(slots, starts, features_BTE)
+
+    def move(self, source: int, target: int) -> None:
+        self.learned.move(source, target)
+        self.ngram.move(source, target)
+
+    def finish(self, slot: int, rollout: Rollout) -> None:
+        self.learned.finish(slot, rollout)
+        self.ngram.finish(slot, rollout)
+
+    def release(self) -> None:
+        self.learned.release()
+        self.ngram.release()
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        if self._kind == "ngram" or self._is_retrieved:
+            self.ngram.observe(verdicts)
+        if self._kind == "learned" or not all(self._is_retrieved):
+            self.learned.observe(verdicts)
+            is_learned = [not r for r in self._is_retrieved] or [True] * len(verdicts)
+            accepted = [v.num_accepted for v, own in zip(verdicts, is_learned, strict=True) if own]
+            keep = 0.99 ** len(accepted)
+            self.learned_accepted = keep * self.learned_accepted + (1 - keep) * sum(accepted) / max(len(accepted), 1)
+
+    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
+        self._kind, self._is_retrieved = strategy.drafter, []
+        match strategy.drafter:
+            case "learned":
+                return self.learned.propose(context, strategy, noise_BDV)
+            case "ngram":
+                return self.ngram.propose(context, strategy, noise_BDV)
+        retrieved = self.ngram.propose(context, strategy, noise_BDV)
+        rows = range(len(context.tokens))
+        self._is_retrieved = [self.ngram.expected_accepted(row, strategy.depth) > self.learned_accepted for row in rows]
+        if all(self._is_retrieved):
+            return retrieved
+        self.ngram.forget_latest([row for row in rows if not self._is_retrieved[row]])
+        learned = self.learned.propose(context, strategy, noise_BDV)
+        if not any(self._is_retrieved):
+            return learned
+        self.learned.forget_latest([row for row in rows if self._is_retrieved[row]])
+        return _choose_rows(retrieved, learned, torch.tensor(self._is_retrieved, device=learned.tokens_BN.device))
+
+
+def _choose_rows(a: DraftTree, b: DraftTree, is_a_B: Tensor) -> DraftTree:
+    """Row by row one of two trees, padded to the wider."""
+    num_nodes = max(a.num_nodes, b.num_nodes)
+    chosen = []
+    for left, right, filling in ((a.tokens_BN, b.tokens_BN, 0), (a.parents_BN, b.parents_BN, -1)):
+        left, right = (F.pad(x, (0, num_nodes - x.shape[1]), value=filling) for x in (left, right))
+        chosen.append(torch.where(is_a_B[:, None], left, right))
+    if a.is_chain and b.is_chain:
+        chosen[1] = torch.arange(-1, num_nodes - 1, device=is_a_B.device).expand_as(chosen[0])
+    return DraftTree(chosen[0], chosen[1], is_chain=a.is_chain and b.is_chain)

@@ -1,0 +1,292 @@
+"""Drafting without a model: what followed the last time these words were said.
+
+    problem ─▶ texts: this sequence, its siblings while they run, the same prompt's responses of earlier epochs
+                 └─ anchors: the last 4 and the last 10 tokens ─▶ their latest occurrences ─▶ longest match backwards
+                                                                       └─▶ what followed there, as a trie of candidates
+
+Knows tokens only: no features, no weights. Everything is a host-side data structure; the one tensor operation of a
+proposal fetches the noise of its candidates.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tlt.speculative.protocol import DraftContext
+from tlt.speculative.tree import chain
+from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
+
+ANCHORS = (10, 4)
+"""Tokens that have to agree before an occurrence is looked at; the longer anchor is asked first."""
+
+_MAX_MATCH = 48
+"""A longer match tells no more."""
+_MAX_SOURCES = 8
+"""Occurrences looked at per proposal and anchor, the latest first."""
+_MAX_TEXTS = 64
+"""Responses kept per problem; the oldest finished ones leave first."""
+
+_KEEP = 0.998
+"""How much of what was learned about acceptance outlives one more draft."""
+
+DEFAULT_MAX_TOKENS = 200_000
+"""Indexed tokens over all problems, about 300 bytes each; problems not asked for the longest leave first."""
+
+
+class SuffixIndex:
+    """Texts of one problem, and for every anchor its occurrences as a chain from the latest to the first (as LZ77
+    compressors keep them)."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, array[int]] = {}
+        self.num_tokens = 0
+        self._next_id = 0
+        self._latest: tuple[dict[int, int], ...] = tuple({} for _ in ANCHORS)
+        self._earlier: dict[int, tuple[array[int], ...]] = {}
+        self._num_indexed: dict[int, int] = {}
+
+    def open(self, skip: int = 0) -> int:
+        """A new text; anchors that end in its first `skip` tokens are not indexed (a sibling's prompt is known already)."""
+        text = self._next_id
+        self._next_id += 1
+        self.texts[text] = array("q")
+        self._earlier[text] = tuple(array("q") for _ in ANCHORS)
+        self._num_indexed[text] = skip
+        return text
+
+    def extend(self, text: int, tokens: Sequence[int]) -> None:
+        """`tokens` is the whole text; what is new of it is indexed."""
+        stored = self.texts[text]
+        new = len(tokens) - len(stored)
+        if new <= 0:
+            return
+        stored.extend(tokens[-new:])
+        self.num_tokens += new
+        skip = self._num_indexed[text]
+        for anchor, latest, earlier in zip(ANCHORS, self._latest, self._earlier[text], strict=True):
+            for end in range(len(earlier), len(stored)):  # the token at `end` is what followed the anchor
+                if end < max(anchor, skip):
+                    earlier.append(-1)
+                    continue
+                key = hash(tuple(stored[end - anchor : end]))
+                earlier.append(latest.get(key, -1))
+                latest[key] = text << 32 | end
+
+    def close(self, text: int) -> None:
+        """The text is complete. Beyond `_MAX_TEXTS` the oldest are forgotten; occurrences in them lead nowhere."""
+        while len(self.texts) > _MAX_TEXTS:
+            oldest = next(iter(self.texts))
+            if oldest == text:
+                break
+            self.num_tokens -= len(self.texts.pop(oldest))
+            del self._earlier[oldest], self._num_indexed[oldest]
+
+    def sources(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
+        """(length of the match, text, position of what followed) for the latest occurrences of the end of `tokens`."""
+        for level, anchor in enumerate(ANCHORS):
+            if len(tokens) < anchor:
+                continue
+            ending = tuple(tokens[-anchor:])
+            place = self._latest[level].get(hash(ending), -1)
+            found: list[tuple[int, int, int]] = []
+            while place >= 0 and len(found) < _MAX_SOURCES:
+                text, end = place >> 32, place & 0xFFFFFFFF
+                stored = self.texts.get(text)
+                if stored is None:
+                    break  # forgotten, and so is all that came before it
+                length = _match_length(stored, end, tokens)
+                if length >= anchor:
+                    found.append((length, text, end))
+                place = self._earlier[text][level][end]
+            if found:
+                return found
+        return []
+
+
+def _match_length(stored: Sequence[int], end: int, tokens: Sequence[int]) -> int:
+    """How many tokens before `end` agree with the end of `tokens`, up to `_MAX_MATCH`."""
+    limit = min(end, len(tokens), _MAX_MATCH)
+    length = 0
+    while length < limit and stored[end - 1 - length] == tokens[-1 - length]:
+        length += 1
+    return length
+
+
+@dataclass
+class _Node:
+    """A candidate in the trie of continuations: the weight of the sources that lead to it."""
+
+    token: int
+    depth: int
+    weight: float = 0.0
+    children: dict[int, _Node] = field(default_factory=dict)
+    noise: float = 0.0
+
+
+class NgramDrafter:
+    """Retrieval over a problem's own responses. Of use from the first response on, before any drafter is trained.
+
+    Candidates are ranked by log(weight share) / tau + the law's noise, like those of a learned drafter. How likely a draft is
+    to be accepted is learned by length of the match (`expected_accepted`).
+    """
+
+    kinds = ("ngram",)
+    version = 0
+
+    def __init__(self, max_slots: int, max_tokens: int = DEFAULT_MAX_TOKENS, tau: float = 0.7) -> None:
+        self.max_tokens, self.tau = max_tokens, tau
+        self.problems: OrderedDict[str, SuffixIndex] = OrderedDict()
+        self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
+        self.hits = [[1.0, 2.0] for _ in range(_match_bucket(_MAX_MATCH) + 1)]  # drafts accepted, drafts tried: a Beta(1, 1)
+        self._drafted: list[tuple[int, int]] = []  # per row of the latest proposal: bucket, drafted tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(index.num_tokens for index in self.problems.values())
+
+    # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def admit(self, slot: int, request: Request) -> None:
+        index = self.problems.get(request.problem_id)
+        is_new = index is None
+        if index is None:
+            index = self.problems[request.problem_id] = SuffixIndex()
+        self.problems.move_to_end(request.problem_id)
+        self.slots[slot] = (index, index.open(0 if is_new else len(request.prompt_ids)))
+
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTE: Tensor) -> None:
+        """Features mean nothing here."""
+
+    def move(self, source: int, target: int) -> None:
+        self.slots[target], self.slots[source] = self.slots[source], None
+
+    def finish(self, slot: int, rollout: Rollout) -> None:
+        place = self.slots[slot]
+        assert place is not None, f"slot {slot} was never admitted"
+        index, text = place
+        index.extend(text, (*rollout.prompt_ids, *rollout.token_ids))
+        index.close(text)
+        self.slots[slot] = None
+        total = self.num_tokens
+        running = {id(place[0]) for place in self.slots if place is not None}
+        for problem_id, known in list(self.problems.items()):
+            if total > self.max_tokens and id(known) not in running:
+                total -= self.problems.pop(problem_id).num_tokens
+
+    def release(self) -> None:
+        self.slots = [None] * len(self.slots)
+
+    def observe(self, verdicts: Sequence[Verdict]) -> None:
+        for (bucket, num_drafted), verdict in zip(self._drafted, verdicts, strict=True):
+            if num_drafted:
+                accepted, tried = self.hits[bucket]
+                successes = min(verdict.num_accepted, num_drafted)
+                failures = float(verdict.num_accepted < num_drafted)  # the walk ends at the first refusal
+                self.hits[bucket] = [_KEEP * accepted + successes, _KEEP * tried + successes + failures]
+        self._drafted = []
+
+    def forget_latest(self, rows: Sequence[int]) -> None:
+        """These rows of the latest proposal were not used."""
+        for row in rows:
+            self._drafted[row] = (0, 0)
+
+    # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def expected_accepted(self, row: int, depth: int) -> float:
+        """Drafted tokens of this row of the latest proposal that are likely to be accepted."""
+        bucket, num_drafted = self._drafted[row]
+        accepted, tried = self.hits[bucket]
+        return sum((accepted / tried) ** d for d in range(1, min(num_drafted, depth) + 1))
+
+    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
+        tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
+        self._fetch_noise([trie for trie, _ in tries], noise_BDV)
+        rows = [_grow(trie, strategy, self.tau) for trie, _ in tries]
+        self._drafted = [(_match_bucket(length), len(nodes)) for nodes, (_, length) in zip(rows, tries, strict=True)]
+        num_nodes = 1 + max(len(nodes) for nodes in rows)
+        tokens_BN, parents_BN = [], []
+        for committed, nodes in zip(context.tokens, rows, strict=True):
+            missing = num_nodes - 1 - len(nodes)
+            tokens_BN.append([committed[-1], *(token for token, _ in nodes), *[0] * missing])
+            parents_BN.append([-1, *(parent for _, parent in nodes), *[-1] * missing])
+        device = noise_BDV.device
+        if strategy.width == 1:
+            return chain(torch.tensor(tokens_BN, device=device))  # the filling is drafted too: it does no harm
+        return DraftTree(torch.tensor(tokens_BN, device=device), torch.tensor(parents_BN, device=device))
+
+    def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[_Node, int]:
+        """What followed the longest matches, as a trie (its root has no token), and the length of the longest."""
+        place = self.slots[slot]
+        assert place is not None, f"slot {slot} was never admitted"
+        index, text = place
+        index.extend(text, tokens)
+        root, longest = _Node(-1, 0), 0
+        for length, source, start in index.sources(tokens):
+            longest = max(longest, length)
+            node, weight = root, float(length * length)
+            for token in index.texts[source][start : start + strategy.depth]:
+                node = node.children.setdefault(token, _Node(token, node.depth + 1))
+                node.weight += weight
+        return root, longest
+
+    def _fetch_noise(self, tries: Sequence[_Node], noise_BDV: Tensor) -> None:
+        """The law's noise of every candidate that has a sibling (ranking one alone needs none): one gather, one
+        synchronization."""
+        contested: list[tuple[int, _Node]] = []
+        for row, root in enumerate(tries):
+            stack = [root]
+            while stack:
+                children = list(stack.pop().children.values())
+                stack += children
+                if len(children) > 1:
+                    contested += [(row, child) for child in children]
+        if contested:
+            where = torch.tensor([(row, node.depth - 1, node.token) for row, node in contested], device=noise_BDV.device)
+            for (_, node), value in zip(contested, noise_BDV[where[:, 0], where[:, 1], where[:, 2]].tolist(), strict=True):
+                node.noise = value
+
+
+def _match_bucket(length: int) -> int:
+    """Matches of 0-3, 4-5, 6-7, 8-11, 12-15, 16-23, ... tokens are told apart: two steps per doubling."""
+    if length < ANCHORS[-1]:
+        return 0
+    octave = length.bit_length() - 1
+    return 1 + 2 * (octave - 2) + (length >> (octave - 1) & 1)
+
+
+def _grow(root: _Node, strategy: Strategy, tau: float) -> list[tuple[int, int]]:
+    """(token, parent column) of the `budget` most confident candidates, parents first; column 0 is the tree's root.
+
+    Best first: a node's confidence is the product of its shares on the way from the root.
+    """
+    nodes: list[tuple[int, int]] = []
+    heap: list[tuple[float, int, int, _Node]] = []
+    order = 0
+
+    def offer(parent: _Node, column: int, confidence: float) -> None:
+        nonlocal order
+        if not parent.children or parent.depth >= strategy.depth:
+            return
+        children = list(parent.children.values())
+        scores = [math.log(child.weight) / tau + child.noise for child in children]
+        top = max(scores)
+        total = top + math.log(sum(math.exp(score - top) for score in scores))
+        ranked = sorted(zip(scores, children, strict=True), key=lambda pair: -pair[0])[: strategy.width]
+        for score, child in ranked:
+            order += 1
+            heapq.heappush(heap, (-(confidence + score - total), order, column, child))
+
+    offer(root, 0, 0.0)
+    while heap and len(nodes) < strategy.budget:
+        negative, _, column, node = heapq.heappop(heap)
+        nodes.append((node.token, column))
+        offer(node, len(nodes), -negative)
+    return nodes
