@@ -212,7 +212,8 @@ def _bucket(batch_size: int) -> int:
 
 def _kernel(a_AF: Array, b_BF: Array) -> Array:
     gaps_AB = (((a_AF[:, None] - b_BF) / _LENGTHS) ** 2).sum(-1)
-    return (a_AF * _SLOPES**2) @ b_BF.T + _BEND**2 * np.exp(-0.5 * gaps_AB)
+    result: Array = (a_AF * _SLOPES**2) @ b_BF.T + _BEND**2 * np.exp(-0.5 * gaps_AB)
+    return result
 
 
 def _kernel_diagonal(a_AF: Array) -> Array:

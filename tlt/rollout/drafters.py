@@ -172,7 +172,8 @@ class LearnedDrafter:
             else:
                 entering.append(slot)
         while entering:
-            group, total = [], 0
+            group: list[int] = []
+            total = 0
             while entering and (not group or total + len(context.tokens[entering[0]]) <= _PREFILL_TOKENS):
                 group.append(entering.pop(0))
                 total += len(context.tokens[group[-1]])

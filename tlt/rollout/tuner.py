@@ -12,12 +12,10 @@ from __future__ import annotations
 import random
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from tlt.rollout.costs import CostModel
 from tlt.types import BatchState, StepOutcome, Strategy, StrategyTuner, UserError
-
-TUNERS = ("cost-model", "beg-mab")
 
 
 class Fixed:
@@ -116,9 +114,7 @@ def default_groups(arms: Sequence[Strategy]) -> list[tuple[int, list[Strategy]]]
     return groups
 
 
-def make_tuner(
-    speculation: str, kinds: Sequence[str], *, name: str = "cost-model", options: Mapping[str, float] | None = None
-) -> StrategyTuner | None:
+def make_tuner(speculation: str, kinds: Sequence[str], name: str = "cost-model") -> StrategyTuner | None:
     """From the user's word: `off` (None: nothing is allocated for drafting), `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET;
     `kinds` are the drafters there are, the preferred one first."""
     if speculation == "off":
@@ -132,6 +128,6 @@ def make_tuner(
         return Fixed(strategy)
     arms = default_arms(kinds)
     if name == "beg-mab":
-        return BegMab(default_groups(arms), **(options or {}))
+        return BegMab(default_groups(arms))
     assert name == "cost-model", name
-    return CostModel(arms, **(options or {}))
+    return CostModel(arms)
