@@ -22,7 +22,9 @@ from tests.lossless.helpers import (
     tokens_of,
 )
 from tlt.models.attention import PackedCausal
-from tlt.rollout.tuner import Fixed
+from tlt.rollout.hybrid import HybridDrafter
+from tlt.rollout.ngram import NgramDrafter
+from tlt.rollout.tuner import Fixed, default_arms, make_tuner
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
 from tlt.types import Request, Strategy
 
@@ -32,6 +34,8 @@ OFF = tokens_of(make_engine(POLICY), REQUESTS)
 STRATEGIES = [
     Strategy("learned", *shape) for shape in [(1, 1, 1), (4, 1, 4), (7, 1, 7), (1, 4, 4), (3, 2, 6), (4, 4, 16), (5, 3, 40)]
 ]
+RETRIEVING = [Strategy(kind, *shape) for kind in ("ngram", "hybrid") for shape in [(1, 1, 1), (6, 1, 6), (3, 2, 6), (5, 3, 12)]]
+ARMS = default_arms(HybridDrafter.kinds)
 
 
 def test_without_speculation_the_engine_says_what_transformers_and_the_law_say() -> None:
@@ -39,12 +43,38 @@ def test_without_speculation_the_engine_says_what_transformers_and_the_law_say()
     assert {(r.problem_id, r.sample_index): referee(model, r) for r in REQUESTS} == OFF
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES + RETRIEVING, ids=str)
 @pytest.mark.parametrize("max_batch_size", [1, 3, 28])
-def test_chains_and_trees_of_the_learned_drafter_change_no_token(strategy: Strategy, max_batch_size: int) -> None:
+def test_chains_and_trees_of_every_drafter_change_no_token(strategy: Strategy, max_batch_size: int) -> None:
     engine = make_engine(POLICY, Fixed(strategy), max_batch_size=max_batch_size)
     assert tokens_of(engine, REQUESTS) == OFF
     assert engine.stats.num_verifications > 0
+
+
+@pytest.mark.parametrize("arm", [arm for arm in ARMS if not arm.is_off and arm not in STRATEGIES + RETRIEVING], ids=str)
+def test_every_arm_of_the_tuners_changes_no_token(arm: Strategy) -> None:
+    assert tokens_of(make_engine(POLICY, Fixed(arm), max_batch_size=7), REQUESTS) == OFF
+
+
+@pytest.mark.parametrize("strategy", [STRATEGIES[1], STRATEGIES[4], RETRIEVING[5]], ids=str)
+@pytest.mark.parametrize(("ranking", "window"), [("top-k", 4096), ("coupled", 6), ("top-k", 6)])
+def test_neither_plain_ranking_nor_a_short_memory_changes_a_token(strategy: Strategy, ranking: str, window: int) -> None:
+    """A window of 6 positions is left behind by every stretch without speculation."""
+    tuner = Switching([Strategy.OFF, Strategy.OFF, strategy], seed=3)
+    engine = make_engine(POLICY, tuner, max_batch_size=5, ranking=ranking, window=window)
+    assert tokens_of(engine, REQUESTS) == OFF
+    assert engine.stats.num_verifications > 0
+
+
+@pytest.mark.parametrize("name", ["cost-model", "beg-mab"])
+@pytest.mark.parametrize("drafter", ["learned", "ngram"])
+def test_the_tuners_own_choices_change_no_token(name: str, drafter: str) -> None:
+    """They depend on clocks, so these switches are never the same twice; the tokens always are."""
+    kinds = HybridDrafter.kinds if drafter == "learned" else NgramDrafter.kinds
+    engine = make_engine(POLICY, make_tuner("adaptive", kinds, name), drafter=drafter, max_batch_size=5)
+    for _ in range(2):
+        assert tokens_of(engine, REQUESTS) == OFF
+    assert len(engine.stats.by_strategy) > 2
 
 
 @pytest.mark.parametrize("kind", ["random", "adversarial", "oracle"])
@@ -60,7 +90,7 @@ def test_random_trees_of_random_and_adversarial_drafters_change_no_token(kind: s
 
 @pytest.mark.parametrize("seed", range(3))
 def test_switching_strategies_in_the_middle_of_responses_changes_no_token(seed: int) -> None:
-    engine = make_engine(POLICY, Switching([Strategy.OFF, *STRATEGIES], seed), max_batch_size=5)
+    engine = make_engine(POLICY, Switching(ARMS, seed), max_batch_size=5)
     assert tokens_of(engine, REQUESTS) == OFF
 
 
@@ -71,7 +101,10 @@ def test_any_batch_composition_order_and_strategy_gives_the_same_tokens(data: st
     slots = data.draw(st.integers(1, 12))
     seed = data.draw(st.integers(0, 1 << 16))
     use_tuner = data.draw(st.booleans())
-    engine = make_engine(POLICY, Switching([Strategy.OFF, *STRATEGIES], seed) if use_tuner else None, max_batch_size=slots)
+    arms = data.draw(st.lists(st.sampled_from([*ARMS, *RETRIEVING]), min_size=1, max_size=6))
+    window, ranking = data.draw(st.sampled_from([5, 40, 4096])), data.draw(st.sampled_from(["coupled", "top-k"]))
+    tuner = Switching(arms, seed) if use_tuner else None
+    engine = make_engine(POLICY, tuner, max_batch_size=slots, window=window, ranking=ranking)
     pending, found, rng = list(chosen), {}, random.Random(seed)
     while pending or not engine.is_idle:  # requests arrive while others run
         for _ in range(rng.randint(0, len(pending))):

@@ -26,10 +26,11 @@ Array = NDArray[np.float64]
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _PRIOR_HAZARD = 0.7
-_PRIOR_COUNT = 3.0
+_PRIOR_COUNT = 1.5
 _ACCEPTANCE_MEMORY = 4000.0  # verifications
-_KEEP_AT_NEW_POLICY = 0.5
-_KEEP_AT_NEW_DRAFTER = 0.5
+_WORTH_AT_NEW_VERSION = 16.0
+"""What was seen of an older policy or drafter counts as at most so many verifications: enough to start from, and little
+enough that a drafter which has become better, or worse, is soon found out."""
 
 
 class Acceptance:
@@ -50,17 +51,18 @@ class Acceptance:
             self.tried[key], self.survived[key] = np.zeros(Strategy.MAX_DEPTH), np.zeros(Strategy.MAX_DEPTH)
         fade = math.exp(-len(accepted) / _ACCEPTANCE_MEMORY)
         came_B = np.minimum(np.asarray(accepted), strategy.depth)
-        reached = np.bincount(came_B, minlength=strategy.depth + 1)[::-1].cumsum()[
-            ::-1
-        ]  # walks that came to depth d or further
+        exactly = np.bincount(came_B, minlength=strategy.depth + 1)
+        reached = exactly[::-1].cumsum()[::-1]  # walks that came to depth d or further
         self.tried[key] *= fade
         self.survived[key] *= fade
         self.tried[key][: strategy.depth] += reached[: strategy.depth]
         self.survived[key][: strategy.depth] += reached[1 : strategy.depth + 1]
 
-    def age(self, keep: float) -> None:
-        for counts in (*self.tried.values(), *self.survived.values()):
-            counts *= keep
+    def age(self, worth: float = _WORTH_AT_NEW_VERSION) -> None:
+        for key, tried in self.tried.items():
+            keep = min(worth / max(tried[0], worth), 1.0)
+            tried *= keep
+            self.survived[key] *= keep
 
     def hazards(self, strategy: Strategy) -> tuple[Array, Array]:
         """P(accepted at depth d | came so far) and the number of observations behind it, for d = 1 .. depth."""
@@ -240,7 +242,7 @@ class CostModel:
     decide_every: seconds of engine time between two decisions for an unchanged batch size; bounds what deciding costs.
     """
 
-    def __init__(self, arms: Sequence[Strategy], *, bonus: float = 1.0, decide_every: float = 0.03) -> None:
+    def __init__(self, arms: Sequence[Strategy], *, bonus: float = 0.5, decide_every: float = 0.03) -> None:
         assert Strategy.OFF in arms, "off is always an arm"
         self.arms = tuple(arms)
         self.bonus, self.decide_every = bonus, decide_every
@@ -285,8 +287,7 @@ class CostModel:
 
     def _age(self, versions: tuple[int, int]) -> None:
         if self._versions is not None:
-            self.acceptance.age(_KEEP_AT_NEW_POLICY if versions[0] != self._versions[0] else 1.0)
-            self.acceptance.age(_KEEP_AT_NEW_DRAFTER if versions[1] != self._versions[1] else 1.0)
+            self.acceptance.age()
         self._versions, self._chosen_for = versions, -1
 
 

@@ -67,8 +67,8 @@ class FeatureHistory:
 
     def move(self, source: int, target: int) -> None:
         self.flush()
-        if source < len(self.ring_SCE):
-            self.ring_SCE[target] = self.ring_SCE[source]
+        self._reserve(max(source, target) + 1, 0)
+        self.ring_SCE[target] = self.ring_SCE[source]
 
     def release(self) -> None:
         self._queue, self._slots = [], ()

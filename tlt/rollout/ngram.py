@@ -34,7 +34,7 @@ _MAX_SOURCES = 8
 _MAX_TEXTS = 64
 """Responses kept per problem; the oldest finished ones leave first."""
 
-_KEEP = 0.998
+_KEEP = 0.99
 """How much of what was learned about acceptance outlives one more draft."""
 
 DEFAULT_MAX_TOKENS = 200_000

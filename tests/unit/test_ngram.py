@@ -1,0 +1,198 @@
+"""Retrieval: what is found, what is forgotten, and how candidates are ranked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from unittest.mock import patch
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.lossless.helpers import make_engine, make_policy
+from tlt.rollout import ngram
+from tlt.rollout.ngram import ANCHORS, NgramDrafter, SuffixIndex, _match_bucket
+from tlt.rollout.tuner import Fixed, make_tuner
+from tlt.speculative.protocol import DraftContext
+from tlt.speculative.sampling import BatchParams
+from tlt.types import DraftTree, Request, Rollout, SamplingParams, Strategy, Verdict
+
+SHORT = ANCHORS[-1]
+CHAIN = Strategy("ngram", 4, 1, 4)
+
+
+def request(name: str = "p", index: int = 0, prompt: Sequence[int] = (1, 2)) -> Request:
+    return Request(name, index, tuple(prompt), SamplingParams())
+
+
+def rollout_of(asked: Request, tokens: Sequence[int]) -> Rollout:
+    response = tuple(tokens[len(asked.prompt_ids) :])
+    return Rollout(asked.problem_id, asked.sample_index, asked.prompt_ids, response, (0.0,) * len(response), "stop", 0)
+
+
+def propose(drafter: NgramDrafter, rows: Sequence[Sequence[int]], strategy: Strategy, noise: float = 0.0) -> DraftTree:
+    requests = [request(f"p{i}") for i in range(len(rows))]
+    context = DraftContext(rows, requests, BatchParams([r.params for r in requests]))
+    return drafter.propose(context, strategy, torch.full((len(rows), strategy.depth + 1, 99), noise))
+
+
+def longest_match(texts: Sequence[Sequence[int]], tokens: Sequence[int]) -> int:
+    """By trying every position of every text; only places that something follows count."""
+    best = 0
+    for text in texts:
+        for end in range(1, len(text)):
+            length = 0
+            while length < min(end, len(tokens), 48) and text[end - 1 - length] == tokens[-1 - length]:
+                length += 1
+            best = max(best, length)
+    return best if best >= SHORT else 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_longest_match_is_the_one_that_trying_every_position_finds(data: st.DataObject) -> None:
+    texts = data.draw(st.lists(st.lists(st.integers(0, 2), max_size=60), min_size=1, max_size=4))
+    cuts = [data.draw(st.integers(0, len(text))) for text in texts]
+    index = SuffixIndex()
+    ids = [index.open() for _ in texts]
+    for parts in ([text[:cut] for text, cut in zip(texts, cuts, strict=True)], texts):  # texts grow in turns
+        for text_id, part in zip(ids, parts, strict=True):
+            index.extend(text_id, part)
+    with patch.object(ngram, "_MAX_SOURCES", 10**6):
+        for tokens in texts:
+            found = index.sources(tokens)
+            assert max((length for length, _, _ in found), default=0) == longest_match(texts, tokens)
+            for length, text_id, end in found:
+                assert texts[ids.index(text_id)][end - length : end] == tokens[len(tokens) - length :]
+
+
+def test_a_sequence_that_repeats_itself_is_continued() -> None:
+    drafter = NgramDrafter(1)
+    drafter.admit(0, request("p0"))
+    tokens = [1, 2, 5, 6, 7, 8, 9, 10, 11, 5, 6, 7, 8]
+    assert propose(drafter, [tokens], CHAIN).tokens_BN.tolist() == [[8, 9, 10, 11, 5]]
+
+
+def test_siblings_are_read_while_they_run_and_other_problems_never() -> None:
+    drafter = NgramDrafter(3)
+    for slot, name in enumerate(("a", "a", "b")):
+        drafter.admit(slot, request(name, slot))
+    leader, follower = [1, 2, 5, 6, 7, 8, 9, 10], [1, 2, 4, 5, 6, 7, 8]
+    tree = propose(drafter, [leader, follower, follower], CHAIN)
+    assert tree.tokens_BN[1].tolist()[1:3] == [9, 10]
+    assert tree.tokens_BN[2].tolist()[1:3] == [0, 0], "filling: nothing was found"
+
+
+def test_a_response_of_an_earlier_epoch_is_remembered_until_the_memory_is_full() -> None:
+    drafter = NgramDrafter(2, max_tokens=60)
+    first = [1, 2, *range(10, 40)]
+    asked = request("old")
+    drafter.admit(0, asked)
+    drafter.finish(0, rollout_of(asked, first))
+    drafter.admit(0, request("old", 1))
+    assert propose(drafter, [[1, 2, 10, 11, 12, 13]], CHAIN).tokens_BN.tolist() == [[13, 14, 15, 16, 17]]
+    drafter.finish(0, rollout_of(request("old", 1), [1, 2, 3]))
+    for name in ("x", "y"):
+        drafter.admit(0, request(name))
+        drafter.finish(0, rollout_of(request(name), [1, 2, *range(50, 80)]))
+    assert drafter.num_tokens <= 60
+    assert list(drafter.problems) == ["y"], "the least recently asked left first"
+
+
+def test_a_problem_with_running_sequences_is_never_forgotten() -> None:
+    drafter = NgramDrafter(2, max_tokens=10)
+    drafter.admit(0, request("running"))
+    drafter.admit(1, request("other"))
+    drafter.finish(1, rollout_of(request("other"), list(range(40))))
+    assert "running" in drafter.problems
+    propose(drafter, [[1, 2, 3]], CHAIN)
+
+
+def test_texts_beyond_the_limit_are_forgotten_and_lead_nowhere() -> None:
+    index = SuffixIndex()
+    with patch.object(ngram, "_MAX_TEXTS", 3):
+        for number in range(10):
+            text = index.open()
+            index.extend(text, [number] * 6 + list(range(20, 30)))
+            index.close(text)
+    assert len(index.texts) == 3
+    assert index.num_tokens == 3 * 16
+    assert index.sources([0] * 6) == []
+    assert len(index.sources(list(range(20, 25)))) == 3
+
+
+def test_candidates_are_ranked_by_their_share_and_the_laws_noise() -> None:
+    tokens = [1, 2, 5, 6, 7, 8, 30, 5, 6, 7, 8, 30, 5, 6, 7, 8, 40, 41, 5, 6, 7, 8]  # 30 followed twice, 40 once
+    noise = torch.zeros(1, 5, 99)
+    for favoured, value, expected in ((40, 0.0, 30), (40, 20.0, 40), (30, 20.0, 30)):
+        drafter = NgramDrafter(1)
+        drafter.admit(0, request("p0"))
+        noise.zero_()
+        noise[0, 0, favoured] = value
+        context = DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()]))
+        assert drafter.propose(context, CHAIN, noise).tokens_BN[0, 1] == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([(3, 2, 6), (5, 3, 12), (1, 4, 4), (6, 1, 6)]))
+def test_trees_are_well_formed(seed: int, shape: tuple[int, int, int]) -> None:
+    rng = random.Random(seed)
+    strategy = Strategy("ngram", *shape)
+    rows = [[rng.randrange(3) for _ in range(rng.randint(2, 80))] for _ in range(3)]
+    drafter = NgramDrafter(3)
+    for slot in range(3):
+        drafter.admit(slot, request("same", slot))
+    tree = propose(drafter, rows, strategy)
+    assert tree.num_nodes <= strategy.budget + 1
+    for tokens, parents, row in zip(tree.tokens_BN.tolist(), tree.parents_BN.tolist(), rows, strict=True):
+        assert (tokens[0], parents[0]) == (row[-1], -1)
+        depth = [0]
+        children: set[tuple[int, int]] = set()
+        for column in range(1, len(tokens)):
+            assert parents[column] < column
+            if parents[column] >= 0:
+                assert (parents[column], tokens[column]) not in children
+                children.add((parents[column], tokens[column]))
+            depth.append(depth[parents[column]] + 1 if parents[column] >= 0 else 0)
+        assert max(depth) <= strategy.depth
+        if strategy.width > 1:
+            for parent in set(parents) - {-1}:
+                assert parents.count(parent) <= strategy.width
+
+
+def test_confidence_in_a_match_is_learned_from_what_became_of_it() -> None:
+    drafter = NgramDrafter(1)
+    drafter.admit(0, request("p0"))
+    tokens = [1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 5, 6, 7, 8]
+    expected = []
+    for accepted in (4, 0):
+        for _ in range(300):
+            propose(drafter, [tokens], CHAIN)
+            drafter.observe([Verdict((0,) * (accepted + 1), accepted, tuple(range(accepted + 1)), (0.0,) * (accepted + 1))])
+        propose(drafter, [tokens], CHAIN)
+        expected.append(drafter.expected_accepted(0, 4))
+    assert expected[0] > 3.9
+    assert expected[1] < 1.0
+
+
+def test_longer_matches_lie_in_later_buckets() -> None:
+    buckets = [_match_bucket(length) for length in range(49)]
+    assert buckets == sorted(buckets)
+    assert buckets[0] == buckets[SHORT - 1] == 0 < buckets[SHORT]
+    assert buckets[-1] < len(NgramDrafter(1).hits)
+
+
+def test_adaptive_without_a_drafter_folder_speculates_by_retrieval() -> None:
+    engine = make_engine(make_policy(std=0.05), make_tuner("adaptive", ("ngram",)), drafter="ngram")
+    params = SamplingParams(temperature=0.0, max_tokens=120)
+    for _ in engine.generate([Request("p", i, (3, 4, 5), params) for i in range(2)]):
+        pass
+    assert engine.stats.num_verifications > 0
+    assert {name.split(":")[0] for name in engine.stats.by_strategy} <= {"off", "ngram"}
+    fixed = make_engine(make_policy(std=0.05), Fixed(Strategy("ngram", 4, 1, 4)), drafter="ngram")
+    for _ in fixed.generate([Request("p", i, (3, 4, 5), params) for i in range(2)]):
+        pass
+    accept_length = fixed.stats.accept_length
+    assert accept_length is not None
+    assert accept_length > 1.5, "greedy decoding of a random model runs in circles, which retrieval must notice"

@@ -1,0 +1,245 @@
+"""Tuners against simulated machines: what they find, how soon, and that they change their minds."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from tlt.rollout.costs import Acceptance, CostModel, StepCosts
+from tlt.rollout.tuner import BegMab, Fixed, default_arms, default_groups, make_tuner
+from tlt.types import BatchState, StepOutcome, Strategy, StrategyTuner, UserError
+
+ALL = ("learned", "ngram", "hybrid")
+ARMS = default_arms(ALL)
+
+
+class Machine:
+    """Seconds and acceptance of every arm, with noise. `half_rows`: tokens in a forward at which it costs twice one token's."""
+
+    def __init__(self, hazard: dict[str, float], half_rows: float, seed: int = 0, noise: float = 0.1) -> None:
+        self.hazard, self.half_rows, self.noise, self.random = hazard, half_rows, noise, random.Random(seed)
+
+    def tokens(self, arm: Strategy) -> float:
+        hazard = self._hazard(arm)
+        return sum(hazard**d for d in range(arm.depth + 1))
+
+    def _hazard(self, arm: Strategy) -> float:
+        return 0.0 if arm.is_off else 1 - (1 - self.hazard[arm.drafter]) ** math.sqrt(arm.width)
+
+    def seconds(self, arm: Strategy, batch: int) -> float:
+        drafting = 0.0 if arm.drafter in ("none", "ngram") else 0.05 * arm.depth * (1 + (arm.width - 1) / 2)
+        return 0.01 * (self.half_rows + batch * (1 + arm.budget)) / (self.half_rows + 1) + 0.01 * drafting
+
+    def speed(self, arm: Strategy, batch: int) -> float:
+        return batch * self.tokens(arm) / self.seconds(arm, batch)
+
+    def best(self, arms: Sequence[Strategy], batch: int) -> float:
+        return max(self.speed(arm, batch) for arm in arms)
+
+    def run(self, arm: Strategy, batch: int) -> StepOutcome:
+        hazard, accepted = self._hazard(arm), []
+        for _ in range(batch if not arm.is_off else 0):
+            count = 0
+            while count < arm.depth and self.random.random() < hazard:
+                count += 1
+            accepted.append(count)
+        seconds = self.seconds(arm, batch) * math.exp(self.random.gauss(0, self.noise))
+        return StepOutcome(batch + sum(accepted), tuple(accepted), 1 + arm.budget, seconds)
+
+
+def play(
+    tuner: StrategyTuner, machine: Machine, sizes: Sequence[int], versions: Callable[[int], tuple[int, int]] = lambda _: (0, 0)
+) -> list[Strategy]:
+    chosen = []
+    for step, size in enumerate(sizes):
+        batch = BatchState(size, 200.0, *versions(step))
+        arm = tuner.choose(batch)
+        tuner.observe(arm, batch, machine.run(arm, size))
+        chosen.append(arm)
+    return chosen
+
+
+def share_of_best(machine: Machine, chosen: Sequence[Strategy], sizes: Sequence[int], arms: Sequence[Strategy]) -> float:
+    """Speed relative to the best arm at every batch size, without luck: by the machine's own means."""
+    tokens = sum(machine.tokens(arm) * size for arm, size in zip(chosen, sizes, strict=True))
+    seconds = sum(machine.seconds(arm, size) for arm, size in zip(chosen, sizes, strict=True))
+    ideal = sum(machine.tokens(a) * s / machine.best(arms, s) for a, s in zip(chosen, sizes, strict=True))
+    assert tokens > 0
+    return ideal / seconds
+
+
+ROLLOUT = [*[64] * 60, *[48] * 40, *[32] * 40, *[16] * 60, *[8] * 80, *[4] * 80, *[2] * 120, *[1] * 200]
+
+
+@pytest.mark.parametrize(
+    ("hazard", "half_rows"),
+    [
+        ({"learned": 0.85, "ngram": 0.5, "hybrid": 0.85}, 25.0),  # this CPU: off at no batch size
+        ({"learned": 0.7, "ngram": 0.4, "hybrid": 0.72}, 200.0),  # a GPU: deep trees at batch 1, short chains at 64
+        ({"learned": 0.5, "ngram": 0.8, "hybrid": 0.8}, 60.0),  # retrieval wins
+        ({"learned": 0.05, "ngram": 0.02, "hybrid": 0.05}, 25.0),  # nothing helps
+    ],
+)
+def test_in_its_first_rollout_the_cost_model_comes_close_to_the_best_arm_at_every_batch_size(
+    hazard: dict[str, float], half_rows: float
+) -> None:
+    shares = []
+    for seed in range(5):
+        machine = Machine(hazard, half_rows, seed)
+        chosen = play(CostModel(ARMS), machine, ROLLOUT)
+        shares.append(share_of_best(machine, chosen, ROLLOUT, ARMS))
+    assert np.mean(shares) > 0.9
+    assert min(shares) > 0.85
+
+
+@pytest.mark.parametrize(("size", "num_steps"), [(1, 250), (8, 60), (64, 60)])
+def test_with_a_useless_drafter_the_cost_model_is_soon_at_off(size: int, num_steps: int) -> None:
+    """docs/tuner.md states these numbers of engine steps."""
+    for seed in range(5):
+        machine = Machine({"learned": 0.0, "ngram": 0.0, "hybrid": 0.0}, 25.0, seed)
+        chosen = play(CostModel(ARMS), machine, [size] * 600)
+        late = chosen[num_steps:]
+        assert Counter(late)[Strategy.OFF] > 0.85 * len(late), "at batch 1 one retrieved token costs but 4 % more than none"
+        assert share_of_best(machine, chosen, [size] * 600, ARMS) > 0.95, "finding it out has cost less than 5 %"
+
+
+@pytest.mark.parametrize("make", [lambda: CostModel(ARMS), lambda: BegMab(default_groups(ARMS), window=10)])
+def test_when_the_drafter_goes_bad_the_mind_is_changed_and_changed_back(make: Callable[[], StrategyTuner]) -> None:
+    tuner = make()
+    good, bad = {"learned": 0.9, "ngram": 0.1, "hybrid": 0.1}, {"learned": 0.0, "ngram": 0.1, "hybrid": 0.1}
+    for period, hazard in enumerate((good, bad, good)):
+        machine = Machine(hazard, 25.0, period)
+        chosen = play(tuner, machine, [8] * 1500, lambda _, period=period: (period, period))  # type: ignore[misc]
+        late = chosen[-200:]
+        arms = tuner.groups[tuner.bucket(BatchState(8, 1.0, 0, 0))][1] if isinstance(tuner, BegMab) else ARMS  # type: ignore[attr-defined]
+        assert share_of_best(machine, late, [8] * 200, arms) > (0.8 if isinstance(tuner, BegMab) else 0.95)
+
+
+def test_one_measured_arm_informs_its_neighbours() -> None:
+    costs = StepCosts()
+    middle = Strategy("learned", 4, 1, 4)
+    before, wide = costs.predict([middle, Strategy("learned", 6, 1, 6), Strategy("learned", 4, 1, 4)], 8, 200.0)
+    for _ in range(20):
+        costs.observe(middle, 8, 200.0, 0.02)
+        costs.observe(Strategy.OFF, 8, 200.0, 0.01)
+    mean, deviation = costs.predict([middle, Strategy("learned", 6, 1, 6), Strategy("learned", 15, 1, 15)], 8, 200.0)
+    assert math.exp(mean[0]) == pytest.approx(0.02, rel=0.05)
+    assert 0.018 < math.exp(mean[1]) < 0.03, "its neighbour"
+    assert deviation[0] < deviation[1] < deviation[2] < wide[0]
+    other, _ = costs.predict([middle], 10, 200.0)
+    assert math.exp(other[0]) == pytest.approx(0.022, rel=0.2), "a neighbouring batch size"
+    assert len(before) == 3
+
+
+def test_the_gaussian_process_is_that_of_the_textbook() -> None:
+    """Against direct inversion with the unknown constant as a regressor (universal kriging)."""
+    from tlt.rollout.costs import _FLOOR, _NOISE, _features, _kernel, _prior_log_seconds
+
+    costs, rng = StepCosts(), random.Random(1)
+    seen = [(arm, size) for arm in ARMS[::4] for size in (1, 8, 32)]
+    for arm, size in seen:
+        costs.observe(arm, size, 256.0, rng.uniform(0.01, 0.05))
+    wanted, size = list(ARMS[::3]), 12
+    mean, deviation = costs.predict(wanted, size, 300.0)
+    cells = list(costs.cells.values())
+    X = np.stack([c.features for c in cells])
+    y = np.array([math.log(c.seconds) - c.prior for c in cells])
+    fade = [math.exp(-(costs.num_steps - c.step) / 4000.0) for c in cells]
+    K = _kernel(X, X) + np.diag([_NOISE**2 / f + _FLOOR**2 for f in fade])
+    A = np.block([[K, np.ones((len(y), 1))], [np.ones((1, len(y))), np.zeros((1, 1))]])
+    for i, arm in enumerate(wanted):
+        x = _features(size, 300.0, arm)[None]
+        right = np.concatenate([_kernel(X, x)[:, 0], [1.0]])
+        weights = np.linalg.solve(A, right)
+        assert mean[i] == pytest.approx(_prior_log_seconds(size, arm) + weights[:-1] @ y, abs=1e-8)
+        variance = _kernel(x, x)[0, 0] - weights @ right
+        assert deviation[i] == pytest.approx(math.sqrt(variance), abs=1e-6)
+
+
+def test_acceptance_is_shared_between_depths_and_agrees_with_counting() -> None:
+    acceptance, rng = Acceptance(), random.Random(0)
+    deep, shallow = Strategy("learned", 8, 1, 8), Strategy("learned", 2, 1, 2)
+    walks = [min(int(rng.expovariate(0.4)), 8) for _ in range(3000)]
+    acceptance.observe(deep, walks)
+    tokens, deviation = acceptance.expected_tokens(deep)
+    assert tokens == pytest.approx(1 + np.mean(walks), rel=0.02)
+    assert deviation < 0.03
+    tokens, _ = acceptance.expected_tokens(shallow)
+    assert tokens == pytest.approx(1 + np.mean([min(w, 2) for w in walks]), rel=0.02)
+    before, uncertain = acceptance.expected_tokens(deep)
+    acceptance.age(30)
+    after, more_uncertain = acceptance.expected_tokens(deep)
+    assert more_uncertain > 3 * uncertain
+    assert after == pytest.approx(before, rel=0.3)
+
+
+def test_a_new_version_of_policy_or_drafter_makes_acceptance_less_certain() -> None:
+    for changed in ((1, 0), (0, 1)):
+        tuner = CostModel(ARMS)
+        machine = Machine({"learned": 0.8, "ngram": 0.4, "hybrid": 0.8}, 25.0)
+        arm = play(tuner, machine, [4] * 100)[-1]
+        before = tuner.acceptance.expected_tokens(arm)[1]
+        tuner.choose(BatchState(4, 200.0, *changed))
+        assert tuner.acceptance.expected_tokens(arm)[1] > 1.2 * before
+
+
+def test_a_decision_is_a_pure_function_of_the_statistics() -> None:
+    tuner = CostModel(ARMS)
+    play(tuner, Machine({"learned": 0.8, "ngram": 0.4, "hybrid": 0.8}, 25.0), [4] * 50)
+    batch = BatchState(4, 200.0, 0, 0)
+    assert len({tuner.decide(batch).strategy for _ in range(5)}) == 1
+    mab = BegMab(default_groups(ARMS))
+    play(mab, Machine({"learned": 0.8, "ngram": 0.4, "hybrid": 0.8}, 25.0), [4] * 300)
+    assert len({mab.decide(1, 0.5, 0.1) for _ in range(5)}) == 1
+    assert {mab.decide(1, 0.0, pick / 50) for pick in range(50)} == set(mab.groups[1][1]), "exploring reaches every arm"
+
+
+def test_the_bandit_prefers_the_best_median_of_its_own_bucket() -> None:
+    a, b = Strategy("learned", 4, 1, 4), Strategy("learned", 8, 1, 8)
+    mab = BegMab([(1, [a, b]), (5, [Strategy.OFF, a])], epsilon=0.0, window=5)
+    batch = BatchState(2, 10.0, 0, 0)
+    for reward_a, reward_b in ((3, 2), (3, 2), (1, 90), (3, 2), (3, 2)):  # one lucky step of b changes no median
+        for arm, reward in ((a, reward_a), (b, reward_b)):
+            mab.observe(arm, batch, StepOutcome(4, (reward, reward), 5, 1.0))
+    assert mab.choose(batch) == a
+    for _ in range(3):
+        mab.observe(a, batch, StepOutcome(4, (0, 0), 5, 1.0))
+    assert mab.choose(batch) == b
+    assert mab.choose(BatchState(7, 10.0, 0, 0)) == Strategy.OFF, "the other bucket has seen nothing yet"
+
+
+def test_buckets_hold_several_arms_and_larger_batches_verify_fewer_tokens() -> None:
+    for kinds in (("ngram",), ALL):
+        groups = default_groups(default_arms(kinds))
+        assert [threshold for threshold, _ in groups] == [1, 2, 5, 21]
+        assert all(len(arms) > 1 for _, arms in groups)
+        largest = [max(arm.budget for arm in arms) for _, arms in groups]
+        assert largest == sorted(largest, reverse=True)
+
+
+def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
+    tuner = CostModel(ARMS)
+    arm, batch = Strategy("learned", 4, 1, 4), BatchState(4, 200.0, 0, 0)
+    tuner.observe(Strategy.OFF, batch, StepOutcome(4, (), 1, 0.01))
+    tuner.observe(arm, batch, StepOutcome(8, (1, 1, 1, 1), 5, 5.0))  # caught up with a long response
+    tuner.observe(arm, batch, StepOutcome(8, (1, 1, 1, 1), 5, 0.02))
+    mean, _ = tuner.costs.predict([arm], 4, 200.0)
+    assert math.exp(mean[0]) == pytest.approx(0.02, rel=0.1)
+    assert tuner.acceptance.tried[("learned", 1, 0)][0] == pytest.approx(8, rel=0.01), "its acceptance does"
+
+
+def test_the_users_word_becomes_a_tuner_or_one_line() -> None:
+    assert make_tuner("off", ALL) is None
+    assert isinstance(make_tuner("adaptive", ALL), CostModel)
+    assert isinstance(make_tuner("adaptive", ALL, "beg-mab"), BegMab)
+    fixed = make_tuner("hybrid:4x1x4", ALL)
+    assert isinstance(fixed, Fixed)
+    assert fixed.strategy == Strategy("hybrid", 4, 1, 4)
+    assert make_tuner("4x1x4", ("ngram",)).strategy.drafter == "ngram"  # type: ignore[union-attr]
+    with pytest.raises(UserError, match="needs a drafter of kind learned"):
+        make_tuner("learned:4x1x4", ("ngram",))
