@@ -13,7 +13,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -137,20 +137,36 @@ class DrafterTrain:
 
 @dataclass(frozen=True)
 class BenchRollout:
-    """Measure how much faster a configuration's rollout is with speculation, both ways in turns."""
+    """Measure how fast a configuration's rollout is: speculation against none, strategy by strategy, and beside peers."""
 
     config: Annotated[Positional[Path], arg(metavar="CONFIG")]
     """TOML configuration, as for tlt train."""
     out: Path
-    """Results go to OUT.json and OUT.md."""
-    steps: int = 12
-    """Rollout phases of the configuration itself, on all its ranks; 0: none."""
+    """Results go to OUT.json and OUT.md, plots beside them."""
+    parts: str = "constant,longtail,workload"
+    """Some of constant, longtail, arms (costs of every strategy) and workload (the configuration's own phases)."""
+    variants: str = "adaptive"
+    """Besides off: adaptive, beg-mab, fixed strategies such as 4x1x4 or ngram:8x1x8."""
     batches: str = "1,2,4,8,16,32"
-    """Constant batch sizes to measure on one rank; empty: none."""
-    responses: int = 8
-    """Responses per round and way at a constant batch (at least twice the batch)."""
-    rounds: int = 5
-    """Rounds at each constant batch, after one to warm up."""
+    """Batch sizes of constant and arms."""
+    rounds: int = 8
+    """At each constant batch size, and of the longtail workload."""
+    seconds: float = 2.0
+    """One stretch at a constant batch."""
+    arm_rounds: int = 20
+    """Turns of every strategy at batch 1; fewer at larger batches."""
+    temperatures: str = "1.0"
+    """Of arms."""
+    steps: int = 12
+    """Rollout phases of workload, on all ranks."""
+    workload: Path | None = None
+    """Of longtail; default: longtail.json beside CONFIG."""
+    peers: str = ""
+    """Some of transformers, vllm, vllm-eager and vllm-ngram, on the longtail workload."""
+    vllm: Path | None = None
+    """The interpreter of an environment with vLLM."""
+    setup_vllm: Path | None = None
+    """Make such an environment here first (2 GB, several minutes), and use it."""
 
 
 COMMANDS: dict[str, type] = {
@@ -267,18 +283,37 @@ def _drafter_train(command: DrafterTrain) -> int:
 
 def _bench_rollout(command: BenchRollout, overrides: Sequence[str]) -> int:
     from tlt import commands
+    from tlt.bench.peers import setup_vllm
+    from tlt.bench.rollout import Options
 
-    def show(measured: Mapping[str, Any]) -> None:
-        low, high = measured["ratio_range"]
-        print(f"{measured['name']}: {measured['median_ratio']:.2f} times as fast ({low:.2f} to {high:.2f})", flush=True)
+    def numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:
+        try:
+            return tuple(kind(word) for word in text.split(",") if word)
+        except ValueError:
+            raise UsageError(f"--{option}: {text!r} is no list of numbers; write them as 1,2,4") from None
 
-    try:
-        batches = [int(size) for size in command.batches.split(",") if size]
-    except ValueError:
-        raise UsageError(f"--batches: {command.batches!r} is no list of numbers; write them as 1,2,4") from None
-    options = commands.BenchRolloutOptions(command.steps, tuple(batches), command.responses, command.rounds, command.out)
+    options = Options(
+        parts=_words(command.parts),
+        variants=_words(command.variants),
+        batches=numbers("batches", command.batches, int),
+        rounds=command.rounds,
+        seconds=command.seconds,
+        arm_rounds=command.arm_rounds,
+        temperatures=numbers("temperatures", command.temperatures, float),
+        steps=command.steps,
+        workload=command.workload or command.config.with_name("longtail.json"),
+        peers=_words(command.peers),
+        vllm=setup_vllm(command.setup_vllm) if command.setup_vllm is not None else command.vllm,
+        out=command.out,
+    )
     words = ["tlt bench rollout", *sys.argv[3:]]
-    return _print_json(commands.bench_rollout(command.config, overrides, options, " ".join(words), show))
+    return _print_json(
+        commands.bench_rollout(command.config, overrides, options, " ".join(words), lambda line: print(line, flush=True))
+    )
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 def _print_json(summary: dict[str, Any]) -> int:

@@ -24,6 +24,7 @@ from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tlt.bench.rollout import Options
     from tlt.models.tokenizer import Tokenizer
     from tlt.models.transformer import ModelConfig
     from tlt.rl.tasks import Task
@@ -485,46 +486,44 @@ def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
 # bench
 
 
-@dataclass(frozen=True)
-class BenchRolloutOptions:
-    """How much `tlt bench rollout` measures, and the common stem of its two result files."""
-
-    steps: int
-    batches: tuple[int, ...]
-    responses: int
-    rounds: int
-    out: Path
+PARTS = ("constant", "longtail", "arms", "workload")
+PEERS = ("transformers", "vllm", "vllm-eager", "vllm-ngram")
 
 
 def bench_rollout(
-    config_path: Path,
-    overrides: Sequence[str],
-    options: BenchRolloutOptions,
-    command: str,
-    on_result: Callable[[Mapping[str, Any]], None],
+    config_path: Path, overrides: Sequence[str], options: Options, command: str, say: Callable[[str], None]
 ) -> Record:
-    """Measures the configuration's rollout with its speculation against none; returns a short summary."""
+    """Measures the configuration's rollout (see bench/rollout.py); returns the ratios over off, by measurement."""
+    from tlt.bench.longtail import hash_model, read_workload
+    from tlt.bench.plots import check_plots
     from tlt.bench.rollout import run_benchmark
     from tlt.train import preflight
 
-    for name, value in (
-        ("responses", options.responses),
-        ("rounds", options.rounds),
-        *(("batches", b) for b in options.batches),
-    ):
+    _check_words("parts", options.parts, PARTS)
+    _check_words("peers", options.peers, PEERS)
+    counts = [("rounds", options.rounds), ("arm-rounds", options.arm_rounds), ("steps", options.steps)]
+    for name, value in [*counts, *(("batches", b) for b in options.batches)]:
         if value < 1:
             raise UserError(f"--{name}: {value} is too small; give 1 or more")
-    check_output_file(options.out.with_suffix(".json"), "--out")
+    if any(peer.startswith("vllm") for peer in options.peers) and options.vllm is None:
+        raise UserError("--peers: vllm needs the interpreter of an environment that has it; give --vllm, or --setup-vllm DIR")
+    check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
     config = load_config(config_path, overrides)
-    if config.rollout.speculation == "off":
-        raise UserError("rollout.speculation is off, so there is nothing to compare; set it to adaptive or DEPTHxWIDTHxBUDGET")
-    largest = max(options.batches, default=1)
-    if largest > config.rollout.max_batch_size:
-        raise UserError(
-            f"--batches: {largest} exceeds rollout.max_batch_size {config.rollout.max_batch_size}; raise that or lower this"
-        )
+    if "workload" in options.parts and config.rollout.speculation == "off":
+        raise UserError("rollout.speculation is off, so there is nothing to compare; set it to adaptive, or leave workload out")
     preflight(config)
-    report = run_benchmark(
-        config, options.steps, options.batches, options.responses, options.rounds, options.out, command, on_result
-    )
-    return {measured["name"]: measured["median_ratio"] for measured in report["measurements"]}
+    if "longtail" in options.parts:
+        check_plots()
+        read_workload(options.workload, hash_model(config.model.path))
+    report = run_benchmark(config, options, command, say)
+    return {
+        m["name"]: m.get("median_ratio") or {n: r["mean"] for n, r in m["ratios"].items()}
+        for m in report["measurements"]
+        if "ratios" in m or "median_ratio" in m
+    }
+
+
+def _check_words(option: str, given: Sequence[str], known: Sequence[str]) -> None:
+    for word in given:
+        if word not in known:
+            raise UserError(f"--{option}: {word!r} is unknown; give some of {', '.join(known)}")

@@ -1,11 +1,11 @@
-"""How much faster is the rollout with speculation? Two engines side by side in the same processes, in turns.
+"""`tlt bench rollout`: how fast is the rollout, with which strategy, and how close to the best it could be?
 
-    step 0:  off ─▶ on        the same problems, the same keys, hence the same tokens (checked);
-    step 1:  on ─▶ off        the ratio of their seconds is what is measured, step by step
-    …
+    constant   engines kept at one batch size, off against the variants, in turns          (measure.py)
+    longtail   whole rollouts with the lengths of reasoning, fresh tuners, and the peers   (longtail.py, peers.py)
+    arms       every strategy's cost and acceptance, for the ceiling and for replays       (arms.py, replay.py)
+    workload   the configuration's own rollout phases on all ranks, idle time and drafter training included
 
-`workload` runs a configuration's own rollout phases on all ranks, drafter training in idle time included. `constant` keeps
-one engine at a fixed batch size. Both give every measurement, the median ratio and its spread.
+Speculation changes no token, so all of these do the same work (checked).
 """
 
 from __future__ import annotations
@@ -14,31 +14,212 @@ import dataclasses
 import json
 import os
 import platform
+import random
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tlt import __version__
+from tlt.bench.arms import ArmCosts, record_arms
+from tlt.bench.longtail import Workload, hash_model, read_workload
+from tlt.bench.measure import Ratio, Trace, constant_batch, side_by_side
+from tlt.bench.peers import PeerResult, run_transformers, run_vllm
+from tlt.bench.plots import plot_longtail, plot_regret
+from tlt.bench.replay import RecordedCosts, Replay, replay
+from tlt.bench.subject import BestArms, Subject
 from tlt.config import Config
 from tlt.distributed.collectives import World, init_process_group_from_env, shutdown
 from tlt.distributed.coordinator import connect_coordinator
 from tlt.phase import PhaseResult
 from tlt.report.timeline import critical_path_share, read_spans
-from tlt.rollout.engine import EngineStats, RolloutEngine
+from tlt.rollout.costs import CostModel
+from tlt.rollout.engine import EngineStats
+from tlt.rollout.tuner import BegMab, default_arms, default_groups
 from tlt.train import Run, device_name, problems_of_step
-from tlt.types import Problem, Request, Rollout, SamplingParams
+from tlt.types import Rollout, Strategy, StrategyTuner
 
 if TYPE_CHECKING:
     from tlt.distributed.launch import StopRequest
 
 Changes = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to measure and how much of it.
+
+    parts: some of constant, longtail, arms, workload.  variants: besides off: adaptive, beg-mab, fixed strategies.
+    rounds: per constant batch size and of the longtail workload.  seconds: of one stretch at a constant batch.
+    arm_rounds: turns of every arm (fewer at large batches).  steps: rollout phases of the workload.
+    workload: the longtail file.  peers: some of transformers, vllm, vllm-eager, vllm-ngram.
+    """
+
+    parts: tuple[str, ...]
+    variants: tuple[str, ...]
+    batches: tuple[int, ...]
+    rounds: int
+    seconds: float
+    arm_rounds: int
+    temperatures: tuple[float, ...]
+    steps: int
+    workload: Path
+    peers: tuple[str, ...]
+    vllm: Path | None
+    out: Path
+
+
+# ── constant batches ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def constant(subject: Subject, options: Options, batch_size: int) -> dict[str, Any]:
+    """Every variant's tokens per second over off's at this batch size."""
+    engines = {name: subject.engine(name, batch_size) for name in ("off", *options.variants)}
+    num = max(batch_size, 8)
+    speeds = constant_batch(engines, lambda i: subject.requests(i, num), batch_size, options.rounds, options.seconds)
+    ratios = {name: Ratio.of([a / b for a, b in zip(speeds[name], speeds["off"], strict=True)]) for name in options.variants}
+    return {
+        "kind": "constant",
+        "name": f"constant batch {batch_size}",
+        "batch_size": batch_size,
+        "tokens_per_second": {name: statistics.median(values) for name, values in speeds.items()},
+        "ratios": {name: dataclasses.asdict(ratio) for name, ratio in ratios.items()},
+        "accept_length": {name: engine.stats.accept_length for name, engine in engines.items()},
+        "strategy_steps": {
+            name: {arm: s.num_steps for arm, s in engine.stats.by_strategy.items()} for name, engine in engines.items()
+        },
+    }
+
+
+# ── arms ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def arms(subject: Subject, options: Options, batch_size: int, temperature: float, ranking: str = "coupled") -> ArmCosts:
+    """All default arms at one batch size, in turns."""
+    engine = subject.engine("adaptive", batch_size, ranking=ranking)
+    rounds = max(options.arm_rounds * 4 // (4 + batch_size.bit_length()), 2)
+    num = max(batch_size // 2, 8)
+    return record_arms(
+        engine,
+        lambda i: subject.requests(i, num, temperature),
+        default_arms(subject.kinds),
+        batch_size,
+        temperature,
+        rounds,
+    )
+
+
+def arms_report(costs: ArmCosts, ranking: str) -> dict[str, Any]:
+    off = costs.speed(Strategy.OFF)
+    table = {
+        str(arm): {"speed_over_off": costs.speed(arm) / off, "accept_length": costs.accept_length(arm)}
+        for arm in sorted(costs.steps, key=costs.speed, reverse=True)
+    }
+    name = f"arms at batch {costs.batch_size}, temperature {costs.temperature:g}, ranking {ranking}"
+    return {"kind": "arms", "name": name, "off_tokens_per_second": off, "arms": table, "ranking": ranking, **costs.to_json()}
+
+
+def regrets(recorded: Sequence[ArmCosts], lengths: Sequence[int], max_batch: int, out: Path) -> dict[str, Any]:
+    """Both tuners against the same recorded costs, ten rollouts of each; the plot goes to `out`."""
+    costs = RecordedCosts(recorded)
+    makers: dict[str, Callable[[int], StrategyTuner]] = {
+        "cost model": lambda seed: CostModel(costs.arms),
+        "BEG-MAB": lambda seed: BegMab(default_groups(costs.arms), rng=random.Random(seed)),
+    }
+    replays: dict[str, list[Replay]] = {
+        name: [replay(make(seed), costs, lengths, max_batch, seed) for seed in range(10)] for name, make in makers.items()
+    }
+    plot_regret(replays, out)
+    return {
+        "kind": "replay",
+        "name": "tuners on recorded costs, first rollout",
+        "share_of_best": {n: statistics.mean(r.share_of_best() for r in rs) for n, rs in replays.items()},
+        "share_of_best_second_half": {n: statistics.mean(r.share_of_best(0.5) for r in rs) for n, rs in replays.items()},
+        "regret_seconds": {n: statistics.mean(r.regrets[-1] for r in rs) for n, rs in replays.items()},
+        "seconds": {n: statistics.mean(r.times[-1] for r in rs) for n, rs in replays.items()},
+    }
+
+
+# ── longtail ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def longtail(
+    subject: Subject, options: Options, workload: Workload, recorded: Sequence[ArmCosts], say: Callable[[str], None]
+) -> dict[str, Any]:
+    """Whole rollouts of every variant, with tuners that know nothing; `best arms` knows the recorded costs beforehand."""
+    max_batch = subject.config.rollout.max_batch_size
+    makers: dict[str, Callable[[], Any]] = {
+        name: partial(subject.engine, name, max_batch) for name in ("off", *options.variants)
+    }
+    if recorded:
+        makers["best arms"] = lambda: subject.engine(BestArms(list(recorded)), max_batch)
+    traces, num_different = side_by_side(
+        makers,
+        workload.requests,
+        options.rounds,
+        lambda name, t: say(f"longtail, {name}: {workload.num_tokens / t.seconds:,.0f} tokens/s"),
+    )
+    off = traces["off"]
+    ratios = {name: Ratio.of([a.seconds / b.seconds for a, b in zip(off, ts, strict=True)]) for name, ts in traces.items()}
+    report: dict[str, Any] = {
+        "kind": "longtail",
+        "name": f"longtail, {len(workload.requests)} requests, {workload.num_tokens:,} tokens, {workload.shape}",
+        "max_batch_size": max_batch,
+        "num_tokens": workload.num_tokens,
+        "tokens_per_second": {n: workload.num_tokens / statistics.median(t.seconds for t in ts) for n, ts in traces.items()},
+        "seconds": {name: [t.seconds for t in ts] for name, ts in traces.items()},
+        "ratios": {name: dataclasses.asdict(ratio) for name, ratio in ratios.items() if name != "off"},
+        "accept_length": {name: ts[-1].accept_length for name, ts in traces.items()},
+        "strategy_seconds": {name: dict(ts[-1].strategy_seconds) for name, ts in traces.items()},
+        "prediction_error": {name: ts[-1].prediction_error for name, ts in traces.items()},
+        "num_different": num_different,
+    }
+    if recorded:
+        best = traces["best arms"]
+        for name in options.variants:
+            report.setdefault("share_of_best", {})[name] = _share(best, traces[name], 0.0)
+            report.setdefault("share_of_best_second_half", {})[name] = _share(best, traces[name], 0.5)
+    medians = {name: sorted(ts, key=lambda t: t.seconds)[len(ts) // 2] for name, ts in traces.items()}
+    plot_longtail(medians, options.out.with_name(options.out.name + "-longtail.svg"))
+    return report
+
+
+def _share(best: Sequence[Trace], traces: Sequence[Trace], since: float) -> dict[str, Any]:
+    """How fast beside the best arms in hindsight, from when `since` of the tokens were done."""
+    pairs = zip(best, traces, strict=True)
+    return dataclasses.asdict(Ratio.of([a.seconds_since(since) / b.seconds_since(since) for a, b in pairs]))
+
+
+def peers(subject: Subject, options: Options, workload: Workload) -> list[PeerResult]:
+    model, max_batch = subject.config.model.path, subject.config.rollout.max_batch_size
+    threads, results = subject.config.run.threads_per_rank, []
+    for name in options.peers:
+        if name == "transformers":
+            results += run_transformers(model, [workload], batch_size=max_batch, threads=threads)
+            continue
+        assert options.vllm is not None, "commands.py asks for --vllm"
+        ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 10, "prompt_lookup_min": 4}
+        results += run_vllm(
+            options.vllm,
+            model,
+            [workload],
+            max_num_seqs=max_batch,
+            rounds=3,
+            threads=threads,
+            enforce_eager=name == "vllm-eager",
+            speculative=ngram if name == "vllm-ngram" else None,
+        )
+    return results
+
+
+# ── the configuration's own phases ───────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
@@ -59,7 +240,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Measurement:
-    """`ratio` > 1: speculation is faster."""
+    """Pairs of rollout phases; a ratio above 1 says that speculation is faster."""
 
     name: str
     pairs: tuple[Pair, ...]
@@ -74,6 +255,7 @@ class Measurement:
         lengths = [pair.accept_length for pair in self.pairs if pair.accept_length is not None]
         return {
             "name": self.name,
+            "kind": "workload",
             "median_ratio": self.median_ratio,
             "ratio_range": [ratios[0], ratios[-1]],
             "ratio_of_sums": sum(p.off_seconds for p in self.pairs) / sum(p.on_seconds for p in self.pairs),
@@ -86,15 +268,15 @@ class Measurement:
 
 
 def main(config_json: str, stop: StopRequest) -> None:
-    """What every rank runs; rank 0 leaves the measurements in run.out_dir/bench.json. Options travel in the environment,
+    """What every rank runs; rank 0 leaves the measurement in run.out_dir/bench.json. Options travel in the environment,
     since `launch` carries the configuration alone."""
     config = Config.from_json(config_json)
     options = json.loads(os.environ["TLT_BENCH_ROLLOUT"])
     torch.set_num_threads(config.run.threads_per_rank)
     world = init_process_group_from_env(device_name(config))
-    measurements = [workload(config, world, stop, options["steps"])]
+    measured = workload(config, world, stop, options["steps"])
     if world.is_leader:
-        (config.run.out_dir / "bench.json").write_text(json.dumps([m.to_json() for m in measurements]))
+        (config.run.out_dir / "bench.json").write_text(json.dumps(measured.to_json()))
     shutdown(world)
 
 
@@ -130,36 +312,6 @@ def workload(config: Config, world: World, stop: StopRequest, num_steps: int) ->
     return Measurement(f"workload of {config.task.name}, {world.world_size} ranks", tuple(pairs), details)
 
 
-def constant(config: Config, stop: StopRequest, batch_size: int, num_responses: int, num_rounds: int) -> Measurement:
-    """One engine kept at `batch_size` sequences until the requests run out; each round has requests of its own."""
-    torch.set_num_threads(config.run.threads_per_rank)
-    world = World(0, 1, 0, torch.device(device_name(config)), torch.distributed.HashStore(), None)
-    run = Run(_with(config, {"run": {"num_ranks": 1}, "drafter": {"train": False}}), world, stop)
-    on = run.engine
-    off = RolloutEngine(run.model_config, dtype=on.model.dtype, device=on.device, max_batch_size=config.rollout.max_batch_size)
-    off.load_policy(dict(run.policy.named_parameters()))
-    params, pairs = run.sampling_params(), []
-    for engine in (on, off):
-        engine.scheduler.max_slots = batch_size
-    for index in range(num_rounds + 1):  # the first warms up and is not counted
-        requests = _requests(run.problems, params, num_responses, index)
-        timed = {}
-        for name, engine in (("off", off), ("on", on)) if index % 2 == 0 else (("on", on), ("off", off)):
-            engine.stats = EngineStats()
-            started = time.perf_counter()
-            rollouts = sorted(engine.generate(requests), key=lambda r: (r.problem_id, r.sample_index))
-            timed[name] = (rollouts, time.perf_counter() - started)
-        if index:
-            pairs.append(_pair(timed["off"][0], timed["on"][0], timed["off"][1], timed["on"][1], on.stats))
-    run.close()
-    return Measurement(f"constant batch {batch_size}", tuple(pairs))
-
-
-def _requests(problems: Sequence[Problem], params: SamplingParams, num: int, step: int) -> list[Request]:
-    chosen = problems_of_step(problems, step, num, seed=1)
-    return [Request(problem.problem_id, 0, problem.prompt_ids, params, "rollout", step) for problem in chosen]
-
-
 def _generation_seconds(phase: PhaseResult) -> float:
     """From the first replica's start to the last token of all."""
     return phase.last_token - min(replica.start for replica in phase.replicas)
@@ -176,9 +328,6 @@ def _with(config: Config, changes: Changes) -> Config:
     for section, keys in changes.items():
         values[section] = {**values[section], **keys}
     return Config.model_validate(values)
-
-
-# ── for people ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def environment() -> dict[str, Any]:
@@ -208,62 +357,147 @@ def environment() -> dict[str, Any]:
     }
 
 
-def to_markdown(report: dict[str, Any]) -> str:
-    rows = [
-        "| measurement | off / on, median | range | accept length | tokens | different responses |",
-        "|---|---|---|---|---|---|",
-    ]
-    for m in report["measurements"]:
-        low, high = m["ratio_range"]
-        accept = "–" if m["accept_length"] is None else f"{m['accept_length']:.2f}"
-        rows.append(
-            f"| {m['name']} | {m['median_ratio']:.2f} | {low:.2f} – {high:.2f} | {accept} | {m['num_tokens']:,} "
-            f"| {m['num_different']} |"
-        )
-    machine = ", ".join(f"{key} {value}" for key, value in report["environment"].items() if value)
-    notes = [
-        f"\n{m['name']}: {key.replace('_', ' ')} {value:.4f}"
-        for m in report["measurements"]
-        for key, value in m.items()
-        if key in ("harvested_share", "drafter_training_on_critical_path") and value is not None
-    ]
-    return f"# Rollout with and without speculation\n\n`{report['command']}`\n\n{machine}\n\n" + "\n".join(rows + notes) + "\n"
+# ── all of it ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_benchmark(
-    config: Config,
-    num_steps: int,
-    batches: Sequence[int],
-    num_responses: int,
-    num_rounds: int,
-    out: Path,
-    command: str,
-    on_result: Callable[[dict[str, Any]], None],
-) -> dict[str, Any]:
-    """Everything, written to `out`.json and `out`.md; returns the report."""
-    from tlt.distributed.launch import StopRequest, launch
+def run_benchmark(config: Config, options: Options, command: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Everything, written to `out`.json and `out`.md with the plots beside them; returns the report."""
+    measurements: list[dict[str, Any]] = []
+    recorded: list[ArmCosts] = []
+    subject = Subject(config)
+
+    def done(measured: dict[str, Any]) -> None:
+        measurements.append(measured)
+        say(summary_line(measured))
+        _write(config, options, command, measurements)  # a run that is cut off keeps what it has
+
+    if "arms" in options.parts:
+        for temperature in options.temperatures:
+            for batch_size in options.batches:
+                costs = arms(subject, options, batch_size, temperature)
+                if temperature == subject.params.temperature:
+                    recorded.append(costs)
+                done(arms_report(costs, "coupled"))
+            done(arms_report(arms(subject, options, options.batches[0], temperature, "top-k"), "top-k"))
+    if "constant" in options.parts:
+        for batch_size in options.batches:
+            done(constant(subject, options, batch_size))
+    if "longtail" in options.parts:
+        workload = read_workload(options.workload, hash_model(config.model.path))
+        if recorded:
+            plot = options.out.with_name(options.out.name + "-regret.svg")
+            done(regrets(recorded, workload.lengths, config.rollout.max_batch_size, plot))
+        done(longtail(subject, options, workload, recorded, say))
+        ours = measurements[-1]["tokens_per_second"]
+        for result in peers(subject, options, workload):
+            faster = {name: speed / result.tokens_per_second for name, speed in ours.items()}
+            done({"kind": "peer", **result.to_json(), "our_speed_over_it": faster})
+    if "workload" in options.parts:
+        done(_launch_workload(config, options.steps))
+    return _write(config, options, command, measurements)
+
+
+def _launch_workload(config: Config, num_steps: int) -> dict[str, Any]:
+    from tlt.distributed.launch import launch
 
     with tempfile.TemporaryDirectory() as folder:
-        measurements = []
-        inside = _with(config, {"run": {"out_dir": Path(folder) / "constant"}})
-        for batch_size in batches:
-            measurements.append(
-                constant(inside, StopRequest(), batch_size, max(num_responses, 2 * batch_size), num_rounds).to_json()
-            )
-            on_result(measurements[-1])
-        if num_steps:
-            (Path(folder) / "workload").mkdir()
-            inside = _with(config, {"run": {"out_dir": Path(folder) / "workload"}})
-            os.environ["TLT_BENCH_ROLLOUT"] = json.dumps({"steps": num_steps})
-            code = launch(inside.to_json(), config.run.num_ranks, "tlt.bench.rollout:main", config.run.threads_per_rank)
-            if code:
-                raise SystemExit(code)
-            measurements += json.loads((Path(folder) / "workload" / "bench.json").read_text())
-            on_result(measurements[-1])
+        inside = _with(config, {"run": {"out_dir": Path(folder)}})
+        os.environ["TLT_BENCH_ROLLOUT"] = json.dumps({"steps": num_steps})
+        code = launch(inside.to_json(), config.run.num_ranks, "tlt.bench.rollout:main", config.run.threads_per_rank)
+        if code:
+            raise SystemExit(code)
+        measured: dict[str, Any] = json.loads((Path(folder) / "bench.json").read_text())
+        return measured
+
+
+def _write(config: Config, options: Options, command: str, measurements: list[dict[str, Any]]) -> dict[str, Any]:
     described = config.model_dump(mode="json")
     for section, key in (("run", "out_dir"), ("model", "path"), ("drafter", "path")):  # no paths of this machine
         described[section][key] = Path(str(described[section][key])).name
     report = {"command": command, "environment": environment(), "config": described, "measurements": measurements}
-    out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
-    out.with_suffix(".md").write_text(to_markdown(report))
+    options.out.with_name(options.out.name + ".json").write_text(json.dumps(report, separators=(",", ":")) + "\n")
+    options.out.with_name(options.out.name + ".md").write_text(to_markdown(report))
     return report
+
+
+def summary_line(m: Mapping[str, Any]) -> str:
+    match m["kind"]:
+        case "constant" | "longtail":
+            words = [f"{name} {_ratio(r)} times off" for name, r in m["ratios"].items()]
+            return f"{m['name']}: off {m['tokens_per_second']['off']:,.0f} tokens/s; " + ", ".join(words)
+        case "arms":
+            best, values = next(iter(m["arms"].items()))
+            return f"{m['name']}: best {best}, {values['speed_over_off']:.2f} times off"
+        case "replay":
+            return f"{m['name']}: " + ", ".join(f"{n} {v:.1%} of the best" for n, v in m["share_of_best"].items())
+        case "peer":
+            return f"{m['name']}: {m['tokens_per_second']:,.0f} tokens/s"
+        case _:
+            low, high = m["ratio_range"]
+            return f"{m['name']}: {m['median_ratio']:.2f} times as fast ({low:.2f} to {high:.2f})"
+
+
+def _ratio(r: Mapping[str, Any]) -> str:
+    return f"{r['mean']:.2f} ({r['low']:.2f} – {r['high']:.2f})"
+
+
+def to_markdown(report: Mapping[str, Any]) -> str:
+    """The same for people. Ratios are geometric means with 95 % confidence intervals unless said otherwise."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for m in report["measurements"]:
+        by_kind.setdefault(m["kind"], []).append(m)
+    machine = ", ".join(f"{key} {value}" for key, value in report["environment"].items() if value)
+    blocks = ["# Rollout benchmark", f"`{report['command']}`", machine]
+    blocks.append("Ratios above 1 are faster than off: geometric mean of paired rounds (95 % confidence interval).")
+    if constants := by_kind.get("constant"):
+        names = list(constants[0]["ratios"])
+        rows = [
+            [m["batch_size"], f"{m['tokens_per_second']['off']:,.0f}"]
+            + [f"{_ratio(m['ratios'][n])}; accepts {_number(m['accept_length'][n])}" for n in names]
+            for m in constants
+        ]
+        blocks += ["## Constant batch", _table(["batch", "off, tokens/s", *names], rows)]
+    for m in by_kind.get("longtail", []):
+        rows = []
+        for name, speed in m["tokens_per_second"].items():
+            ratio = _ratio(m["ratios"][name]) if name in m["ratios"] else "1"
+            shares = [m.get(key, {}).get(name) for key in ("share_of_best", "share_of_best_second_half")]
+            rows.append([name, f"{speed:,.0f}", ratio, *("–" if s is None else _ratio(s) for s in shares)])
+        columns = ["variant", "tokens/s", "over off", "over the best arms in hindsight", "the same, second half of the tokens"]
+        blocks += [f"## {m['name']}", f"At most {m['max_batch_size']} at a time; {m['num_different']} responses differed."]
+        blocks.append(_table(columns, rows))
+    if results := by_kind.get("peer"):
+        rows = []
+        for m in results:
+            rows.append([m["name"], f"{m['tokens_per_second']:,.0f}", *(f"{v:.2f}" for v in m["our_speed_over_it"].values())])
+        names = [f"our {name} over it" for name in results[0]["our_speed_over_it"]]
+        blocks += ["## Peers on the same prompts and lengths", _table(["peer", "tokens/s", *names], rows)]
+    for m in by_kind.get("replay", []):
+        rows = [
+            [n, f"{m['share_of_best'][n]:.1%}", f"{m['share_of_best_second_half'][n]:.1%}", f"{m['regret_seconds'][n]:.2f}"]
+            for n in m["share_of_best"]
+        ]
+        columns = ["tuner", "of the best arms' speed", "second half of the tokens", "regret, s"]
+        blocks += [f"## {m['name']}", _table(columns, rows)]
+    for m in by_kind.get("workload", []):
+        low, high = m["ratio_range"]
+        details = "; ".join(
+            f"{key.replace('_', ' ')} {m[key]:.4f}"
+            for key in ("harvested_share", "drafter_training_on_critical_path")
+            if m.get(key) is not None
+        )
+        text = f"Median {m['median_ratio']:.2f} times off (range {low:.2f} – {high:.2f}); {details}."
+        blocks += [f"## {m['name']}", text]
+    for m in by_kind.get("arms", []):
+        rows = [[n, f"{v['speed_over_off']:.2f}", f"{v['accept_length']:.2f}"] for n, v in m["arms"].items()]
+        blocks += [f"## {m['name'][0].upper()}{m['name'][1:]}", _table(["arm", "speed over off", "accept length"], rows)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
