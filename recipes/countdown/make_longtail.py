@@ -1,0 +1,68 @@
+"""The long-tail workload of the base model: 128 of many sampled responses, chosen for their lengths (tlt/bench/longtail.py).
+
+python recipes/countdown/make_longtail.py --out recipes/countdown/longtail.json
+"""
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+
+from tlt.bench.longtail import hash_model, make_longtail, measure_lengths, write_workload
+from tlt.drafting.export import load_drafter
+from tlt.models.checkpoint import load_config, load_tensors
+from tlt.models.drafter import PackedDrafter, drafter_config
+from tlt.models.tokenizer import load_tokenizer
+from tlt.rl.tasks import get_task
+from tlt.rollout.drafters import LearnedDrafter
+from tlt.rollout.engine import RolloutEngine
+from tlt.rollout.tuner import make_tuner
+from tlt.types import Problem, SamplingParams
+
+HERE = Path(__file__).parent
+OPTIONS = {"mix": {"2": 0.2, "3": 0.8}, "max_number": 15, "max_target": 60}  # the quickstart's puzzles
+BATCH_SIZE = 64
+
+
+def make_engine(model: Path, drafter: Path) -> RolloutEngine:
+    config = load_config(model)
+    engine = RolloutEngine(config, max_batch_size=BATCH_SIZE, tuner=make_tuner("adaptive"))
+    engine.load_policy(load_tensors(model, config))
+    packed = PackedDrafter(drafter_config(config), engine.model.dtype, engine.device)
+    packed.load(load_drafter(drafter, config), version=0)
+    engine.load_drafter(LearnedDrafter(packed, engine.model, BATCH_SIZE))
+    return engine
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--candidates", type=int, default=640)
+    parser.add_argument("--num", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=2048)
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+
+    torch.set_num_threads(options.threads)
+    model = HERE / "base"
+    tokenizer = load_tokenizer(model)
+    records = get_task("countdown").problems(options.candidates, 1, split="train", **OPTIONS)
+    problems = [Problem(record["problem_id"], tokenizer.encode_text(record["prompt"])) for record in records]
+    params = SamplingParams(max_tokens=options.max_tokens, stop_ids=tokenizer.stop_ids)
+
+    def show(num_finished: int) -> None:
+        if num_finished % 64 == 0:
+            print(f"{num_finished} of {options.candidates} responses, {time.perf_counter() - begin:.0f} s", flush=True)
+
+    begin = time.perf_counter()
+    lengths = measure_lengths(make_engine(model, HERE / "drafter"), problems, params, options.candidates, show)
+    workload = make_longtail(lengths, options.num, hash_model(model))
+    command = f"make_longtail.py --candidates {options.candidates} --num {options.num} --max-tokens {options.max_tokens}"
+    write_workload(options.out, workload, command)
+    num_cut = sum(length == options.max_tokens for length in lengths.values())
+    print(f"{sum(lengths.values())} tokens, {num_cut} responses cut off; chosen {workload.shape}, {workload.num_tokens} tokens")
+
+
+if __name__ == "__main__":
+    main()
