@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from tlt.models.attention import Cached, PackedCausal, StoringPrefill, padding_mask
 from tlt.models.checkpoint import parse_config
-from tlt.models.transformer import ModelConfig, PackedTransformer, Transformer, rope_inverse_frequencies
+from tlt.models.transformer import ModelConfig, PackedLinear, PackedTransformer, Transformer, rope_inverse_frequencies
 
 VOCAB = 61
 PROMPTS = ((7, 3, 44, 9, 60), (1,), (12, 12, 5, 33, 28, 2, 0, 59, 17))
@@ -325,8 +325,31 @@ def test_in_bfloat16_the_packed_transformer_is_as_close_to_float32_as_hugging_fa
 def test_in_bfloat16_no_norm_is_folded_so_that_weights_are_not_rounded_twice() -> None:
     model = referee("llama", torch.bfloat16)
     ours, theirs = packed(model).layers[1], model.model.layers[1]
-    assert torch.equal(ours.qkv_weight[:48], theirs.self_attn.q_proj.weight)
-    assert torch.equal(ours.gate_up_weight[80:], theirs.mlp.up_proj.weight)
+    assert ours.qkv_linear.weight is not None
+    assert ours.gate_up_linear.weight is not None
+    assert torch.equal(ours.qkv_linear.weight[:48], theirs.self_attn.q_proj.weight)
+    assert torch.equal(ours.gate_up_linear.weight[80:], theirs.mlp.up_proj.weight)
+
+
+@pytest.mark.parametrize(("num_in", "num_out"), [(32, 96), (512, 700)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_packed_matrix_multiplies_as_a_plain_one_whichever_kernel_runs(num_in: int, num_out: int, has_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(num_out, num_in, generator=generator), torch.randn(num_out, generator=generator)
+    linear = PackedLinear(num_in, num_out, torch.float32, torch.device("cpu"), has_bias=has_bias)
+    linear.load(weight, bias if has_bias else None)
+    if torch.backends.mkldnn.is_available():
+        assert (linear.weight is None) == (num_in * num_out >= 320_000), "a large matrix exists once"
+    for rows in (1, 3, 40, 300):
+        x, residual = torch.randn(rows, num_in, generator=generator), torch.randn(rows, num_out, generator=generator)
+        expected = x.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
+        torch.testing.assert_close(linear(x).double(), expected, rtol=1e-5, atol=1e-3)
+        if not has_bias:
+            before = residual.clone()
+            torch.testing.assert_close(linear.add_to(residual, x).double(), expected + residual, rtol=1e-5, atol=1e-3)
+            assert torch.equal(residual, before)
+    with pytest.raises(RuntimeError, match="was expected"):
+        linear.load(weight[:-1])
 
 
 def test_a_model_is_packed_for_its_own_device_whatever_the_default_device_is() -> None:

@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt.models.transformer import Attend, DecoderLayer, ModelConfig, PackedLayer, Rope, run_layer
+from tlt.models.transformer import Attend, DecoderLayer, ModelConfig, PackedLayer, PackedLinear, Rope, run_layer
 
 TOKEN_AHEAD = 1
 """Pair t joins feature t with token t + TOKEN_AHEAD, and predicts the feature of that token."""
@@ -90,7 +89,7 @@ class PackedDrafter:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.fc_weight = torch.empty(config.hidden_size, 2 * config.hidden_size, dtype=dtype, device=self.device)
+        self.fc = PackedLinear(2 * config.hidden_size, config.hidden_size, dtype, self.device)
         self.layer = PackedLayer(config, dtype, self.device, has_input_norm=False)
         self.rope = Rope(config, config.max_positions, dtype, self.device)
         self.version = -1
@@ -98,10 +97,10 @@ class PackedDrafter:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Copies a drafter in. Everything must arrive: KeyError or RuntimeError otherwise."""
-        self.fc_weight.copy_(tensors["fc.weight"].detach())
+        self.fc.load(tensors["fc.weight"].detach())
         self.layer.load(tensors, "layers.0.")
         self.version = version
 
     def forward(self, embeddings_NE: Tensor, features_NE: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        x_NE = F.linear(torch.cat([embeddings_NE, features_NE], dim=-1), self.fc_weight)
+        x_NE = self.fc(torch.cat([embeddings_NE, features_NE], dim=-1))
         return run_layer(self.layer, 0, x_NE, self.rope.at(positions_N), attend)
