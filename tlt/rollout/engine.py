@@ -27,7 +27,9 @@ from tlt.speculative.protocol import DraftContext, Drafter
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.tree import ancestors, chain, chain_mask, tree_mask
 from tlt.speculative.verify import verify
-from tlt.types import BatchState, DraftTree, Request, Rollout, Span, Strategy, StrategyTuner, UserError
+from tlt.types import BatchState, DraftTree, Request, Rollout, Span, Strategy, StrategyTuner, UserError, Verdict
+
+Verify = Callable[[DraftTree, Tensor, Tensor, BatchParams], list[Verdict]]
 
 
 @dataclass
@@ -74,7 +76,8 @@ class EngineStats:
 class RolloutEngine:
     """Generates responses for requests. All state lives in this object; nothing in it is random.
 
-    on_span receives what the engine spent its time on ("prefill", "decode", "speculate").
+    on_span receives what the engine spent its time on ("prefill", "decode", "speculate"). `verify` is an argument so that
+    an audit can put a faulty one in its place.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class RolloutEngine:
         max_batch_size: int = 64,
         tuner: StrategyTuner | None = None,
         on_span: Callable[[Span], None] | None = None,
+        verify: Verify = verify,
     ) -> None:
         self.config, self.device = config, torch.device(device)
         self.model = PackedTransformer(config, dtype, self.device)
@@ -95,6 +99,7 @@ class RolloutEngine:
         self.cache = Cache(config, config.num_layers, dtype, self.device, max_batch_size)
         self.noise = NoiseBlocks(config.vocab_size, max_batch_size, Strategy.MAX_DEPTH if tuner else 0, self.device)
         self.on_span = on_span
+        self.verify = verify
         self.stats = EngineStats()
         self._params: BatchParams | None = None
 
@@ -171,7 +176,7 @@ class RolloutEngine:
         tree, noise_BDV = self._propose(strategy)
         prefix_B = torch.tensor([sequence.num_cached for sequence in self.scheduler.running], device=self.device)
         features_BNE, logits_BNV, noise_BNV = self._forward(tree, prefix_B, noise_BDV)
-        verdicts = verify(tree, logits_BNV, noise_BNV, self._batch_params())
+        verdicts = self.verify(tree, logits_BNV, noise_BNV, self._batch_params())
         num_tokens = 0
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
             if not tree.is_chain:
