@@ -218,7 +218,7 @@ def growth(
         rows.append((tilt - 1) * logp_ST - norm_T - torch.log1p(excess * distance_T))
     for event_TV in events_TV:
         mass_T = (p_TV * event_TV).sum(-1)
-        is_in_ST = event_TV.gather(-1, tokens_ST.T).T
+        is_in_ST = event_TV.gather(-1, tokens_ST.T).T.double()
         for odds in ODDS:
             norm_T = 1 + (odds - 1) * mass_T
             distance_T = (odds * mass_T / norm_T - mass_T).abs()
@@ -381,7 +381,7 @@ class Auditor:
 
     def _compare_logprobs(self, logits_TV: Tensor, tokens_T: Tensor, logprobs: Sequence[float]) -> None:
         logp_TV = (logits_TV.double() / (self.params.temperature or 1.0)).log_softmax(-1)
-        gaps_T = (logp_TV.gather(-1, tokens_T[:, None])[:, 0] - torch.tensor(logprobs).double()).abs()
+        gaps_T = (logp_TV.gather(-1, tokens_T[:, None])[:, 0] - torch.tensor(logprobs, dtype=torch.float64)).abs()
         self.logprob_gap = max(self.logprob_gap or 0.0, float(gaps_T.max()))
 
     def _observe_greedy(self, response: Rollout, begin: int, logits_TV: Tensor, tokens_T: Tensor) -> None:

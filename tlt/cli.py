@@ -348,7 +348,8 @@ def describe_audit(report: Any) -> str:
     surprise, share = report.surprise, report.elsewhere
     power = ", ".join(f"{name}: {tokens or 'over 5 million'}" for name, tokens in report.tokens_for_power.items())
     return (
-        f"{verdict}; {size}; e-value at most 10^{report.max_log10_e:.1f} (convicts at 1/{report.alpha:g});"
+        f"{verdict}; {size};"
+        f" e-value 10^{report.log10_e:.1f}, at most 10^{report.max_log10_e:.1f} (convicts at {1 / report.alpha:g});"
         f" mean log p + entropy {surprise.value:+.4f} [{surprise.low:+.4f}, {surprise.high:+.4f}] nats;"
         f" from elsewhere {share.value:.2%} [{share.low:.2%}, {share.high:.2%}] ({report.elsewhere_source});"
         f" tokens for 95 % power: {power}"

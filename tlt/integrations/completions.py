@@ -87,10 +87,9 @@ def _choice(url: str, answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def _post(url: str, payload: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(
-        f"{url.rstrip('/')}/completions", json.dumps(payload).encode(), {"Content-Type": "application/json"}
-    )
+    address, body = f"{url.rstrip('/')}/completions", json.dumps(payload).encode()
     try:
+        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
             found = json.loads(answer.read())
     except urllib.error.HTTPError as error:
