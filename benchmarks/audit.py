@@ -21,9 +21,12 @@ OURS: tuple[tuple[str, ...], ...] = (
     ("--samples", "4", *MODES),
     ("--samples", "1", "--temperature", "0", *MODES),
     ("--samples", "2", "--temperature", "0.7", "--top-k", "8", "--top-p", "0.95", "--min-p", "0.01", *MODES),
+    ("--samples", "4", "--dtype", "bfloat16"),
+    ("--samples", "4", "--dtype", "bfloat16", "--tolerance", "0.05"),
     ("--samples", "4", "--speculation", "4x1x4", "--drafter", DRAFTER, "--plant-fault", "0.01"),
     ("--samples", "1", "--temperature", "0", "--speculation", "4x1x4", "--drafter", DRAFTER, "--plant-fault", "0.01"),
 )
+SHOWN = ("--temperature", "--top-k", "--top-p", "--min-p", "--dtype", "--tolerance")
 
 
 def main() -> None:
@@ -32,10 +35,9 @@ def main() -> None:
     parser.add_argument("--num", default="64")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/audit"))
     options = parser.parse_args()
-    runs = [("--task", "countdown", "--num", options.num, *arguments) for arguments in OURS]
+    results = [result for arguments in OURS for result in run(("--task", "countdown", "--num", options.num, *arguments))]
     for path in sorted(options.vllm.glob("vllm-*.jsonl")):
-        runs.append(("--responses", str(path), *(("--temperature", "0") if path.stem.endswith("-t0") else ())))
-    results = [result for arguments in runs for result in run(arguments)]
+        results += run(("--responses", str(path), *(("--temperature", "0") if path.stem.endswith("-t0") else ())))
     report = {"environment": environment(), "audits": results}
     options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     options.out.with_suffix(".md").write_text(to_markdown(report), encoding="utf-8")
@@ -77,7 +79,11 @@ def to_markdown(report: dict[str, Any]) -> str:
         settings = mode["command"].split(" --num ")[-1] if " --task " in mode["command"] else mode["command"].split(BASE)[-1]
         words = settings.split()
         given = {key: value for key, value in itertools.pairwise(words) if key.startswith("--")}
-        shown = [f"{key[2:]} {given[key]}" for key in ("--temperature", "--top-k", "--top-p", "--min-p") if key in given]
+        shown = [
+            f"{key[2:]} {given[key]}"
+            for key in ("--temperature", "--top-k", "--top-p", "--min-p", "--dtype", "--tolerance")
+            if key in given
+        ]
         verdict = "lossless" if mode["is_lossless"] else "**not lossless**"
         columns = [mode["mode"].removesuffix(".jsonl"), ", ".join(shown) or "temperature 1", verdict]
         columns += [f"{mode['num_tokens']:,}", f"{mode['mean_tokens']:.1f}"]

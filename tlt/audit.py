@@ -581,9 +581,13 @@ def mean_with_interval(values_T: Tensor) -> Estimate:
 
 
 def most_likely_share(ratios_RT: Tensor) -> tuple[str, Estimate]:
-    """The source and the share ε that make (1 − ε) p + ε r likeliest, given r(y) / p(y) of every token."""
+    """The source and the share ε that make (1 − ε) p + ε r likeliest, given r(y) / p(y) of every token.
+
+    Where no source makes them likelier by more than chance does, the one that could hide the largest share.
+    """
     found = [_share_of(ratios_T - 1) for ratios_T in ratios_RT]
-    best = max(range(len(found)), key=lambda source: found[source][0])
+    is_seen = max(gained for gained, _ in found) > 1.92
+    best = max(range(len(found)), key=lambda source: found[source][0] if is_seen else found[source][1].high)
     return SOURCES[best], found[best][1]
 
 
