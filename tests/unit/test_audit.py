@@ -183,7 +183,7 @@ def test_a_lossless_engine_passes() -> None:
 
 
 def test_a_planted_fault_is_caught_within_the_stated_tokens() -> None:
-    """60 engines that say any token with probability 0.01, judged for as many tokens as the clean audit states for
+    """40 engines that say any token with probability 0.01, judged for as many tokens as the clean audit states for
     power 0.95. Fewer than `least` catches have probability below 1e-4."""
     table_VV = make_table()
     p_VV = table_VV.softmax(-1)
@@ -191,12 +191,12 @@ def test_a_planted_fault_is_caught_within_the_stated_tokens() -> None:
     stated = clean.tokens_for_power["0.01 uniform"]
     assert stated is not None
     assert stated < 5_000
-    runs = [run_audit(table_VV, 0.99 * p_VV + 0.01 / V, stated, seed) for seed in range(100, 160)]
-    least = binom.ppf(1e-4, 60, 0.95)
+    runs = [run_audit(table_VV, 0.99 * p_VV + 0.01 / V, stated, seed) for seed in range(100, 140)]
+    least = binom.ppf(1e-4, 40, 0.95)
     assert sum(run.detected_at is not None for run in runs) >= least
-    (source, share) = most_likely_share(torch.cat([torch.cat(run.ratios_RT, dim=1) for run in runs], dim=1))
+    source, share = most_likely_share(torch.cat([torch.cat(run.ratios_RT, dim=1) for run in runs], dim=1))
     assert source == "uniform"
-    assert share.low < 0.01 < share.high
+    assert share.value == pytest.approx(0.01, rel=0.2)
 
 
 @pytest.mark.parametrize(("factor", "sign"), [(0.9, 1), (1.1, -1)])
