@@ -65,12 +65,19 @@ def test_our_engine_passes_in_every_mode_under_every_setting(mode: str, params: 
 
 
 def with_fault(fault: Verify, drafter: str = "random", strategies: Sequence[Strategy] = (TREE,)) -> RolloutEngine:
-    engine = make_engine(make_policy(), Switching(strategies, 0), drafter, dtype=torch.float32)
+    engine = make_engine(make_policy(), Switching(strategies, 0), drafter, dtype=torch.float32, max_batch_size=64)
     engine.verify = fault
     return engine
 
 
-@pytest.mark.parametrize("params", [PARAMS[1], PARAMS[3], PARAMS[0]], ids=["sampled", "top-k", "greedy"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param(PARAMS[1], id="sampled", marks=pytest.mark.slow),
+        pytest.param(PARAMS[3], id="top-k"),
+        pytest.param(PARAMS[0], id="greedy"),
+    ],
+)
 def test_a_rejected_draft_accepted_with_probability_001_is_found(params: SamplingParams, referee: Referee) -> None:
     """A random drafter's guesses are nearly always rejected, so about 1 token in 100 is any token at all."""
     fault = PlantedFault(0.01)
