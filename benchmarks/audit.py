@@ -31,16 +31,26 @@ SHOWN = ("--temperature", "--top-k", "--top-p", "--min-p", "--dtype", "--toleran
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, required=True)
-    parser.add_argument("--num", default="64")
+    parser.add_argument("--vllm", type=Path)
+    parser.add_argument("--num", default="24")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/audit"))
     options = parser.parse_args()
-    results = [result for arguments in OURS for result in run(("--task", "countdown", "--num", options.num, *arguments))]
-    for path in sorted(options.vllm.glob("vllm-*.jsonl")):
-        results += run(("--responses", str(path), *(("--temperature", "0") if path.stem.endswith("-t0") else ())))
-    report = {"environment": environment(), "audits": results}
-    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    options.out.with_suffix(".md").write_text(to_markdown(report), encoding="utf-8")
+    runs = [("--task", "countdown", "--num", options.num, *arguments) for arguments in OURS]
+    if options.vllm is not None:
+        paths = sorted(options.vllm.glob("vllm-*.jsonl"))
+        runs = [("--responses", str(path), *(("--temperature", "0") if path.stem.endswith("-t0") else ())) for path in paths]
+    for arguments in runs:
+        save(run(arguments), options.out)
+
+
+def save(results: list[dict[str, Any]], out: Path) -> None:
+    path = out.with_suffix(".json")
+    kept = json.loads(path.read_text(encoding="utf-8"))["audits"] if path.exists() else []
+    commands = {result["command"] for result in results}
+    results = [*(audit for audit in kept if audit["command"] not in commands), *results]
+    report = {"environment": environment(), "audits": sorted(results, key=lambda audit: "--task" not in audit["command"])}
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    out.with_suffix(".md").write_text(to_markdown(report), encoding="utf-8")
 
 
 def run(arguments: tuple[str, ...]) -> list[dict[str, Any]]:

@@ -292,6 +292,8 @@ class AuditReport:
     num_near_ties: int
     num_cut_short: int
     num_past_stop: int
+    num_copies: int
+    """Responses that repeat a long one; not judged, and not counted above."""
     logprob_gap: float | None
     """Largest difference between the engine's reported log-probabilities and the referee's; None when it reports none."""
     offenders: tuple[Offender, ...]
@@ -336,7 +338,7 @@ class Auditor:
         self.logprob_gap: float | None = None
         self.unstopped: list[int] = []
         self.num_past_stop = self.num_copies = 0
-        self._seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        self._logprobs: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
 
     @property
     def log_threshold(self) -> float:
@@ -347,8 +349,13 @@ class Auditor:
         return float(self.wealth_K.logsumexp(0)) - math.log(len(BETS))
 
     def observe(self, response: Rollout, logits: Iterable[Tensor]) -> None:
-        """One response and the referee's logits of its tokens, [T, V] in pieces."""
+        """One response and the referee's logits of its tokens, [T, V] in pieces. A long response that was judged before,
+        which chance does not repeat, is counted as a copy and not judged again: it is no new evidence."""
         assert response.token_ids, "a response has at least one token"
+        key = (response.prompt_ids, response.token_ids)
+        if self._logprobs.get(key, 0.0) < _COPY_LOGPROB:
+            self.num_copies += 1
+            return
         self._note_ending(response)
         matches = torch.tensor(suffix_matches(response.prompt_ids, response.token_ids))
         sums_SK = torch.zeros(1 + len(REFERENCE_SOURCES), len(BETS), dtype=torch.float64)
@@ -368,9 +375,7 @@ class Auditor:
         self.num_tokens += begin
         self.lengths.append(begin)
         self.responses_SK.append(sums_SK)
-        key = (response.prompt_ids, response.token_ids)
-        self.num_copies += key in self._seen and logprob < _COPY_LOGPROB
-        self._seen.add(key)
+        self._logprobs[key] = logprob
 
     def _note_ending(self, response: Rollout) -> None:
         stops = [index for index, token in enumerate(response.token_ids) if self.is_stop_V[token]]
@@ -471,7 +476,7 @@ class Auditor:
                 break
             token, expected = int(tokens_T[t]), int(logp_TV[t].argmax())
             offender = Offender(
-                response=len(self.lengths),
+                response=len(self.lengths) + self.num_copies,
                 problem_id=response.problem_id,
                 sample_index=response.sample_index,
                 position=begin + t,
@@ -489,11 +494,6 @@ class Auditor:
 
     def report(self, mode: str) -> AuditReport:
         assert self.lengths, "at least one response was judged"
-        if self.num_copies:
-            raise UserError(
-                f"{mode}: {self.num_copies} of {len(self.lengths)} responses repeat another token for token, which chance"
-                " does not do; give every response a seed of its own and every line once"
-            )
         is_greedy = self.params.temperature == 0
         limit = self.limit if self.limit is not None else max(self.unstopped, default=0)
         num_cut_short = sum(length < limit for length in self.unstopped)
@@ -511,6 +511,11 @@ class Auditor:
             (self.num_past_stop > 0, f"{self.num_past_stop} responses go on past a stop token"),
         )
         reasons = tuple(reason for is_found, reason in findings if is_found)
+        if self.num_copies and not reasons:
+            raise UserError(
+                f"{mode}: {self.num_copies} of {len(self.lengths) + self.num_copies} responses repeat another token for token,"
+                " which chance does not do; give every response a seed of its own and every line once"
+            )
         report = AuditReport(
             mode=mode,
             is_lossless=not reasons,
@@ -535,6 +540,7 @@ class Auditor:
             num_near_ties=self.num_near_ties,
             num_cut_short=num_cut_short,
             num_past_stop=self.num_past_stop,
+            num_copies=self.num_copies,
             logprob_gap=self.logprob_gap,
             offenders=tuple(offender for _, _, offender in sorted(self.offenders, reverse=True)),
         )
