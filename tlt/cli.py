@@ -112,6 +112,66 @@ class Score:
 
 
 @dataclass(frozen=True)
+class Audit:
+    """Judge whether an engine samples what the model says: exit code 0 lossless, 1 not.
+
+    The engine is ours by default, once per --speculation; any other through --responses or --url. Its tokens are held
+    against the probabilities of transformers' own model by a betting test, valid after however many tokens.
+    """
+
+    model: Annotated[Positional[Path], arg(metavar="MODEL")]
+    """Hugging Face checkpoint folder of the target."""
+    prompts: Path | None = None
+    """JSONL: prompt (text), prompt_ids or messages (chat), and optionally problem_id."""
+    task: Annotated[str | None, arg(metavar="NAME")] = None
+    """Instead of --prompts: problems of a task such as countdown, its test split."""
+    num: int = 64
+    """Problems of --task."""
+    responses: Path | None = None
+    """Judge this JSONL of responses with prompt_ids and token_ids, all that were asked for."""
+    url: Annotated[str | None, arg(metavar="URL")] = None
+    """Judge an OpenAI-compatible server such as http://localhost:8000/v1."""
+    engine_model: Annotated[str | None, arg(metavar="NAME")] = None
+    """The model's name on that server."""
+    samples: int = 8
+    """Responses per prompt."""
+    temperature: float = 1.0
+    """What the engine was told; 0 is greedy. So are the next three."""
+    top_p: float = 1.0
+    """1 is off."""
+    top_k: int = 0
+    """0 is off."""
+    min_p: float = 0.0
+    """0 is off."""
+    max_tokens: int = 512
+    """Longest response."""
+    seed: int = 0
+    """Of the engine, and of the task's problems."""
+    speculation: Annotated[str, arg(metavar="off|adaptive|DEPTHxWIDTHxBUDGET[,...]")] = "off"
+    """Modes of our engine, each judged alone; other than off need --drafter."""
+    drafter: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Drafter folder."""
+    plant_fault: Annotated[float, arg(metavar="PROBABILITY")] = 0.0
+    """Accept a rejected draft so often: the audit must find it."""
+    alpha: float = 1e-4
+    """False-positive rate."""
+    tolerance: float = 1e-3
+    """Nats by which the engine's rounding may move a log-probability; at temperature 0, a near-tie."""
+    referee_dtype: Literal["float32", "float64"] = "float32"
+    """Of the referee's forward."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Of our engine's weights and activations."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Of our engine; the referee runs on the CPU."""
+    max_batch_size: int = 64
+    """Sequences decoded at a time; requests in flight for --url."""
+    threads: int = 1
+    """CPU threads."""
+    out: Annotated[Path | None, arg(metavar="PATH")] = None
+    """Write the whole reports as JSON."""
+
+
+@dataclass(frozen=True)
 class DrafterTrain:
     """Train a drafter for a model on its own responses."""
 
@@ -153,8 +213,8 @@ class BenchRollout:
     """At each constant batch size, and of the longtail workload."""
     seconds: float = 2.0
     """One stretch at a constant batch."""
-    arm_rounds: int = 20
-    """Turns of every strategy at batch 1; fewer at larger batches."""
+    arm_rounds: int = 60
+    """Turns of every strategy at batch 1; fewer at larger batches, where a step says more."""
     temperatures: str = "1.0"
     """Of arms."""
     steps: int = 12
@@ -174,6 +234,7 @@ COMMANDS: dict[str, type] = {
     "generate": Generate,
     "task": Task,
     "score": Score,
+    "audit": Audit,
     "drafter train": DrafterTrain,
     "bench rollout": BenchRollout,
 }
@@ -194,6 +255,8 @@ def run(command: Any, overrides: Sequence[str]) -> int:
             return _task(command)
         case Score():
             return _score(command)
+        case Audit():
+            return _audit(command)
         case DrafterTrain():
             return _drafter_train(command)
         case BenchRollout():
@@ -265,6 +328,48 @@ def _score(command: Score) -> int:
     summary = score.summary
     print(f"mean reward {summary['mean_reward']:.4f}, solve rate {summary['solve_rate']:.4f}")
     return _print_json(summary)
+
+
+def _audit(command: Audit) -> int:
+    from tlt import commands
+    from tlt.audit import AuditReport
+    from tlt.types import SamplingParams
+
+    given = dict(vars(command))
+    law = ("temperature", "top_k", "top_p", "min_p", "max_tokens", "seed")
+    params = SamplingParams(**{name: given.pop(name) for name in law})
+    speculations = tuple(word.strip() for word in given.pop("speculation").split(",") if word.strip())
+
+    def show(report: AuditReport) -> None:
+        print(f"{report.mode}: {describe_audit(report)}", flush=True)
+        for offender in () if report.is_lossless else report.offenders[:5]:
+            print(
+                f"  response {offender.response} ({offender.problem_id}), token {offender.position}: {offender.token_id}"
+                f" {offender.text!r} with p = {offender.p:.2g}; expected {offender.expected_id} {offender.expected_text!r}"
+                f" with p = {offender.expected_p:.2g}"
+            )
+
+    options = commands.AuditOptions(params=params, speculations=speculations, **given)
+    summary = commands.audit(options, " ".join(["tlt", *sys.argv[1:]]), show)
+    _print_json(summary)
+    return 0 if summary["lossless"] else 1
+
+
+def describe_audit(report: Any) -> str:
+    """One line of an AuditReport."""
+    size = f"{report.num_tokens} tokens in {report.num_responses} responses (mean {report.mean_tokens:.1f})"
+    verdict = "lossless" if report.is_lossless else f"NOT lossless: {'; '.join(report.reasons)}"
+    if report.max_log10_e is None:
+        return f"{verdict}; {size}; {report.num_near_ties} near-ties"
+    surprise, share = report.surprise, report.elsewhere
+    power = ", ".join(f"{name}: {tokens or 'over 5 million'}" for name, tokens in report.tokens_for_power.items())
+    return (
+        f"{verdict}; {size};"
+        f" e-value 10^{report.log10_e:.1f}, at most 10^{report.max_log10_e:.1f} (convicts at {1 / report.alpha:g});"
+        f" mean log p + entropy {surprise.value:+.4f} [{surprise.low:+.4f}, {surprise.high:+.4f}] nats;"
+        f" from elsewhere {share.value:.2%} [{share.low:.2%}, {share.high:.2%}] ({report.elsewhere_source});"
+        f" tokens for 95 % power: {power}"
+    )
 
 
 def _drafter_train(command: DrafterTrain) -> int:

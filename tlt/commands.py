@@ -1,35 +1,38 @@
-"""What the command line's smaller commands do: generate, task, score, drafter train. Values in, a summary out.
+"""What the command line's smaller commands do: generate, task, score, audit, drafter train. Values in, a summary out.
 
 This file checks files before work begins and writes each output whole or not at all. It parses no arguments and prints
 nothing. Heavy imports stay inside the functions that need them.
 
     problems.jsonl ──task──▶ ──generate──▶ responses.jsonl ──score──▶ summary
-                                                          └─drafter train──▶ drafter/
+                                                          ├─drafter train──▶ drafter/
+                                                          └─audit──▶ verdict
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlt.config import Config, load_config
-from tlt.files import Record, check_output_file, get_id, read_jsonl, write_jsonl
+from tlt.files import Record, check_output_file, get_id, read_jsonl, write_atomically, write_jsonl
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tlt.audit import AuditReport, Referee
     from tlt.bench.rollout import Options
     from tlt.models.tokenizer import Tokenizer
     from tlt.models.transformer import ModelConfig
     from tlt.rl.tasks import Task
     from tlt.rollout.drafters import LearnedDrafter
-    from tlt.rollout.engine import EngineStats, RolloutEngine
+    from tlt.rollout.engine import EngineStats, RolloutEngine, Verify
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -74,7 +77,7 @@ def generate(options: GenerateOptions) -> Record:
     prompts = read_prompts(options.prompts, tokenizer, vocab_size=model_config.vocab_size, window=model_config.max_positions)
 
     torch.set_num_threads(options.threads)
-    engine = _make_engine(options, model_config, load_tensors(options.model, model_config))
+    engine = _make_engine(options, options.speculation, model_config, load_tensors(options.model, model_config))
     params = replace(options.params, stop_ids=stop_ids)
     requests = [
         Request(prompt.problem_id, sample_index, prompt.prompt_ids, params, purpose="generate")
@@ -92,6 +95,11 @@ def generate(options: GenerateOptions) -> Record:
 
 
 def _check_generate(options: GenerateOptions) -> None:
+    _check_engine(options, options.speculation)
+    check_output_file(options.out, "--out")
+
+
+def _check_engine(options: GenerateOptions | AuditOptions, speculation: str) -> None:
     from tlt.rollout.hybrid import drafter_kinds
     from tlt.rollout.tuner import make_tuner
 
@@ -101,19 +109,24 @@ def _check_generate(options: GenerateOptions) -> None:
     if not 0 <= options.params.seed < 2**63:
         raise UserError(f"--seed: is {options.params.seed}; it must be in [0, 2^63)")
     resolve_dtype(options.dtype)
-    make_tuner(options.speculation, drafter_kinds(options.drafter is not None))
+    make_tuner(speculation, drafter_kinds(options.drafter is not None))
     if options.drafter is not None and not options.drafter.is_dir():
         raise UserError(f"--drafter: {options.drafter} does not exist; give a drafter folder")
-    check_output_file(options.out, "--out")
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int) -> list[Prompt]:
     """Prompts as token ids. A line without problem_id is named by its number."""
+    return _encode_prompts(read_jsonl(path, "--prompts"), tokenizer, vocab_size=vocab_size, window=window)
+
+
+def _encode_prompts(
+    records: Sequence[tuple[str, Record]], tokenizer: Tokenizer | None, *, vocab_size: int, window: int
+) -> list[Prompt]:
     from tlt.models.tokenizer import check_prompt
 
     prompts: list[Prompt] = []
     places: dict[str, str] = {}
-    for place, record in read_jsonl(path, "--prompts"):
+    for place, record in records:
         problem_id = get_id(place, record, default=place.rpartition(":")[2])
         if problem_id in places:
             raise UserError(f"{place}: problem_id {problem_id!r} was given at {places[problem_id]} already; make it unique")
@@ -160,12 +173,20 @@ def _response_record(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
     }
 
 
-def _make_engine(options: GenerateOptions, model_config: ModelConfig, tensors: Mapping[str, Tensor]) -> RolloutEngine:
+def _make_engine(
+    options: GenerateOptions | AuditOptions,
+    speculation: str,
+    model_config: ModelConfig,
+    tensors: Mapping[str, Tensor],
+    verify: Verify | None = None,
+) -> RolloutEngine:
+    """`verify` None is the engine's own."""
     import torch
 
     from tlt.rollout.engine import RolloutEngine
     from tlt.rollout.hybrid import drafter_kinds, make_drafter
     from tlt.rollout.tuner import make_tuner
+    from tlt.speculative.verify import verify as default_verify
 
     has_cuda = torch.cuda.is_available()
     if options.device == "cuda" and not has_cuda:
@@ -175,7 +196,8 @@ def _make_engine(options: GenerateOptions, model_config: ModelConfig, tensors: M
         dtype=resolve_dtype(options.dtype),
         device="cuda" if has_cuda and options.device != "cpu" else "cpu",
         max_batch_size=options.max_batch_size,
-        tuner=make_tuner(options.speculation, drafter_kinds(options.drafter is not None)),
+        tuner=make_tuner(speculation, drafter_kinds(options.drafter is not None)),
+        verify=verify or default_verify,
     )
     engine.load_policy(tensors)
     if engine.tuner is not None:
@@ -322,6 +344,194 @@ def _summarize_scores(verdicts: Mapping[str, Sequence[Record]]) -> Score:
 
 
 # --------------------------------------------------------------------------------------------------------------------
+# audit
+
+
+@dataclass(frozen=True)
+class AuditOptions:
+    """Everything `tlt audit` depends on. The responses come from `responses` (a file), from `url` (a server), or from
+    our engine, once per entry of `speculations`; the latter two answer `prompts` or `num` problems of `task`."""
+
+    model: Path
+    responses: Path | None
+    url: str | None
+    engine_model: str | None
+    prompts: Path | None
+    task: str | None
+    num: int
+    samples: int
+    params: SamplingParams
+    speculations: tuple[str, ...]
+    drafter: Path | None
+    plant_fault: float
+    alpha: float
+    tolerance: float
+    referee_dtype: str
+    dtype: str
+    device: str
+    max_batch_size: int
+    threads: int
+    out: Path | None
+
+
+def audit(options: AuditOptions, command: str, on_report: Callable[[AuditReport], None]) -> Record:
+    """Judges every mode; `on_report` receives each report as it is made. Returns the summary, and writes all to `out`."""
+    import torch
+
+    from tlt.audit import Auditor, Referee
+    from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
+
+    _check_audit(options)
+    torch.set_num_threads(options.threads)
+    referee = Referee(options.model, resolve_dtype(options.referee_dtype))
+    tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
+    params = replace(options.params, stop_ids=tokenizer.stop_ids if tokenizer is not None else read_stop_ids(options.model))
+    reports = []
+    for mode, rollouts in _audited_modes(options, params, referee, tokenizer):
+        auditor = Auditor(
+            params,
+            referee.vocab_size,
+            referee.window,
+            alpha=options.alpha,
+            tolerance=options.tolerance,
+            limit=None if options.responses is not None else params.max_tokens,
+            seed=params.seed,
+        )
+        for rollout in rollouts:
+            if rollout.finish_reason == "stop" and rollout.token_ids[-1] not in params.stop_ids:
+                raise UserError(
+                    f"{mode}: problem {rollout.problem_id!r}, sample {rollout.sample_index} has finish_reason stop but does not"
+                    f" end with a stop token {params.stop_ids}; keep the token that ended it"
+                )
+            auditor.observe(rollout, referee.logits(rollout.prompt_ids, rollout.token_ids))
+        report = auditor.report(mode)
+        if tokenizer is not None:
+            report = _with_texts(report, tokenizer)
+        reports.append(report)
+        on_report(report)
+    if options.out is not None:
+        record = {"command": command, "options": {key: str(value) for key, value in vars(options).items()}}
+        with write_atomically(options.out) as file:
+            modes = [{**asdict(report), "mean_tokens": report.mean_tokens} for report in reports]
+            json.dump({**record, "modes": modes}, file, indent=1, ensure_ascii=False)
+            file.write("\n")
+    return {
+        "lossless": all(report.is_lossless for report in reports),
+        "modes": {report.mode: {"lossless": report.is_lossless, "log10_e": report.max_log10_e} for report in reports},
+    }
+
+
+def _check_audit(options: AuditOptions) -> None:
+    sources = {"--responses": options.responses, "--url": options.url}
+    if options.responses is not None and options.url is not None:
+        raise UserError("--responses and --url: name two engines; give one of them")
+    if options.responses is None and (options.prompts is None) == (options.task is None):
+        raise UserError("--prompts: give the prompts to answer, as --prompts FILE or --task NAME, one of the two")
+    for name, value in sources.items():
+        if value is not None and (options.speculations != ("off",) or options.drafter or options.plant_fault):
+            raise UserError(f"{name}: {value} is another engine; leave --speculation, --drafter and --plant-fault out")
+    if (options.url is None) != (options.engine_model is None):
+        raise UserError("--url and --engine-model belong together: the server's address and the name it serves the model by")
+    if options.responses is not None and (options.prompts is not None or options.task is not None):
+        raise UserError("--responses: the file holds its prompts itself; leave --prompts and --task out")
+    for speculation in options.speculations:
+        _check_engine(options, speculation)
+    if len(set(options.speculations)) < len(options.speculations) or not options.speculations:
+        raise UserError(f"--speculation: {','.join(options.speculations)!r} must name every mode once")
+    if options.num < 1:
+        raise UserError(f"--num: is {options.num}; it must be 1 or more")
+    for name, share in (("plant-fault", options.plant_fault), ("alpha", options.alpha)):
+        if not 0 <= share <= 1 or (name == "alpha" and share in (0, 1)):
+            raise UserError(f"--{name}: is {share}; it must be a probability")
+    if options.plant_fault and set(options.speculations) == {"off"}:
+        raise UserError("--plant-fault: is a fault of speculation; give --speculation DEPTHxWIDTHxBUDGET and --drafter DIR")
+    if not 0 <= options.tolerance <= 1:
+        raise UserError(f"--tolerance: is {options.tolerance}; it must be in [0, 1] nats, 0.001 for a float32 engine")
+    if options.out is not None:
+        check_output_file(options.out, "--out")
+
+
+def _audited_modes(
+    options: AuditOptions, params: SamplingParams, referee: Referee, tokenizer: Tokenizer | None
+) -> Iterator[tuple[str, Sequence[Rollout]]]:
+    """Each engine that is to be judged: its name and its responses, in the order they were asked for."""
+    if options.responses is not None:
+        yield options.responses.name, _read_audited(options.responses, referee)
+        return
+    if options.prompts is not None:
+        records = read_jsonl(options.prompts, "--prompts")
+    else:
+        assert options.task is not None
+        problems = make_problems(_get_task(options.task), options.task, options.num, params.seed, {"split": "test"})
+        records = [(f"task {options.task}", problem) for problem in problems]
+    requests = [
+        Request(prompt.problem_id, sample_index, prompt.prompt_ids, params, purpose="generate")
+        for prompt in _encode_prompts(records, tokenizer, vocab_size=referee.vocab_size, window=referee.window)
+        for sample_index in range(options.samples)
+    ]
+    if options.url is not None:
+        from tlt.integrations.completions import complete
+
+        assert options.engine_model is not None
+        yield options.url, list(complete(options.url, options.engine_model, requests, options.max_batch_size))
+        return
+    for speculation in options.speculations:
+        yield _audited_name(options, speculation), _generate_audited(options, speculation, requests)
+
+
+def _audited_name(options: AuditOptions, speculation: str) -> str:
+    return f"{speculation}, {options.plant_fault:g} planted" if options.plant_fault and speculation != "off" else speculation
+
+
+def _generate_audited(options: AuditOptions, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
+    from tlt.audit import PlantedFault
+    from tlt.models.checkpoint import load_config as load_model_config
+    from tlt.models.checkpoint import load_tensors
+
+    config = load_model_config(options.model)
+    verify = PlantedFault(options.plant_fault, options.params.seed) if options.plant_fault else None
+    engine = _make_engine(options, speculation, config, load_tensors(options.model, config), verify)
+    order = {(request.problem_id, request.sample_index): index for index, request in enumerate(requests)}
+    return sorted(engine.generate(requests), key=lambda rollout: order[rollout.problem_id, rollout.sample_index])
+
+
+def _read_audited(path: Path, referee: Referee) -> list[Rollout]:
+    """Responses of any engine. `finish_reason` and `logprobs` are used where they are there."""
+    rollouts = []
+    for index, (place, record) in enumerate(read_jsonl(path, "--responses")):
+        prompt_ids, token_ids = _response_ids(place, record, vocab_size=referee.vocab_size, window=referee.window)
+        if not prompt_ids or not token_ids:
+            raise UserError(f"{place}: prompt_ids and token_ids need at least one token each; remove the line")
+        logprobs = record.get("logprobs") or ()
+        if logprobs and len(logprobs) != len(token_ids):
+            raise UserError(f"{place}: has {len(token_ids)} token_ids but {len(logprobs)} logprobs; give one each, or none")
+        sample_index = record.get("sample_index")
+        rollouts.append(
+            Rollout(
+                get_id(place, record, default=f"line {index + 1}"),
+                sample_index if isinstance(sample_index, int) else 0,
+                prompt_ids,
+                token_ids,
+                tuple(logprobs),
+                "stop" if record.get("finish_reason") == "stop" else "length",
+                policy_version=0,
+            )
+        )
+    return rollouts
+
+
+def _with_texts(report: AuditReport, tokenizer: Tokenizer) -> AuditReport:
+    def text(token_id: int) -> str:
+        return str(tokenizer.hf.convert_ids_to_tokens(token_id))
+
+    offenders = tuple(
+        replace(offender, text=text(offender.token_id), expected_text=text(offender.expected_id))
+        for offender in report.offenders
+    )
+    return replace(report, offenders=offenders)
+
+
+# --------------------------------------------------------------------------------------------------------------------
 # drafter train
 
 
@@ -421,23 +631,28 @@ def _check_drafter_train(options: DrafterTrainOptions) -> None:
 
 def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]:
     """Responses as `tlt generate` writes them; only their ids are needed."""
-    from tlt.models.tokenizer import check_prompt
-
     rollouts = []
     for index, (place, record) in enumerate(read_jsonl(path, "--responses")):
-        ids: list[tuple[int, ...]] = []
-        for key in ("prompt_ids", "token_ids"):
-            value = record.get(key)
-            if not isinstance(value, list) or not all(type(token) is int for token in value):
-                raise UserError(f"{place}: {key} must be a list of whole numbers, as tlt generate writes it")
-            ids.append(tuple(value))
-        prompt_ids, token_ids = ids
-        if len(prompt_ids) + len(token_ids) > window:
-            length = len(prompt_ids) + len(token_ids)
-            raise UserError(f"{place}: has {length} tokens but the model's window is {window}; remove the line")
-        check_prompt(prompt_ids + token_ids, place, vocab_size=vocab_size, window=window + 1)
+        prompt_ids, token_ids = _response_ids(place, record, vocab_size=vocab_size, window=window)
         rollouts.append(Rollout(f"line {index}", 0, prompt_ids, token_ids, (), "stop", policy_version=0))
     return rollouts
+
+
+def _response_ids(place: str, record: Record, *, vocab_size: int, window: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    from tlt.models.tokenizer import check_prompt
+
+    ids: list[tuple[int, ...]] = []
+    for key in ("prompt_ids", "token_ids"):
+        value = record.get(key)
+        if not isinstance(value, list) or not all(type(token) is int for token in value):
+            raise UserError(f"{place}: {key} must be a list of whole numbers, as tlt generate writes it")
+        ids.append(tuple(value))
+    prompt_ids, token_ids = ids
+    if len(prompt_ids) + len(token_ids) > window:
+        length = len(prompt_ids) + len(token_ids)
+        raise UserError(f"{place}: has {length} tokens but the model's window is {window}; remove the line")
+    check_prompt(prompt_ids + token_ids, place, vocab_size=vocab_size, window=window + 1)
+    return prompt_ids, token_ids
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ def constant(subject: Subject, options: Options, batch_size: int) -> dict[str, A
 def arms(subject: Subject, options: Options, batch_size: int, temperature: float, ranking: str = "coupled") -> ArmCosts:
     """All default arms at one batch size, in turns."""
     engine = subject.engine("adaptive", batch_size, ranking=ranking)
-    rounds = max(options.arm_rounds * 4 // (4 + batch_size.bit_length()), 2)
+    rounds = max(round(options.arm_rounds / batch_size**0.6), min(options.arm_rounds, 6))
     num = max(batch_size // 2, 8)
     return record_arms(
         engine,

@@ -40,6 +40,8 @@ from tlt.types import (
     Verdict,
 )
 
+Verify = Callable[[DraftTree, Tensor, Tensor, BatchParams], list[Verdict]]
+
 
 @dataclass
 class StrategyStats:
@@ -119,7 +121,8 @@ class EngineStats:
 class RolloutEngine:
     """Generates responses for requests. All state lives in this object; nothing in it is random.
 
-    on_span receives what the engine spent its time on ("prefill", "decode", "speculate").
+    on_span receives what the engine spent its time on ("prefill", "decode", "speculate"). `verify` is an argument so that
+    an audit can put a faulty one in its place.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class RolloutEngine:
         max_batch_size: int = 64,
         tuner: StrategyTuner | None = None,
         on_span: Callable[[Span], None] | None = None,
+        verify: Verify = verify,
     ) -> None:
         self.config, self.device = config, torch.device(device)
         self.model = PackedTransformer(config, dtype, self.device)
@@ -140,6 +144,7 @@ class RolloutEngine:
         self.cache = Cache(config, config.num_layers, dtype, self.device, max_batch_size)
         self.noise = NoiseBlocks(config.vocab_size, max_batch_size, Strategy.MAX_DEPTH if tuner else 0, self.device)
         self.on_span = on_span
+        self.verify = verify
         self.stats = EngineStats()
         self._params: BatchParams | None = None
         self._predicted_speed: float | None = None
@@ -219,7 +224,7 @@ class RolloutEngine:
         tree, noise_BDV = self._propose(strategy)
         prefixes = [sequence.num_cached for sequence in self.scheduler.running]
         features_BNE, logits_BNV, noise_BNV = self._forward(tree, prefixes, noise_BDV)
-        verdicts = verify(tree, logits_BNV, noise_BNV, self._batch_params())
+        verdicts = self.verify(tree, logits_BNV, noise_BNV, self._batch_params())
         num_tokens = 0
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
             if not tree.is_chain:

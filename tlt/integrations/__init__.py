@@ -1,0 +1,1 @@
+"""How TLT meets other people's engines and trainers, one file each."""

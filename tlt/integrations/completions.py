@@ -1,0 +1,103 @@
+"""Responses of an OpenAI-compatible server (vLLM, SGLang, …), as token ids over its completions endpoint. Knows HTTP alone.
+
+Prompts go out as token ids. Token ids come back in `token_ids` (asked for by `return_token_ids`, vLLM ≥ 0.10.2), or as
+tokens written "token_id:17" among the log-probabilities (`return_tokens_as_token_ids`, older vLLM). Text is never used:
+encoding it again need not give the tokens that were sampled.
+"""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from tlt.types import FinishReason, Request, Rollout, UserError
+
+_FORMS: tuple[dict[str, Any], ...] = (
+    {"return_token_ids": True},
+    {"return_tokens_as_token_ids": True, "logprobs": 1},
+)
+_TIMEOUT_SECONDS = 600
+
+
+def complete(url: str, model: str, requests: Sequence[Request], num_parallel: int = 32) -> Iterator[Rollout]:
+    """Yields one response per request, in their order. Every request carries a seed of its own."""
+    form = _find_form(url, model, requests[0])
+    with ThreadPoolExecutor(num_parallel) as pool:
+        yield from pool.map(lambda request: _complete_one(url, model, request, form), requests)
+
+
+def _find_form(url: str, model: str, request: Request) -> dict[str, Any]:
+    """How this server is asked for token ids."""
+    for form in _FORMS:
+        choice = _choice(url, _post(url, _payload(model, request, form, max_tokens=1)))
+        if read_token_ids(choice) is not None:
+            return form
+    raise UserError(
+        f"--url: {url} returns no token ids (neither return_token_ids nor return_tokens_as_token_ids);"
+        " use a server that does, or write its responses to a file for --responses"
+    )
+
+
+def _complete_one(url: str, model: str, request: Request, form: dict[str, Any]) -> Rollout:
+    choice = _choice(url, _post(url, _payload(model, request, form, request.params.max_tokens)))
+    token_ids = read_token_ids(choice)
+    if not token_ids:
+        raise UserError(f"--url: {url} returned no token ids for problem {request.problem_id!r}; look at the server's log")
+    finish_reason: FinishReason = "stop" if choice.get("finish_reason") == "stop" else "length"
+    return Rollout(
+        request.problem_id, request.sample_index, request.prompt_ids, tuple(token_ids), (), finish_reason, policy_version=0
+    )
+
+
+def read_token_ids(choice: dict[str, Any]) -> list[int] | None:
+    """The sampled ids of one choice in either form; None when it holds none."""
+    if isinstance(ids := choice.get("token_ids"), list):
+        return [int(token) for token in ids]
+    tokens = (choice.get("logprobs") or {}).get("tokens")
+    if isinstance(tokens, list) and all(str(token).startswith("token_id:") for token in tokens):
+        return [int(str(token).removeprefix("token_id:")) for token in tokens]
+    return None
+
+
+def _payload(model: str, request: Request, form: dict[str, Any], max_tokens: int) -> dict[str, Any]:
+    """Options that are off are left out: not every server knows them."""
+    params = request.params
+    optional = {"top_k": (params.top_k, 0), "top_p": (params.top_p, 1.0), "min_p": (params.min_p, 0.0)}
+    return {
+        "model": model,
+        "prompt": list(request.prompt_ids),
+        "max_tokens": max_tokens,
+        "temperature": params.temperature,
+        "seed": request.key[0] >> 1,  # a hash of seed, problem and sample, below 2³¹
+        **({"stop_token_ids": list(params.stop_ids)} if params.stop_ids else {}),
+        **{name: value for name, (value, off) in optional.items() if value != off},
+        **form,
+    }
+
+
+def _choice(url: str, answer: dict[str, Any]) -> dict[str, Any]:
+    match answer.get("choices"):
+        case [dict() as choice]:
+            return choice
+    raise UserError(f"--url: {url} answered without one choice; give an OpenAI-compatible server such as http://host:8000/v1")
+
+
+def _post(url: str, payload: dict[str, Any]) -> dict[str, Any]:
+    address, body = f"{url.rstrip('/')}/completions", json.dumps(payload).encode()
+    try:
+        request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
+            found = json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            said = " ".join(error.read().decode(errors="replace").split())[:200]
+        raise UserError(f"--url: {url} refuses ({error.code}: {said}); correct --engine-model and options") from None
+    except json.JSONDecodeError:
+        raise UserError(f"--url: {url} answers no JSON; give an OpenAI-compatible server such as http://host:8000/v1") from None
+    except (OSError, ValueError) as error:  # no server, no such host, no valid address
+        raise UserError(f"--url: {url} cannot be reached ({error}); start the server or correct the address") from None
+    return found if isinstance(found, dict) else {}
