@@ -229,6 +229,28 @@ class BenchRollout:
     """Make such an environment here first (2 GB, several minutes), and use it."""
 
 
+@dataclass(frozen=True)
+class BenchGeometry:
+    """Measure what drafting, verification and sampling cost per step in a real model's shape, with random weights."""
+
+    out: Path
+    """Results go to OUT.json and OUT.md."""
+    shape: Literal["qwen2.5-0.5b", "tiny"] = "qwen2.5-0.5b"
+    """Whose layers, widths and vocabulary."""
+    batches: str = "1,2,4,8"
+    """Batch sizes."""
+    strategies: str = "off,2x1x2,4x1x4,3x2x6"
+    """Off, chains and trees of a learned drafter."""
+    accept: float = 0.7
+    """Probability with which a draft is accepted, simulated."""
+    steps: int = 10
+    """Engine steps per measurement."""
+    prompt_tokens: int = 128
+    """Length of the prompts."""
+    threads: int = 1
+    """CPU threads."""
+
+
 COMMANDS: dict[str, type] = {
     "train": Train,
     "generate": Generate,
@@ -237,6 +259,7 @@ COMMANDS: dict[str, type] = {
     "audit": Audit,
     "drafter train": DrafterTrain,
     "bench rollout": BenchRollout,
+    "bench geometry": BenchGeometry,
 }
 
 
@@ -261,6 +284,8 @@ def run(command: Any, overrides: Sequence[str]) -> int:
             return _drafter_train(command)
         case BenchRollout():
             return _bench_rollout(command, overrides)
+        case BenchGeometry():
+            return _bench_geometry(command)
         case _:
             raise AssertionError(command)
 
@@ -391,20 +416,14 @@ def _bench_rollout(command: BenchRollout, overrides: Sequence[str]) -> int:
     from tlt.bench.peers import setup_vllm
     from tlt.bench.rollout import Options
 
-    def numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:
-        try:
-            return tuple(kind(word) for word in text.split(",") if word)
-        except ValueError:
-            raise UsageError(f"--{option}: {text!r} is no list of numbers; write them as 1,2,4") from None
-
     options = Options(
         parts=_words(command.parts),
         variants=_words(command.variants),
-        batches=numbers("batches", command.batches, int),
+        batches=_numbers("batches", command.batches, int),
         rounds=command.rounds,
         seconds=command.seconds,
         arm_rounds=command.arm_rounds,
-        temperatures=numbers("temperatures", command.temperatures, float),
+        temperatures=_numbers("temperatures", command.temperatures, float),
         steps=command.steps,
         workload=command.workload or command.config.with_name("longtail.json"),
         peers=_words(command.peers),
@@ -415,6 +434,30 @@ def _bench_rollout(command: BenchRollout, overrides: Sequence[str]) -> int:
     return _print_json(
         commands.bench_rollout(command.config, overrides, options, " ".join(words), lambda line: print(line, flush=True))
     )
+
+
+def _bench_geometry(command: BenchGeometry) -> int:
+    from tlt import commands
+
+    options = commands.BenchGeometryOptions(
+        command.out,
+        command.shape,
+        _numbers("batches", command.batches, int),
+        _words(command.strategies),
+        command.accept,
+        command.steps,
+        command.prompt_tokens,
+        command.threads,
+    )
+    words = ["tlt bench geometry", *sys.argv[3:]]
+    return _print_json(commands.bench_geometry(options, " ".join(words), lambda line: print(line, flush=True)))
+
+
+def _numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(word) for word in text.split(",") if word)
+    except ValueError:
+        raise UsageError(f"--{option}: {text!r} is no list of numbers; write them as 1,2,4") from None
 
 
 def _words(text: str) -> tuple[str, ...]:

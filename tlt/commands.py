@@ -712,6 +712,8 @@ def bench_rollout(
     from tlt.bench.longtail import hash_model, read_workload
     from tlt.bench.plots import check_plots
     from tlt.bench.rollout import run_benchmark
+    from tlt.rollout.hybrid import drafter_kinds
+    from tlt.rollout.tuner import make_tuner
     from tlt.train import preflight
 
     _check_words("parts", options.parts, PARTS)
@@ -726,6 +728,9 @@ def bench_rollout(
     config = load_config(config_path, overrides)
     if "workload" in options.parts and config.rollout.speculation == "off":
         raise UserError("rollout.speculation is off, so there is nothing to compare; set it to adaptive, or leave workload out")
+    for variant in options.variants:
+        if variant != "beg-mab":
+            make_tuner(variant, drafter_kinds(config.drafter.path is not None))
     preflight(config)
     if "longtail" in options.parts:
         check_plots()
@@ -742,3 +747,48 @@ def _check_words(option: str, given: Sequence[str], known: Sequence[str]) -> Non
     for word in given:
         if word not in known:
             raise UserError(f"--{option}: {word!r} is unknown; give some of {', '.join(known)}")
+
+
+@dataclass(frozen=True)
+class BenchGeometryOptions:
+    """What `tlt bench geometry` measures, and the common stem of its two result files."""
+
+    out: Path
+    shape: str
+    batches: tuple[int, ...]
+    strategies: tuple[str, ...]
+    accept: float
+    steps: int
+    prompt_tokens: int
+    threads: int
+
+
+def bench_geometry(options: BenchGeometryOptions, command: str, say: Callable[[str], None]) -> Record:
+    """Costs per step in a real model's shape (see bench/geometry.py); returns the milliseconds of a step by measurement."""
+    import torch
+
+    from tlt.bench.geometry import SHAPES, measure, to_markdown
+    from tlt.bench.rollout import environment
+    from tlt.types import Strategy
+
+    counts = [("steps", options.steps), ("prompt-tokens", options.prompt_tokens), ("threads", options.threads)]
+    for name, value in [*counts, *(("batches", b) for b in options.batches)]:
+        if value < 1:
+            raise UserError(f"--{name}: {value} is too small; give 1 or more")
+    if not 0 <= options.accept <= 1:
+        raise UserError(f"--accept: {options.accept} is no probability; give a number from 0 to 1")
+    window = SHAPES[options.shape].max_positions
+    if options.prompt_tokens < 2 or options.prompt_tokens + 40 * (options.steps + 2) > window:
+        raise UserError(
+            f"--prompt-tokens: {options.prompt_tokens} with {options.steps} steps does not fit the window of {window}; "
+            "give 2 or more, and less of one or the other"
+        )
+    strategies = [Strategy.parse(word) for word in options.strategies]
+    json_path = options.out.with_name(options.out.name + ".json")
+    check_output_file(json_path, "--out")
+    torch.set_num_threads(options.threads)
+    report: Record = {"command": command, "environment": environment()}
+    report |= measure(options.shape, options.batches, strategies, options.accept, options.steps, options.prompt_tokens, say)
+    json_path.write_text(json.dumps(report, indent=1) + "\n")
+    options.out.with_name(options.out.name + ".md").write_text(to_markdown(report))
+    return {f"batch {row['batch_size']}, {row['strategy']}": row["step_ms"] for row in report["rows"]}

@@ -1,0 +1,166 @@
+"""What a step costs in a real model's shape: drafting, verification and sampling apart, by batch size.
+
+Weights are random and acceptance is simulated (every draft is accepted with one probability), so nothing is said about
+how good a drafter is; only what the engine pays for each part of a step, where a vocabulary of 150,000 and matrices of
+millions of weights are no longer hidden by a toy.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from tlt.models.checkpoint import expected_shapes
+from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
+from tlt.models.transformer import ModelConfig
+from tlt.rollout.drafters import LearnedDrafter
+from tlt.rollout.engine import RolloutEngine
+from tlt.rollout.hybrid import make_drafter
+from tlt.rollout.tuner import Fixed
+from tlt.speculative.sampling import BatchParams
+from tlt.speculative.verify import verify
+from tlt.types import DraftTree, Request, SamplingParams, Strategy, Verdict
+
+SHAPES = {
+    "qwen2.5-0.5b": ModelConfig(
+        "qwen2", 151_936, 896, 4864, 24, 14, 2, 64, rope_theta=1e6, max_positions=4096, tie_embeddings=True
+    ),
+    "tiny": ModelConfig("llama", 61, 32, 64, 2, 4, 2, 8, max_positions=512, tie_embeddings=True),
+}
+
+
+def random_weights(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Normal matrices, unit norms, zero biases, by Hugging Face names."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(shape, generator=generator).mul_(0.02)
+        if len(shape) > 1
+        else (torch.zeros(shape) if name.endswith("bias") else torch.ones(shape))
+        for name, shape in expected_shapes(config).items()
+    }
+
+
+class SimulatedAcceptance:
+    """Draws by the law, as the engine does, and then pretends: a drafted child is accepted with probability `accept`."""
+
+    def __init__(self, accept: float, seed: int = 0) -> None:
+        self.accept, self.random = accept, random.Random(seed)
+
+    def __call__(
+        self, tree: DraftTree, logits_BNV: torch.Tensor, noise_BNV: torch.Tensor, params: BatchParams
+    ) -> list[Verdict]:
+        verdicts = verify(tree, logits_BNV, noise_BNV, params)
+        if tree.num_nodes == 1:
+            return verdicts
+        pretended = []
+        for tokens, parents in zip(tree.tokens_BN.tolist(), tree.parents_BN.tolist(), strict=True):
+            path = [0]
+            for node in range(1, len(tokens)):
+                if parents[node] == path[-1] and self.random.random() < self.accept:
+                    path.append(node)
+            committed = (*(tokens[node] for node in path[1:]), tokens[0])
+            pretended.append(Verdict(committed, len(path) - 1, tuple(path), (0.0,) * len(path)))
+        return pretended
+
+
+class Stopwatch:
+    """Seconds by part; `watch` puts itself around a callable."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def watch(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            result = function(*args, **kwargs)
+            self.seconds[part] += time.perf_counter() - start
+            return result
+
+        return timed
+
+
+def measure_step(
+    config: ModelConfig,
+    tensors: dict[str, torch.Tensor],
+    strategy: Strategy,
+    batch_size: int,
+    num_steps: int,
+    prompt_tokens: int,
+    accept: float,
+) -> dict[str, float]:
+    """Milliseconds per step by part, and tokens per second, after two steps to warm up."""
+    engine = RolloutEngine(
+        config, max_batch_size=batch_size, tuner=Fixed(strategy), verify=SimulatedAcceptance(accept, batch_size)
+    )
+    engine.load_policy(tensors)
+    packed = PackedDrafter(drafter_config(config), torch.float32)
+    packed.load(dict(DraftModel(packed.config).initialize(1).named_parameters()), 0)
+    drafter = make_drafter(LearnedDrafter(packed, engine.model, batch_size), batch_size)
+    engine.load_drafter(drafter)
+    rng = random.Random(0)
+    params = SamplingParams(max_tokens=config.max_positions - prompt_tokens)
+    prompts = [tuple(rng.randrange(config.vocab_size) for _ in range(prompt_tokens)) for _ in range(batch_size)]
+    engine.add(Request(f"p{i}", 0, prompt, params) for i, prompt in enumerate(prompts))
+    for _ in range(2):
+        engine.step()
+    watch = Stopwatch()
+    engine.noise.rows = watch.watch("noise", engine.noise.rows)  # type: ignore[method-assign]
+    drafter.propose = watch.watch("drafting", drafter.propose)  # type: ignore[method-assign]
+    engine._forward = watch.watch("forward", engine._forward)  # type: ignore[method-assign]
+    engine.verify = watch.watch("sampling", engine.verify)
+    tokens, start = engine.stats.num_tokens, time.perf_counter()
+    for _ in range(num_steps):
+        engine.step()
+    elapsed = time.perf_counter() - start
+    parts = {f"{part}_ms": watch.seconds[part] / num_steps * 1e3 for part in ("drafting", "forward", "sampling", "noise")}
+    return {**parts, "step_ms": elapsed / num_steps * 1e3, "tokens_per_second": (engine.stats.num_tokens - tokens) / elapsed}
+
+
+def measure(
+    shape: str,
+    batches: Iterable[int],
+    strategies: Sequence[Strategy],
+    accept: float,
+    num_steps: int,
+    prompt_tokens: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    config = SHAPES[shape]
+    tensors = random_weights(config)
+    rows = []
+    with torch.inference_mode():
+        for batch_size in batches:
+            for strategy in strategies:
+                parts = measure_step(config, tensors, strategy, batch_size, num_steps, prompt_tokens, accept)
+                rows.append({"batch_size": batch_size, "strategy": str(strategy), **parts})
+                say(f"batch {batch_size}, {strategy}: {parts['step_ms']:.0f} ms a step")
+    return {
+        "shape": shape,
+        "simulated_acceptance": accept,
+        "prompt_tokens": prompt_tokens,
+        "num_steps": num_steps,
+        "rows": rows,
+    }
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    columns = ["batch", "strategy", "drafting", "forward", "sampling", "noise", "whole step", "tokens/s (simulated)"]
+    lines = [
+        f"# One step in the shape of {report['shape']}",
+        f"`{report['command']}`",
+        ", ".join(f"{key} {value}" for key, value in report["environment"].items() if value),
+        f"Random weights; every draft is accepted with probability {report['simulated_acceptance']}, which is simulated. "
+        f"Milliseconds per step, mean of {report['num_steps']} steps after prompts of {report['prompt_tokens']} tokens. "
+        "`forward` is the target's, head included; `noise` is the law's, computed ahead in blocks.",
+        "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns),
+    ]
+    for row in report["rows"]:
+        parts = [f"{row[part + '_ms']:.1f}" for part in ("drafting", "forward", "sampling", "noise", "step")]
+        cells = [str(row["batch_size"]), row["strategy"], *parts, f"{row['tokens_per_second']:.1f}"]
+        lines[-1] += "\n| " + " | ".join(cells) + " |"
+    return "\n\n".join(lines) + "\n"
