@@ -30,9 +30,7 @@ POLICY = make_policy()
 def requests(helping: int, num: int = 4) -> list[Request]:
     rng = random.Random(helping)
     params = SamplingParams(max_tokens=40)
-    return [
-        Request(f"{helping}/{i}", 0, tuple(rng.randrange(CONFIG.vocab_size) for _ in range(4)), params) for i in range(num)
-    ]
+    return [Request(f"{helping}/{i}", 0, tuple(rng.randrange(CONFIG.vocab_size) for _ in range(4)), params) for i in range(num)]
 
 
 def test_an_interval_covers_the_true_ratio_nineteen_times_of_twenty() -> None:
@@ -209,11 +207,16 @@ def test_the_command_measures_writes_and_draws(capsys: pytest.CaptureFixture[str
     whole = json.loads((recipe / "longtail.json").read_text())
     whole["requests"] = sorted(whole["requests"], key=lambda r: r["length"])[:6]
     (tmp_path / "few.json").write_text(json.dumps(whole))
-    code = main(
-        ["bench", "rollout", str(recipe / "quickstart.toml"), "--out", str(tmp_path / "result"), "--parts", "arms,constant,longtail",
-         "--batches", "1,2", "--rounds", "2", "--seconds", "0.1", "--arm-rounds", "1", "--workload", str(tmp_path / "few.json"),
-         "--peers", "transformers"]
-    )  # fmt: skip
+    arguments = [
+        "--out",
+        str(tmp_path / "result"),
+        "--parts",
+        "arms,constant,longtail",
+        "--workload",
+        str(tmp_path / "few.json"),
+    ]
+    amounts = ["--batches", "1,2", "--rounds", "2", "--seconds", "0.1", "--arm-rounds", "1"]
+    code = main(["bench", "rollout", str(recipe / "quickstart.toml"), *arguments, *amounts, "--peers", "transformers"])
     assert code == 0
     printed = capsys.readouterr().out
     assert "longtail, 6 requests" in printed

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from tlt.models.attention import Cached, PackedCausal, StoringPrefill, padding_mask
 from tlt.models.checkpoint import parse_config
-from tlt.models.transformer import ModelConfig, PackedLinear, PackedTransformer, Transformer, rope_inverse_frequencies
+from tlt.models.transformer import Linear, ModelConfig, PackedLinear, PackedTransformer, Transformer, rope_inverse_frequencies
 
 VOCAB = 61
 PROMPTS = ((7, 3, 44, 9, 60), (1,), (12, 12, 5, 33, 28, 2, 0, 59, 17))
@@ -350,6 +350,26 @@ def test_a_packed_matrix_multiplies_as_a_plain_one_whichever_kernel_runs(num_in:
             assert torch.equal(residual, before)
     with pytest.raises(RuntimeError, match="was expected"):
         linear.load(weight[:-1])
+
+
+@pytest.mark.parametrize("rows", [7, 300])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_trainable_linear_and_its_gradients_are_those_of_torch(rows: int, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    ours = Linear(40, 96, bias=has_bias)
+    theirs = nn.Linear(40, 96, bias=has_bias).double()
+    theirs.load_state_dict(ours.state_dict())
+    inputs = torch.randn(rows, 40)
+    x, y = inputs.clone().requires_grad_(), inputs.double().requires_grad_()
+    weights = torch.randn(rows, 96)
+    (ours(x) * weights).sum().backward()
+    (theirs(y) * weights).sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    torch.testing.assert_close(x.grad.double(), y.grad, rtol=1e-4, atol=1e-4)
+    for mine, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert mine.grad is not None
+        torch.testing.assert_close(mine.grad.double(), expected.grad, rtol=1e-4, atol=1e-3)
 
 
 def test_a_model_is_packed_for_its_own_device_whatever_the_default_device_is() -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tlt.models.transformer import Attend, DecoderLayer, ModelConfig, PackedLayer, PackedLinear, Rope, run_layer
+from tlt.models.transformer import Attend, DecoderLayer, Linear, ModelConfig, PackedLayer, PackedLinear, Rope, run_layer
 
 TOKEN_AHEAD = 1
 """Pair t joins feature t with token t + TOKEN_AHEAD, and predicts the feature of that token."""
@@ -60,7 +60,7 @@ class DraftModel(nn.Module):
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = Linear(2 * config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList([DecoderLayer(config, has_input_norm=False)])
         self._rope: Rope | None = None
 
