@@ -221,6 +221,8 @@ class BenchRollout:
     """Rollout phases of workload, on all ranks."""
     workload: Path | None = None
     """Of longtail; default: longtail.json beside CONFIG."""
+    recorded: Path | None = None
+    """OUT.json of an earlier run with arms at the configuration's temperature: longtail compares with the best of them."""
     peers: str = ""
     """Some of transformers, vllm, vllm-eager and vllm-ngram, on the longtail workload."""
     vllm: Path | None = None
@@ -426,6 +428,7 @@ def _bench_rollout(command: BenchRollout, overrides: Sequence[str]) -> int:
         temperatures=_numbers("temperatures", command.temperatures, float),
         steps=command.steps,
         workload=command.workload or command.config.with_name("longtail.json"),
+        recorded=command.recorded,
         peers=_words(command.peers),
         vllm=setup_vllm(command.setup_vllm) if command.setup_vllm is not None else command.vllm,
         out=command.out,

@@ -725,6 +725,8 @@ def bench_rollout(
     if any(peer.startswith("vllm") for peer in options.peers) and options.vllm is None:
         raise UserError("--peers: vllm needs the interpreter of an environment that has it; give --vllm, or --setup-vllm DIR")
     check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
+    if options.recorded is not None and not options.recorded.is_file():
+        raise UserError(f"--recorded: {options.recorded} does not exist; give the OUT.json of a run with --parts arms")
     config = load_config(config_path, overrides)
     if "workload" in options.parts and config.rollout.speculation == "off":
         raise UserError("rollout.speculation is off, so there is nothing to compare; set it to adaptive, or leave workload out")

@@ -178,13 +178,15 @@ class Verdict:
 class BatchState:
     """What a tuner may look at: the batch that is running now, and the versions of what runs it.
 
-    mean_length: committed tokens per sequence, prompt included.
+    mean_length: committed tokens per sequence, prompt included.  num_admitted: sequences that are new in this step; a drafter
+    may have to read their prompts.
     """
 
     num_running: int
     mean_length: float
     policy_version: int
     drafter_version: int
+    num_admitted: int = 0
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,8 @@ class Options:
     parts: some of constant, longtail, arms, workload.  variants: besides off: adaptive, beg-mab, fixed strategies.
     rounds: per constant batch size and of the longtail workload.  seconds: of one stretch at a constant batch.
     arm_rounds: turns of every arm (fewer at large batches).  steps: rollout phases of the workload.
-    workload: the longtail file.  peers: some of transformers, vllm, vllm-eager, vllm-ngram.
+    recorded: an earlier report whose arms serve as the best in hindsight.  workload: the longtail file.
+    peers: some of transformers, vllm, vllm-eager, vllm-ngram.
     """
 
     parts: tuple[str, ...]
@@ -73,6 +74,7 @@ class Options:
     workload: Path
     peers: tuple[str, ...]
     vllm: Path | None
+    recorded: Path | None
     out: Path
 
 
@@ -365,6 +367,10 @@ def run_benchmark(config: Config, options: Options, command: str, say: Callable[
     measurements: list[dict[str, Any]] = []
     recorded: list[ArmCosts] = []
     subject = Subject(config)
+    if options.recorded is not None:
+        earlier = json.loads(options.recorded.read_text())["measurements"]
+        same = [m for m in earlier if m["kind"] == "arms" and m["ranking"] == "coupled"]
+        recorded = [ArmCosts.from_json(m) for m in same if m["temperature"] == subject.params.temperature]
 
     def done(measured: dict[str, Any]) -> None:
         measurements.append(measured)

@@ -81,17 +81,18 @@ class Acceptance:
             result[d] = before = (survived[d] + _PRIOR_COUNT * expected) / (tried[d] + _PRIOR_COUNT)
         return result, tried[:depth] + _PRIOR_COUNT
 
-    def expected_tokens(self, strategy: Strategy) -> tuple[float, float]:
-        """Tokens per verification, the bonus token included, and the standard deviation of its logarithm."""
-        if strategy.is_off:
-            return 1.0, 0.0
-        hazard, counts = self.hazards(strategy)
-        survival = hazard.cumprod()
-        tokens = 1.0 + survival.sum()
-        beyond = survival[::-1].cumsum()[::-1] / tokens  # what hangs on each depth
-        hazard = hazard.clip(1e-3, 1 - 1e-3)
-        variance = (beyond**2 * (1 - hazard) / (hazard * counts)).sum()
-        return float(tokens), math.sqrt(variance)
+    def expected_tokens(self, arms: Sequence[Strategy]) -> tuple[Array, Array]:
+        """Tokens per verification, the bonus token included, per arm; and the variance of their logarithms."""
+        tokens_A, variance_A = np.ones(len(arms)), np.zeros(len(arms))
+        for i, arm in enumerate(arms):
+            if not arm.is_off:
+                hazard, counts = self.hazards(arm)
+                survival = hazard.cumprod()
+                tokens_A[i] += survival.sum()
+                beyond = survival[::-1].cumsum()[::-1] / tokens_A[i]  # what hangs on each depth
+                hazard = hazard.clip(1e-3, 1 - 1e-3)
+                variance_A[i] = (beyond**2 * (1 - hazard) / (hazard * counts)).sum()
+        return tokens_A, variance_A
 
 
 # ── seconds ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -106,6 +107,9 @@ _FORGET_STEPS = 4000.0
 """Engine steps after which what a cell knew counts for 1/e."""
 _MAX_OUTLIER = 3.0
 """A step this many times slower than its cell's mean is counted as this many."""
+_SURPRISE, _WEIGHT_OF_SURPRISE = 1.5, 0.2
+"""A step so many times slower than predicted says little as long as its arm was hardly tried: most likely memory was
+allocated, or the machine was busy."""
 _HALF_ROWS = 32.0
 """Prior: a forward of n tokens costs as much as n + 32, roughly what it takes before weights stop dominating."""
 _DRAFT_COST = 0.06
@@ -158,32 +162,37 @@ class StepCosts:
         self.cells: dict[tuple[int, int, Strategy], _Cell] = {}
         self.num_steps = 0
 
-    def observe(self, strategy: Strategy, batch_size: int, mean_length: float, seconds: float) -> None:
+    def observe(self, strategy: Strategy, batch_size: int, mean_length: float, seconds: float, weight: float = 1.0) -> None:
+        """`weight` below 1: the step is known not to be typical."""
         self.num_steps += 1
         key = (_bucket(batch_size), round(math.log2(mean_length)), strategy)
         cell = self.cells.get(key)
+        if cell is not None and cell.count >= 4:
+            seconds = min(seconds, _MAX_OUTLIER * cell.seconds)
+        elif self.cells:
+            mean, _ = self.predict([strategy], batch_size, mean_length)
+            weight *= _WEIGHT_OF_SURPRISE if seconds > _SURPRISE * math.exp(mean[0]) else 1.0
         features = _features(batch_size, mean_length, strategy)
         if cell is None:
             cell = self.cells[key] = _Cell(features, _prior_log_seconds(batch_size, strategy))
-        if cell.count >= 4:
-            seconds = min(seconds, _MAX_OUTLIER * cell.seconds)
-        cell.count = min(cell.count * self._fade(cell) + 1, _MEMORY)
-        cell.seconds += (seconds - cell.seconds) / cell.count
-        cell.features = cell.features + (features - cell.features) / cell.count
+        cell.count = min(cell.count * self._fade(cell) + weight, _MEMORY)
+        share = min(weight / cell.count, 1.0)
+        cell.seconds += (seconds - cell.seconds) * share
+        cell.features = cell.features + (features - cell.features) * share
         cell.step = self.num_steps
 
     def _fade(self, cell: _Cell) -> float:
         return math.exp(-(self.num_steps - cell.step) / _FORGET_STEPS)
 
     def predict(self, arms: Sequence[Strategy], batch_size: int, mean_length: float) -> tuple[Array, Array]:
-        """Mean and standard deviation of log seconds, per arm. Without any measurement the mean is the prior's, whose
-        constant is arbitrary."""
+        """Means and variances of the arms' log seconds. Without any measurement the mean is the prior's, whose constant is
+        arbitrary."""
         wanted_AF = np.stack([_features(batch_size, mean_length, arm) for arm in arms])
         prior_A = np.array([_prior_log_seconds(batch_size, arm) for arm in arms])
-        variance_A = _kernel_diagonal(wanted_AF)
+        variance_A = _kernel(wanted_AF, wanted_AF).diagonal()
         cells = self._neighbours(batch_size)
         if not cells:
-            return prior_A, np.sqrt(variance_A)
+            return prior_A, variance_A
         known_CF = np.stack([cell.features for cell in cells])
         residual_C = np.log([cell.seconds for cell in cells]) - np.array([cell.prior for cell in cells])
         counts_C = np.array([max(cell.count * self._fade(cell), 0.05) for cell in cells])
@@ -198,7 +207,7 @@ class StepCosts:
         mean_A = prior_A + constant + cross_CA.T @ (white - constant * ones)
         lost_A = 1.0 - cross_CA.T @ ones  # how much of the constant the data at hand leave to be guessed
         variance_A = variance_A - (cross_CA**2).sum(0) + lost_A**2 / (ones @ ones)
-        return mean_A, np.sqrt(variance_A.clip(1e-8))
+        return mean_A, variance_A.clip(1e-8)
 
     def _neighbours(self, batch_size: int) -> list[_Cell]:
         """The cells nearest in batch size, the latest first among equals."""
@@ -218,12 +227,11 @@ def _kernel(a_AF: Array, b_BF: Array) -> Array:
     return result
 
 
-def _kernel_diagonal(a_AF: Array) -> Array:
-    result: Array = ((a_AF * _SLOPES) ** 2).sum(-1) + _BEND**2
-    return result
-
-
 # ── the tuner ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+_WEIGHT_OF_ADMISSION = 0.3
+"""Of a step in which sequences were admitted: a drafter may have read their prompts. Where every step admits some, all
+weigh the same."""
 
 
 @dataclass(frozen=True)
@@ -242,7 +250,7 @@ class CostModel:
     decide_every: seconds of engine time between two decisions for an unchanged batch size; bounds what deciding costs.
     """
 
-    def __init__(self, arms: Sequence[Strategy], *, bonus: float = 0.5, decide_every: float = 0.03) -> None:
+    def __init__(self, arms: Sequence[Strategy], *, bonus: float = 0.75, decide_every: float = 0.03) -> None:
         assert Strategy.OFF in arms, "off is always an arm"
         self.arms = tuple(arms)
         self.bonus, self.decide_every = bonus, decide_every
@@ -269,20 +277,20 @@ class CostModel:
         return max(self.predict(batch), key=lambda p: math.log(p.speed) + self.bonus * p.deviation)
 
     def predict(self, batch: BatchState) -> list[Prediction]:
-        mean_A, deviation_A = self.costs.predict(self.arms, batch.num_running, batch.mean_length)
-        predictions = []
-        for arm, mean, deviation in zip(self.arms, mean_A.tolist(), deviation_A.tolist(), strict=True):
-            tokens, uncertainty = self.acceptance.expected_tokens(arm)
-            speed = batch.num_running * tokens / math.exp(mean)
-            predictions.append(Prediction(arm, speed, math.hypot(deviation, uncertainty)))
-        return predictions
+        mean_A, variance_A = self.costs.predict(self.arms, batch.num_running, batch.mean_length)
+        tokens_A, uncertainty_A = self.acceptance.expected_tokens(self.arms)
+        speed_A = batch.num_running * tokens_A / np.exp(mean_A)
+        deviation_A = np.sqrt(variance_A + uncertainty_A)
+        rows = zip(self.arms, speed_A.tolist(), deviation_A.tolist(), strict=True)
+        return [Prediction(*row) for row in rows]
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         self._seconds_since += outcome.seconds
         if outcome.accepted:
             self.acceptance.observe(strategy, outcome.accepted)
         if not _switches_on(self._previous, strategy):  # that step also catches up with what was decoded plainly
-            self.costs.observe(strategy, batch.num_running, batch.mean_length, outcome.seconds)
+            weight = _WEIGHT_OF_ADMISSION if batch.num_admitted else 1.0
+            self.costs.observe(strategy, batch.num_running, batch.mean_length, outcome.seconds, weight)
         self._previous = strategy
 
     def _age(self, versions: tuple[int, int]) -> None:

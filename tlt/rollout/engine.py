@@ -219,7 +219,7 @@ class RolloutEngine:
         if not self.scheduler.running:
             return []
         start = time.perf_counter()
-        batch = self._batch_state()
+        batch = self._batch_state(sum(len(admission.slots) for admission in admissions))
         strategy = self._choose(batch)
         tree, noise_BDV = self._propose(strategy)
         prefixes = [sequence.num_cached for sequence in self.scheduler.running]
@@ -269,11 +269,11 @@ class RolloutEngine:
         if self.on_span is not None:
             self.on_span(Span("prefill", start, end))
 
-    def _batch_state(self) -> BatchState:
+    def _batch_state(self, num_admitted: int) -> BatchState:
         running = self.scheduler.running
         drafter_version = self.drafter.version if self.drafter is not None else 0
         mean_length = sum(len(s.tokens) for s in running) / len(running)
-        return BatchState(len(running), mean_length, self.model.version, drafter_version)
+        return BatchState(len(running), mean_length, self.model.version, drafter_version, num_admitted)
 
     def _choose(self, batch: BatchState) -> Strategy:
         self._predicted_speed = None
