@@ -105,7 +105,9 @@ def test_with_a_useless_drafter_the_cost_model_is_soon_at_off(size: int, num_ste
         machine = Machine({"learned": 0.0, "ngram": 0.0, "hybrid": 0.0}, 25.0, seed)
         chosen = play(CostModel(ARMS), machine, [size] * 600)
         late = chosen[num_steps:]
-        assert Counter(late)[Strategy.OFF] > 0.85 * len(late), "at batch 1 one retrieved token costs but 4 % more than none"
+        cheap = Counter(late)[Strategy.OFF] + (Counter(late)[Strategy("ngram", 1, 1, 1)] if size == 1 else 0)
+        assert cheap > 0.9 * len(late), "at batch 1 one retrieved token costs but 4 % more than none"
+        assert Counter(late).most_common(1)[0][0] == Strategy.OFF
         assert share_of_best(machine, chosen, [size] * 600, ARMS) > 0.95, "finding it out has cost less than 5 %"
 
 

@@ -101,7 +101,7 @@ _NOISE = 0.15
 """Standard deviation of one step's log seconds about its mean."""
 _FLOOR = 0.02
 """What many measurements of a cell still leave open: costs drift."""
-_MEMORY = 30.0
+_MEMORY = 100.0
 """Measurements that a cell's mean spans."""
 _FORGET_STEPS = 4000.0
 """Engine steps after which what a cell knew counts for 1/e."""
