@@ -32,6 +32,9 @@ _CATCH_UP_TOKENS = 256
 _PREFILL_TOKENS = 8192
 """Pairs per forward when sequences enter the drafter's cache."""
 
+_MAX_LOG_CONFIDENCE = -1e-4
+"""Of one candidate, so that a child never outranks its parent, not even at confidence 1."""
+
 DEFAULT_WINDOW = 4096
 """Positions whose features are remembered per sequence."""
 
@@ -311,10 +314,6 @@ class LearnedDrafter:
         if self.calibration is not None:
             self._tree, self._cells_BN = tree, torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1)
         return tree
-
-
-_MAX_LOG_CONFIDENCE = -1e-4
-"""Of one candidate, so that a child never outranks its parent, not even at confidence 1."""
 
 
 def _branch_mask(seen_BFC: Tensor, prefix_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:
