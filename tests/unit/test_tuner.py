@@ -238,7 +238,7 @@ def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
     tuner.observe(arm, batch, StepOutcome(8, (1, 1, 1, 1), 5, 0.02))
     tuner.observe(arm, replace(batch, num_admitted=1), StepOutcome(8, (1, 1, 1, 1), 5, 0.06))  # read a prompt as well
     mean, _ = tuner.costs.predict([arm], 4, 200.0)
-    assert math.exp(mean[0]) == pytest.approx(0.02, rel=0.15)
+    assert math.exp(mean[0]) == pytest.approx(0.025, rel=0.25), "0.04 if both counted alike"
     assert tuner.acceptance.tried[("learned", 1, 0)][0] == pytest.approx(12, rel=0.01), "its acceptance does"
 
 

@@ -84,9 +84,15 @@ class Acceptance:
     def expected_tokens(self, arms: Sequence[Strategy]) -> tuple[Array, Array]:
         """Tokens per verification, the bonus token included, per arm; and the variance of their logarithms."""
         tokens_A, variance_A = np.ones(len(arms)), np.zeros(len(arms))
+        deepest: dict[tuple[str, int, int], Strategy] = {}
+        for arm in arms:
+            key = self.key(arm)
+            if not arm.is_off and (key not in deepest or arm.depth > deepest[key].depth):
+                deepest[key] = arm
+        curves = {key: self.hazards(arm) for key, arm in deepest.items()}  # a shallower arm's curve is its beginning
         for i, arm in enumerate(arms):
             if not arm.is_off:
-                hazard, counts = self.hazards(arm)
+                hazard, counts = (values[: arm.depth] for values in curves[self.key(arm)])
                 survival = hazard.cumprod()
                 tokens_A[i] += survival.sum()
                 beyond = survival[::-1].cumsum()[::-1] / tokens_A[i]  # what hangs on each depth
@@ -162,16 +168,23 @@ class StepCosts:
         self.cells: dict[tuple[int, int, Strategy], _Cell] = {}
         self.num_steps = 0
 
-    def observe(self, strategy: Strategy, batch_size: int, mean_length: float, seconds: float, weight: float = 1.0) -> None:
-        """`weight` below 1: the step is known not to be typical."""
+    def observe(
+        self,
+        strategy: Strategy,
+        batch_size: int,
+        mean_length: float,
+        seconds: float,
+        weight: float = 1.0,
+        expected: float | None = None,
+    ) -> None:
+        """`weight` below 1: the step is known not to be typical.  expected: the seconds that were predicted, if they were."""
         self.num_steps += 1
         key = (_bucket(batch_size), round(math.log2(mean_length)), strategy)
         cell = self.cells.get(key)
         if cell is not None and cell.count >= 4:
             seconds = min(seconds, _MAX_OUTLIER * cell.seconds)
-        elif self.cells:
-            mean, _ = self.predict([strategy], batch_size, mean_length)
-            weight *= _WEIGHT_OF_SURPRISE if seconds > _SURPRISE * math.exp(mean[0]) else 1.0
+        elif expected is not None and seconds > _SURPRISE * expected:
+            weight *= _WEIGHT_OF_SURPRISE
         features = _features(batch_size, mean_length, strategy)
         if cell is None:
             cell = self.cells[key] = _Cell(features, _prior_log_seconds(batch_size, strategy))
@@ -236,11 +249,13 @@ weigh the same."""
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model expects of an arm: tokens per second of the whole batch, and the standard deviation of its logarithm."""
+    """What the model expects of an arm: tokens per second of the whole batch, the standard deviation of its logarithm, and the
+    seconds of a step."""
 
     strategy: Strategy
     speed: float
     deviation: float
+    seconds: float
 
 
 class CostModel:
@@ -257,6 +272,7 @@ class CostModel:
         self.acceptance, self.costs = Acceptance(), StepCosts()
         self.predicted_speed: float | None = None
         self._choice = Strategy.OFF
+        self._expected_seconds: float | None = None
         self._chosen_for = -1
         self._seconds_since = 0.0
         self._versions: tuple[int, int] | None = None
@@ -269,7 +285,9 @@ class CostModel:
         if batch.num_running != self._chosen_for or self._seconds_since >= self.decide_every:
             choice = self.decide(batch)
             self._choice, self._chosen_for, self._seconds_since = choice.strategy, batch.num_running, 0.0
-            self.predicted_speed = choice.speed if self.costs.cells else None
+            has_measured = bool(self.costs.cells)
+            self.predicted_speed = choice.speed if has_measured else None
+            self._expected_seconds = choice.seconds if has_measured else None
         return self._choice
 
     def decide(self, batch: BatchState) -> Prediction:
@@ -281,7 +299,7 @@ class CostModel:
         tokens_A, uncertainty_A = self.acceptance.expected_tokens(self.arms)
         speed_A = batch.num_running * tokens_A / np.exp(mean_A)
         deviation_A = np.sqrt(variance_A + uncertainty_A)
-        rows = zip(self.arms, speed_A.tolist(), deviation_A.tolist(), strict=True)
+        rows = zip(self.arms, speed_A.tolist(), deviation_A.tolist(), np.exp(mean_A).tolist(), strict=True)
         return [Prediction(*row) for row in rows]
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
@@ -290,7 +308,8 @@ class CostModel:
             self.acceptance.observe(strategy, outcome.accepted)
         if not _switches_on(self._previous, strategy):  # that step also catches up with what was decoded plainly
             weight = _WEIGHT_OF_ADMISSION if batch.num_admitted else 1.0
-            self.costs.observe(strategy, batch.num_running, batch.mean_length, outcome.seconds, weight)
+            expected = self._expected_seconds if strategy == self._choice else None
+            self.costs.observe(strategy, batch.num_running, batch.mean_length, outcome.seconds, weight, expected)
         self._previous = strategy
 
     def _age(self, versions: tuple[int, int]) -> None:
