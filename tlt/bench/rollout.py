@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -199,16 +199,17 @@ def _share(best: Sequence[Trace], traces: Sequence[Trace], since: float) -> dict
     return dataclasses.asdict(Ratio.of([a.seconds_since(since) / b.seconds_since(since) for a, b in pairs]))
 
 
-def peers(subject: Subject, options: Options, workload: Workload) -> list[PeerResult]:
+def peers(subject: Subject, options: Options, workload: Workload) -> Iterator[PeerResult]:
+    """One after the other, each as soon as it is done: transformers takes long."""
     model, max_batch = subject.config.model.path, subject.config.rollout.max_batch_size
-    threads, results = subject.config.run.threads_per_rank, []
+    threads = subject.config.run.threads_per_rank
     for name in options.peers:
         if name == "transformers":
-            results += run_transformers(model, [workload], batch_size=max_batch, threads=threads)
+            yield from run_transformers(model, [workload], batch_size=max_batch, threads=threads)
             continue
         assert options.vllm is not None, "commands.py asks for --vllm"
         ngram = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 10, "prompt_lookup_min": 4}
-        results += run_vllm(
+        yield from run_vllm(
             options.vllm,
             model,
             [workload],
@@ -218,7 +219,6 @@ def peers(subject: Subject, options: Options, workload: Workload) -> list[PeerRe
             enforce_eager=name == "vllm-eager",
             speculative=ngram if name == "vllm-ngram" else None,
         )
-    return results
 
 
 # ── the configuration's own phases ───────────────────────────────────────────────────────────────────────────────────
