@@ -7,6 +7,7 @@ millions of weights are no longer hidden by a toy.
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from collections import defaultdict
@@ -137,6 +138,7 @@ def measure(
         for batch_size in batches:
             for strategy in strategies:
                 parts = measure_step(config, tensors, strategy, batch_size, num_steps, prompt_tokens, accept)
+                gc.collect()  # the watched engine refers to itself, and its weights are gigabytes
                 rows.append({"batch_size": batch_size, "strategy": str(strategy), **parts})
                 say(f"batch {batch_size}, {strategy}: {parts['step_ms']:.0f} ms a step")
     return {
