@@ -172,7 +172,7 @@ def to_markdown(report: dict[str, Any]) -> str:
         ", ".join(f"{key} {value}" for key, value in report["environment"].items() if value),
         f"Random weights; every draft is accepted with probability {report['simulated_acceptance']}, which is simulated. "
         f"Milliseconds per step, mean of {report['num_steps']} steps after prompts of {report['prompt_tokens']} tokens. "
-        "`forward` is the target's, head included; `noise` is the law's, per committed token (it is computed ahead, in blocks).",
+        "`forward` is the target's, head included; `noise` is the law's, per committed token (computed ahead, in blocks).",
         "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns),
     ]
     for row in report["rows"]:
