@@ -559,7 +559,8 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
 
     from tlt.drafting.buffer import TrajectoryBuffer
     from tlt.drafting.export import load_drafter, save_drafter
-    from tlt.drafting.trainer import RECOMPUTE_TOKENS, DrafterTrainer, FeatureRecompute
+    from tlt.drafting.spot import RECOMPUTE_TOKENS, FeatureRecompute
+    from tlt.drafting.trainer import DrafterTrainer
     from tlt.models.checkpoint import content_hash, load_tensors
     from tlt.models.checkpoint import load_config as load_model_config
     from tlt.models.drafter import DraftModel, drafter_config

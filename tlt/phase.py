@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from tlt.distributed.collectives import World, any_rank, average_weighted, gather_objects
 from tlt.distributed.coordinator import Coordinator
-from tlt.drafting.trainer import SpotTrainer
+from tlt.drafting.spot import SpotTrainer
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
 from tlt.rollout.drafters import LearnedDrafter

@@ -25,7 +25,8 @@ from tlt.distributed.collectives import World, any_rank, gather_objects, init_pr
 from tlt.distributed.coordinator import Coordinator, connect_coordinator
 from tlt.drafting.buffer import TrajectoryBuffer
 from tlt.drafting.export import load_drafter, save_drafter
-from tlt.drafting.trainer import DrafterTrainer, SpotTrainer
+from tlt.drafting.spot import SpotTrainer
+from tlt.drafting.trainer import DrafterTrainer
 from tlt.files import Record, get_id, read_jsonl
 from tlt.models.checkpoint import content_hash, load_tensors
 from tlt.models.checkpoint import load_config as load_model_config

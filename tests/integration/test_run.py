@@ -110,7 +110,8 @@ def what_the_law_fixes(out_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def speculating_run(workspace: Path) -> Path:
-    return train(workspace, "speculating")
+    """A fixed strategy: whether an adaptive run speculates in a given step is decided by its clock."""
+    return train(workspace, "speculating", "--rollout.speculation", "4x1x4")
 
 
 def same_weights(a: Path, b: Path) -> bool:

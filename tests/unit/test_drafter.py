@@ -26,7 +26,8 @@ from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, Switc
 from tlt.drafting.buffer import PackedBatch, TrajectoryBuffer
 from tlt.drafting.export import load_drafter, save_drafter
 from tlt.drafting.losses import LossWeights, eagle_loss
-from tlt.drafting.trainer import DrafterTrainer, FeatureRecompute, SpotTrainer
+from tlt.drafting.spot import FeatureRecompute, SpotTrainer
+from tlt.drafting.trainer import DrafterTrainer
 from tlt.models.attention import PackedCausal
 from tlt.models.checkpoint import content_hash
 from tlt.models.drafter import DraftModel, PackedDrafter, align, drafter_config
