@@ -183,6 +183,10 @@ class DrafterTrain:
     """Folder of the drafter; must not exist yet."""
     init: Annotated[Path | None, arg(metavar="DIR")] = None
     """Start from this drafter instead of a random one."""
+    preset: Literal["eagle", "hass", "eagle3"] = "hass"
+    """How it is trained, and in which form: docs/drafter.md."""
+    draft_vocab: Annotated[int | None, arg(metavar="N")] = None
+    """eagle3: propose only the N most frequent tokens of the responses."""
     epochs: float = 1.0
     """Passes over the responses."""
     learning_rate: float = 1e-3

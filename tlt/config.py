@@ -149,6 +149,8 @@ class DrafterConfig(Section):
     """A drafter folder as `tlt drafter train` writes it; None: no drafter."""
     train: bool = False
     """Whether idle ranks train it."""
+    preset: Literal["eagle", "hass", "eagle3"] | None = None
+    """How it is trained (docs/drafter.md); None: as it was trained before, which its folder says."""
     learning_rate: PositiveFloat = 3e-4
     tokens_per_micro_step: PositiveInt = 1024
     """Bounds one micro-step, hence how long a preemption can take."""

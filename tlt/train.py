@@ -24,14 +24,14 @@ from tlt.distributed.checkpoint import RunState, latest_checkpoint, load_checkpo
 from tlt.distributed.collectives import World, any_rank, gather_objects, init_process_group_from_env, shutdown
 from tlt.distributed.coordinator import Coordinator, connect_coordinator
 from tlt.drafting.buffer import TrajectoryBuffer
-from tlt.drafting.export import load_drafter, save_drafter
+from tlt.drafting.export import choose_preset, load_drafter, save_drafter
 from tlt.drafting.spot import SpotTrainer
 from tlt.drafting.trainer import DrafterTrainer
 from tlt.files import Record, get_id, read_jsonl
 from tlt.models.checkpoint import content_hash, load_tensors
 from tlt.models.checkpoint import load_config as load_model_config
 from tlt.models.checkpoint import save_checkpoint as save_model
-from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
+from tlt.models.drafter import DraftModel, PackedDrafter
 from tlt.models.tokenizer import check_prompt, load_tokenizer
 from tlt.models.transformer import Transformer
 from tlt.phase import PhaseResult, RolloutPhase, StopRequested
@@ -88,7 +88,7 @@ def preflight(config: Config) -> None:
     """Everything that can be refused before a process is started: UserError, one line."""
     model_config = load_model_config(config.model.path)
     if config.drafter.path is not None:
-        load_drafter(config.drafter.path, model_config)
+        choose_preset(config.drafter.preset, load_drafter(config.drafter.path, model_config))
     load_problems(config, "train")
     if config.evaluation.num_problems:
         load_problems(config, "test")
@@ -172,11 +172,10 @@ class Run:
         """What the engine drafts with, and who trains it."""
         settings, slots = self.config.drafter, self.config.rollout.max_batch_size
         if settings.path is not None:
-            model = DraftModel(drafter_config(self.model_config)).to(self.world.device)
-            tensors = load_drafter(settings.path, self.model_config)
-            model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-            packed = PackedDrafter(model.config, self.engine.model.dtype, self.world.device)
-            packed.load(dict(model.named_parameters()), version=0)
+            stored = load_drafter(settings.path, self.model_config)
+            model = DraftModel(stored.config).to(self.world.device)
+            model.load_state_dict(stored.tensors)
+            packed = PackedDrafter.from_tensors(model.config, model.state_dict(), self.engine.model.dtype, self.world.device)
             self.draft_model = model
             self.learned = LearnedDrafter(
                 packed,
@@ -185,10 +184,12 @@ class Run:
                 ranking=settings.ranking,
                 tau=settings.coupling_temperature,
                 window=settings.feature_window,
+                keep_targets=settings.train,
             )
             if settings.train:
                 buffer = TrajectoryBuffer(settings.buffer_tokens, self.config.run.seed)
-                trainer = DrafterTrainer(model, self.engine.model, settings.learning_rate, settings.clip_grad_norm)
+                preset = choose_preset(settings.preset, stored)
+                trainer = DrafterTrainer(model, self.engine.model, preset, settings.learning_rate, settings.clip_grad_norm)
                 self.spot = SpotTrainer(
                     trainer, buffer, settings.tokens_per_micro_step, settings.carry_longest, self.timeline.add
                 )
@@ -290,7 +291,7 @@ class Run:
         self.trainer.load_state_dict(training["policy"])
         if drafter is not None and self.learned is not None:
             self.draft_model.load_state_dict(drafter)
-            self.learned.load(dict(self.draft_model.named_parameters()), state.drafter_version)
+            self.learned.load(self.draft_model.state_dict(), state.drafter_version)
             if self.spot is not None:
                 self.spot.trainer.load_state_dict(training["drafter"])
         self.console.note(f"resumed at step {self.step} from {path}")
@@ -306,6 +307,8 @@ class Run:
         products = {"policy": self.out_dir / "policy"}
         if self.learned is not None:
             about = {"policy_hash": content_hash(self.policy.state_dict()), "policy_step": self.step}
+            if self.spot is not None:
+                about["preset"] = self.spot.trainer.preset.name
             save_drafter(self.out_dir / "drafter", self.draft_model, torch.float32, about)
             products["drafter"] = self.out_dir / "drafter"
         merge_timelines(self.out_dir, self.out_dir / "timeline.json")

@@ -7,6 +7,7 @@ agree with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,42 @@ class PackedCausal:
             q, k, v = (part.transpose(0, 1)[None] for part in qkv_TSD.split(heads, dim=1))
             out_1HTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.num_heads != self.num_kv_heads)
             outputs.append(out_1HTD[0].transpose(0, 1).flatten(1))
+        return torch.cat(outputs)
+
+
+class Unrolled(PackedCausal):
+    """Packed causal attention of a drafter that is trained on several of its own steps, one call per step: in the first,
+    pair t sees the pairs up to t of its sequence; in later ones it is the successor of what it was in the step before, and
+    sees what it saw at first and itself in every step since. So each pair lives through what a draft from there would see
+    (HASS, arXiv 2408.15766, §3.2; EAGLE-3, arXiv 2503.01840, §3.2)."""
+
+    def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
+        super().__init__(config, lengths)
+        self.steps: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
+        q_NHD, k_NKD, v_NKD = qkv_NSD.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        group = self.num_heads // self.num_kv_heads
+        k_NHD, v_NHD = (x.repeat_interleave(group, dim=1) for x in (k_NKD, v_NKD))
+        self.steps.append((k_NHD, v_NHD))
+        if len(self.steps) == 1:
+            return super().__call__(layer, qkv_NSD)
+        (first_k, first_v), own = self.steps[0], self.steps[1:]
+        q_NHD = q_NHD * q_NHD.shape[-1] ** -0.5
+        own_NHI = torch.stack([(q_NHD * k_NHD).sum(-1) for k_NHD, _ in own], dim=-1)
+        outputs = []
+        parts = zip(*(x.split(self.lengths) for x in (q_NHD, first_k, first_v, own_NHI)), strict=True)
+        for start, (q_THD, k_THD, v_THD, own_THI) in zip(accumulate([0, *self.lengths]), parts, strict=False):
+            length = len(q_THD)
+            scores_HTT = q_THD.transpose(0, 1) @ k_THD.permute(1, 2, 0)
+            future = torch.ones(length, length, dtype=torch.bool, device=scores_HTT.device).triu_(1)
+            scores_HTL = torch.cat([scores_HTT.masked_fill(future, float("-inf")), own_THI.transpose(0, 1)], dim=-1)
+            weights_HTL = scores_HTL.softmax(dim=-1)
+            out_HTD = weights_HTL[..., :length] @ v_THD.transpose(0, 1)
+            for i, (_, v_NHD) in enumerate(own):
+                own_v_HTD = v_NHD[start : start + length].transpose(0, 1)
+                out_HTD = out_HTD + weights_HTL[..., length + i, None] * own_v_HTD
+            outputs.append(out_HTD.transpose(0, 1).flatten(1))
         return torch.cat(outputs)
 
 
