@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tlt.config import Config
+from tlt.config import Config, DrafterConfig
 from tlt.distributed.checkpoint import RunState, latest_checkpoint, load_checkpoint, save_checkpoint
 from tlt.distributed.collectives import World, any_rank, gather_objects, init_process_group_from_env, shutdown
 from tlt.distributed.coordinator import Coordinator, connect_coordinator
@@ -188,7 +188,7 @@ class Run:
             )
             if settings.train:
                 buffer = TrajectoryBuffer(settings.buffer_tokens, self.config.run.seed)
-                preset = choose_preset(settings.preset, stored)
+                preset = choose_preset(settings.preset, stored, preset_changes(settings))
                 trainer = DrafterTrainer(model, self.engine.model, preset, settings.learning_rate, settings.clip_grad_norm)
                 self.spot = SpotTrainer(
                     trainer, buffer, settings.tokens_per_micro_step, settings.carry_longest, self.timeline.add
@@ -362,6 +362,16 @@ def device_name(config: Config) -> str:
     if config.run.device != "auto":
         return config.run.device
     return "cuda" if torch.cuda.device_count() >= config.run.num_ranks else "cpu"
+
+
+def preset_changes(settings: DrafterConfig) -> dict[str, Any]:
+    """The constants of a preset that the configuration sets."""
+    return {
+        "unrolled_steps": settings.unrolled_steps,
+        "step_decay": settings.step_decay,
+        "feature_weight": settings.feature_weight,
+        "distribution_weight": settings.distribution_weight,
+    }
 
 
 def load_problems(config: Config, split: str) -> list[Problem]:

@@ -122,7 +122,7 @@ def test_the_loss_is_its_sum_over_steps_and_pairs(method: Method, draft_vocab: i
     kept = list(range(VOCAB)) if draft_vocab is None else (model.t2d.nonzero()[:, 0]).tolist()
     hidden, total = model.fuse(batch.features_NE[pairs.feature_index_M]), 0.0
     starts = [sum(batch.lengths[:i]) for i in range(len(batch.lengths))]
-    for step in range(preset.num_steps):
+    for step in range(preset.unrolled_steps):
         index, _ = pairs.ahead(step)
         hidden = model(TARGET.embed(batch.token_ids_N[index]), hidden, pairs.positions_M + step, attend)
         states, losses = iter(hidden), []
@@ -251,3 +251,12 @@ def test_a_directory_gives_back_the_form_and_every_tensor(method: Method, draft_
     other = "eagle3" if method == "eagle" else "hass"
     with pytest.raises(UserError, match=f"drafter.preset: {other} does not train a drafter of form {method}"):
         choose_preset(other, stored)
+
+
+def test_constants_of_a_preset_can_be_set_and_no_feature_loss_is_asked_of_eagle3(tmp_path: Path) -> None:
+    save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
+    stored = load_drafter(tmp_path, DEEP)
+    changed = choose_preset(None, stored, {"unrolled_steps": 4, "step_decay": None})
+    assert (changed.unrolled_steps, changed.step_decay) == (4, PRESETS["eagle3"].step_decay)
+    with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
+        choose_preset(None, stored, {"feature_weight": 1.0})

@@ -85,13 +85,17 @@ def load_drafter(path: Path | str, target: ModelConfig) -> StoredDrafter:
     return StoredDrafter(config, tensors, described.get("tlt") or {})
 
 
-def choose_preset(name: str | None, drafter: StoredDrafter) -> Preset:
-    """The preset asked for, or else the one that the drafter was trained with; UserError when it is for another form."""
+def choose_preset(name: str | None, drafter: StoredDrafter, changes: Mapping[str, Any] | None = None) -> Preset:
+    """The preset asked for, or else the one that the drafter was trained with, with `changes` to its constants; UserError
+    when it is for another form."""
     method = drafter.config.method
     preset = PRESETS[name or drafter.about.get("preset") or DEFAULT_PRESET[method]]
     if preset.method != method:
         fitting = " or ".join(key for key, value in PRESETS.items() if value.method == method)
         raise UserError(f"drafter.preset: {name} does not train a drafter of form {method}; give {fitting}")
+    preset = dataclasses.replace(preset, **{key: value for key, value in (changes or {}).items() if value is not None})
+    if preset.feature_weight and method == "eagle3":
+        raise UserError(f"drafter.feature_weight: {preset.feature_weight} has no meaning for eagle3; leave it out")
     return preset
 
 

@@ -17,7 +17,7 @@ class Preset:
 
     name: as users know it.
     method: the form of drafter it is for.
-    num_steps: of its own that every pair is trained on; from the second on it reads its own hidden state.
+    unrolled_steps: of its own that every pair is trained on; from the second on it reads its own hidden state.
     step_decay: each step's loss counts so much of the one before.
     feature_weight: of Smooth L1 between the drafter's hidden state and the target's feature.
     distribution_weight: of the cross-entropy between the two distributions.
@@ -25,7 +25,7 @@ class Preset:
 
     name: str
     method: Method
-    num_steps: int
+    unrolled_steps: int
     step_decay: float
     feature_weight: float
     distribution_weight: float

@@ -70,7 +70,7 @@ class DrafterTrainer:
         attend = Unrolled(model.config.layer, pairs.lengths)
         hidden_ME = model.fuse(features_NF[pairs.feature_index_M])
         total = torch.zeros((), dtype=dtype, device=hidden_ME.device)
-        for step in range(preset.num_steps):
+        for step in range(preset.unrolled_steps):
             index_M, exists_M = pairs.ahead(step)
             weight_M = batch.weight_M.roll(-step).to(dtype) * exists_M  # pair t now does what pair t + step did at first
             if not weight_M.any():
