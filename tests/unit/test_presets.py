@@ -15,7 +15,7 @@ from tlt.drafting.buffer import PackedBatch
 from tlt.drafting.export import choose_preset, load_drafter, save_drafter
 from tlt.drafting.losses import PRESETS
 from tlt.drafting.trainer import DrafterTrainer
-from tlt.models.attention import PackedCausal, Unrolled
+from tlt.models.attention import PackedCausal, Unrolled, _CausalAndOwn, causal_and_own
 from tlt.models.drafter import DraftModel, Method, PackedDrafter, align, capture_layers, drafter_config, training_capture
 from tlt.models.transformer import PackedTransformer, Transformer
 from tlt.rollout.drafters import LearnedDrafter
@@ -109,6 +109,17 @@ def test_a_step_in_training_equals_the_draft_from_there(method: Method, draft_vo
             out = model(embeddings[1 : count + 1], torch.stack(inputs), torch.arange(count), plain)
             torch.testing.assert_close(states[step][t], out[-1], rtol=0, atol=1e-10)
             inputs.append(out[-1])
+
+
+@pytest.mark.parametrize("num_own", [1, 3])
+def test_the_fused_attention_and_its_gradients_are_those_of_the_plain_one(num_own: int) -> None:
+    shapes = [(3, 11, 8)] * 3 + [(num_own, 3, 11, 8)] * 2
+    inputs = [(2 * randn(*shape, seed=i)).requires_grad_() for i, shape in enumerate(shapes)]
+    outputs = [attend(*inputs) for attend in (causal_and_own, _CausalAndOwn.apply)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-12)
+    plain, fused = (torch.autograd.grad(out, inputs, randn(3, 11, 8, seed=9)) for out in outputs)
+    for found, expected in zip(fused, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @forms
