@@ -23,7 +23,8 @@ import os
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ from tlt.report.console import Console
 from tlt.report.metrics import StepRecord, read_metrics
 from tlt.report.timeline import critical_path_share, read_spans
 from tlt.train import Run, advance, device_name, load_problems
-from tlt.types import Span, UserError
+from tlt.types import Problem, Span, UserError
 
 if TYPE_CHECKING:
     from tlt.distributed.launch import StopRequest
@@ -72,6 +73,15 @@ class Plan:
             name: with_changes(with_changes(config, changes), {"run": {"out_dir": folder / name}})
             for name, changes in self.runs.items()
         }
+
+    def problems(self, config: Config) -> Callable[[int], list[Problem]]:
+        """The training problems as a function of the step."""
+        before = load_problems(config, "train")
+        if self.shift is None:
+            return lambda step: before
+        shift_step, options = self.shift
+        after = load_problems(with_changes(config, {"task": {"options": options}}), "train")
+        return lambda step: before if step < shift_step else after
 
 
 @dataclass(frozen=True)
@@ -125,29 +135,30 @@ def main(config_json: str, stop: StopRequest) -> None:
 def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> None:
     """Rounds of one step of every run until the plan is fulfilled or its time is over; then all are checkpointed together.
     When the user stops, the round under way is dropped, and these runs cannot go on."""
-    started = time.perf_counter()
-    coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
-    runs = {name: Run(changed, world, stop, coordinator, prints=False) for name, changed in plan.configs(config).items()}
-    reference = next(iter(runs.values()))
-    console = Console(enabled=world.is_leader)
+    started, longest = time.perf_counter(), 0.0
     path = config.run.out_dir / "turns.jsonl"
-    num_done = {number for name, turns in read_turns(path, runs).items() for number in (runs[name].step, len(turns))}
-    if len(num_done) > 1:
-        raise UserError(f"run.out_dir: the runs in {config.run.out_dir} did not end together; give another --run.out_dir")
-    shift_step, shifted = plan.num_steps, reference.problems
-    if plan.shift is not None:
-        shift_step = plan.shift[0]
-        shifted = load_problems(with_changes(config, {"task": {"options": plan.shift[1]}}), "train")
-    longest = 0.0
-    try:
+    coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
+    runs: dict[str, Run] = {}
+    with ExitStack() as stack:
+        console = stack.enter_context(Console(enabled=world.is_leader))
+        for name, changed in plan.configs(config).items():
+            runs[name] = Run(changed, world, stop, coordinator, prints=False)
+            stack.callback(runs[name].close)
+        reference = next(iter(runs.values()))
+        num_done = {number for name, turns in read_turns(path, runs).items() for number in (runs[name].step, len(turns))}
+        if len(num_done) > 1:
+            raise UserError(f"run.out_dir: the runs in {config.run.out_dir} did not end together; give another --run.out_dir")
+        problems = plan.problems(config)
         while reference.step < plan.num_steps:
             begun = time.perf_counter()
             if any_rank(world, begun - started + longest > 60 * plan.minutes):
                 break
-            if reference.step >= shift_step:
-                for run in runs.values():
-                    run.problems = shifted
-            turns = one_round(runs, world)
+            for run in runs.values():
+                run.problems = problems(reference.step)
+            try:
+                turns = one_round(runs, world)
+            except StopRequested:
+                return
             longest = max(longest, time.perf_counter() - begun)
             if world.is_leader:
                 with path.open("a") as file:
@@ -155,12 +166,6 @@ def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> N
             console.note(describe_round(turns))
         for run in runs.values():
             run.checkpoint()
-    except StopRequested:
-        pass
-    finally:
-        console.close()
-        for run in runs.values():
-            run.close()
 
 
 def one_round(runs: Mapping[str, Run], world: World) -> list[Turn]:
