@@ -91,6 +91,9 @@ def test_a_summary_pairs_the_steps_that_all_runs_finished(tmp_path: Path) -> Non
 def test_without_a_finished_round_there_is_nothing_to_report(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not one round was finished; give it more --minutes"):
         summarize(tmp_path, ("off", "tlt"))
+    write_run(tmp_path, "frozen", [1.0], 3.0, [0])
+    with pytest.raises(UserError, match="holds a run 'frozen' too; compare it too, or give another"):
+        summarize(tmp_path, ("off", "tlt"))
 
 
 @pytest.mark.parametrize(

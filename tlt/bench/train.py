@@ -88,7 +88,8 @@ class Plan:
 class Turn:
     """One step of one run: a line of turns.jsonl, beside the run's own metrics.
 
-    seconds: from when all ranks began to when all were done, the record written.  digest: of all token ids and rewards.
+    seconds: from when all ranks began to when all were done, the record written.  num_solved_problems: with a solved response.
+    digest: of all token ids and rewards.
     num_different: responses whose tokens or reward are not the reference's.  same_weights: bit for bit, after the step.
     """
 
@@ -232,6 +233,10 @@ def read_turns(path: Path, names: Iterable[str]) -> dict[str, list[Turn]]:
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     for line in path.read_text().splitlines() if path.exists() else ():
         turn = Turn(**json.loads(line))
+        if turn.run not in turns:
+            raise UserError(
+                f"run.out_dir: {path.parent} holds a run {turn.run!r} too; compare it too, or give another --run.out_dir"
+            )
         turns[turn.run].append(turn)
     return turns
 
