@@ -92,7 +92,7 @@ def test_without_a_finished_round_there_is_nothing_to_report(tmp_path: Path) -> 
     with pytest.raises(UserError, match="not one round was finished; give it more --minutes"):
         summarize(tmp_path, ("off", "tlt"))
     write_run(tmp_path, "frozen", [1.0], 3.0, [0])
-    with pytest.raises(UserError, match="holds a run 'frozen' too; compare it too, or give another"):
+    with pytest.raises(UserError, match="holds a run 'frozen'; include it, or give another"):
         summarize(tmp_path, ("off", "tlt"))
 
 

@@ -234,9 +234,7 @@ def read_turns(path: Path, names: Iterable[str]) -> dict[str, list[Turn]]:
     for line in path.read_text().splitlines() if path.exists() else ():
         turn = Turn(**json.loads(line))
         if turn.run not in turns:
-            raise UserError(
-                f"run.out_dir: {path.parent} holds a run {turn.run!r} too; compare it too, or give another --run.out_dir"
-            )
+            raise UserError(f"run.out_dir: {path.parent} holds a run {turn.run!r}; include it, or give another --run.out_dir")
         turns[turn.run].append(turn)
     return turns
 
