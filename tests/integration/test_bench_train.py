@@ -60,7 +60,7 @@ def test_the_command_compares_whole_runs_on_two_ranks(workspace: Path, tmp_path:
 
 def test_a_run_that_parts_is_counted_and_given_the_references_weights(config: Config, tmp_path: Path) -> None:
     """Another seed writes other tokens, which teach the policy otherwise; the reference notices nothing of it."""
-    plan = dataclasses.replace(PLAN, runs={"off": OFF, "same": {}, "other": {"run": {"seed": 1}}}, num_steps=2)
+    plan = dataclasses.replace(PLAN, runs={"off": OFF, "same": {}, "other": {"run": {"seed": 1}}}, num_steps=3)
     assert launch_runs(config, plan) == 0
     for off, same, other in zip(*read_turns(tmp_path / "runs" / "turns.jsonl", plan.runs).values(), strict=True):
         assert same.digest == off.digest != other.digest
