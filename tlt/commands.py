@@ -775,6 +775,49 @@ def bench_rollout(
     }
 
 
+@dataclass(frozen=True)
+class BenchTrainOptions:
+    """What `tlt bench train` compares with `off`, for how long, and the common stem of its two result files."""
+
+    out: Path
+    variants: tuple[str, ...]
+    steps: int
+    minutes: float
+
+
+def bench_train(config_path: Path, overrides: Sequence[str], options: BenchTrainOptions, command: str) -> Record:
+    """Whole runs side by side (see bench/train.py); returns off's step time over each variant's. Stopped by the user, it
+    reports what was measured and exits as a run does."""
+    from tlt.bench.report import header, write_report
+    from tlt.bench.train import FROZEN, OFF, Plan, launch_runs, summarize, to_markdown
+    from tlt.train import preflight
+
+    changes = {"tlt": {}, "frozen": FROZEN}
+    _check_words("variants", options.variants, tuple(changes))
+    if not options.variants:
+        raise UserError("--variants: is empty; give some of tlt, frozen")
+    if options.steps < 1:
+        raise UserError(f"--steps: {options.steps} is too small; give 1 or more")
+    if not 0 < options.minutes < float("inf"):
+        raise UserError(f"--minutes: {options.minutes} is no length of time; give more than 0")
+    check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
+    config = load_config(config_path, overrides)
+    if config.rollout.speculation == "off":
+        raise UserError("rollout.speculation is off, so there is nothing to compare; set it to adaptive")
+    if "frozen" in options.variants and not config.drafter.train:
+        raise UserError("--variants: frozen differs from tlt only where drafter.train is true; set it, or leave frozen out")
+    preflight(config)
+    plan = Plan({"off": OFF, **{name: changes[name] for name in options.variants}}, options.steps, options.minutes)
+    code = launch_runs(config, plan)
+    if code not in (0, 130, 143):
+        raise SystemExit(code)
+    report = {**header(config, command), **summarize(config.run.out_dir, tuple(plan.runs))}
+    write_report(options.out, report, to_markdown("Whole steps with and without TLT", report))
+    if code:
+        raise SystemExit(code)
+    return {name: report["runs"][name]["ratios"]["off"]["mean"] for name in options.variants}
+
+
 def _check_words(option: str, given: Sequence[str], known: Sequence[str]) -> None:
     for word in given:
         if word not in known:
@@ -800,7 +843,7 @@ def bench_geometry(options: BenchGeometryOptions, command: str, say: Callable[[s
     import torch
 
     from tlt.bench.geometry import SHAPES, measure, to_markdown
-    from tlt.bench.rollout import environment
+    from tlt.bench.report import environment
     from tlt.types import Strategy
 
     counts = [("steps", options.steps), ("prompt-tokens", options.prompt_tokens), ("threads", options.threads)]

@@ -71,17 +71,23 @@ def train(run: Run) -> None:
         if run.step == 0:
             run.evaluate()
         while run.step < run.config.run.num_steps and not run.is_out_of_time():
-            started = time.perf_counter()
-            phase = run.generate()
-            update = run.update(phase)
-            run.publish(run.step + 1)
-            run.record(phase, update, time.perf_counter() - started)
+            advance(run)
             run.evaluate_if_due()
             run.checkpoint_if_due()
         run.evaluate()
         run.finish()
     except StopRequested as reason:
         run.stop(str(reason))
+
+
+def advance(run: Run) -> PhaseResult:
+    """One step of the loop; `tlt bench train` measures this very function."""
+    started = time.perf_counter()
+    phase = run.generate()
+    update = run.update(phase)
+    run.publish(run.step + 1)
+    run.record(phase, update, time.perf_counter() - started)
+    return phase
 
 
 def preflight(config: Config) -> None:
@@ -95,9 +101,17 @@ def preflight(config: Config) -> None:
 
 
 class Run:
-    """The objects of one run on one rank, and the steps of the loop."""
+    """The objects of one run on one rank, and the steps of the loop. `coordinator`: one that runs side by side share;
+    `prints`: whether the leader shows the run."""
 
-    def __init__(self, config: Config, world: World, stop: StopRequest, coordinator: Coordinator | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        stop: StopRequest,
+        coordinator: Coordinator | None = None,
+        prints: bool = True,
+    ) -> None:
         self.config, self.world = config, world
         self.out_dir = config.run.out_dir
         self.step = 0
@@ -109,7 +123,7 @@ class Run:
             (self.out_dir / "config.json").write_text(config.to_json())
         epoch = shared_epoch(world.rank, lambda value: gather_objects(world, value))
         self.timeline = Timeline(world.rank, rank_path(self.out_dir, world.rank), epoch)
-        self.console = Console(enabled=world.is_leader, num_steps=config.run.num_steps)
+        self.console = Console(enabled=prints and world.is_leader, num_steps=config.run.num_steps)
 
         self.tokenizer = load_tokenizer(config.model.path)
         self.problems = load_problems(config, "train")
