@@ -230,7 +230,7 @@ class StepCosts:
         arbitrary."""
         wanted_AF = np.stack([_features(batch_size, mean_length, arm) for arm in arms])
         prior_A = _prior_log_seconds(wanted_AF)
-        variance_A: Array = wanted_AF**2 @ _SLOPES**2 + _BEND**2
+        variance_A = wanted_AF**2 @ _SLOPES**2 + _BEND**2
         cells = self._neighbours(batch_size)
         if not cells:
             return prior_A, variance_A
@@ -241,12 +241,12 @@ class StepCosts:
         cross_CA = _kernel(known_CF, wanted_AF)
         # the unknown constant (seconds per unit of the prior) is the weighted mean: generalized least squares
         solved = np.linalg.solve(K_CC, np.column_stack([np.ones(len(cells)), residual_C, cross_CA]))
-        ones_C, residual_C, weights_CA = solved[:, 0], solved[:, 1], solved[:, 2:]
-        constant = residual_C.sum() / ones_C.sum()
-        mean_A = prior_A + constant + cross_CA.T @ (residual_C - constant * ones_C)
+        ones_C, white_C, weights_CA = solved[:, 0], solved[:, 1], solved[:, 2:]
+        constant = white_C.sum() / ones_C.sum()
+        mean_A = prior_A + constant + cross_CA.T @ (white_C - constant * ones_C)
         lost_A = 1.0 - weights_CA.sum(0)  # how much of the constant the data at hand leave to be guessed
-        variance_A += lost_A**2 / ones_C.sum() - (cross_CA * weights_CA).sum(0)
-        return mean_A, variance_A.clip(1e-8)
+        explained_A = (cross_CA * weights_CA).sum(0) - lost_A**2 / ones_C.sum()
+        return mean_A, np.maximum(variance_A - explained_A, 1e-8)
 
     def _neighbours(self, batch_size: int) -> list[_Cell]:
         """The cells nearest in batch size, the latest first among equals."""
