@@ -4,9 +4,9 @@
                              └ Acceptance                  └ StepCosts
     choose the arm with the largest   log speed + bonus x standard deviation of its estimate
 
-Every measurement informs its neighbours: acceptance is a survival curve shared by all depths of a drafter and lent to other batch
-sizes; seconds are a Gaussian process over (batch, tokens in the forward, drafting work, length) in logarithms (Rasmussen &
-Williams, ch. 2), and the bonus is that of GP-UCB (Srinivas et al., arXiv 0912.3995). So an arm that was never tried is tried
+Every measurement informs its neighbours: acceptance is a survival curve shared by all depths of a drafter and lent to other
+batch sizes; seconds are a Gaussian process over (batch, tokens in the forward, drafting work, length) in logarithms (Rasmussen
+& Williams, ch. 2), and the bonus is that of GP-UCB (Srinivas et al., arXiv 0912.3995). So an arm that was never tried is tried
 only where what is known leaves room for it to be the best.
 """
 
