@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -43,6 +45,19 @@ def test_when_a_request_ends_only_the_last_sequence_moves() -> None:
         assert torch.equal(storage[:, slot, :, : length - 1], before[:, :, : length - 1])
     assert torch.equal(storage[:, 1, :, : length - 1], moved[:, :, : length - 1])
     assert [s.request.sample_index for s in engine.scheduler.running] == [0, 3, 2]
+
+
+def test_the_tail_does_not_pay_for_the_memory_of_what_has_ended() -> None:
+    """One long response among short ones: the cache grows for it alone, keeps what it knew, and takes others again."""
+    limits = [140, 2, 2, 2, 2, 2]
+    requests = [request("a", i, (1, 2, 3), max_tokens=limit, stop=-1) for i, limit in enumerate(limits)]
+    alone = tokens_of(make_engine(POLICY), requests[:1])
+    engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
+    assert alone.items() <= tokens_of(engine, requests).items()
+    assert [engine.cache.storage_ISKLD.shape[i] for i in (1, 3)] == [1, 256]
+    engine.add(replace(r, problem_id="b") for r in requests[1:])
+    engine.step()
+    assert [engine.cache.storage_ISKLD.shape[i] for i in (1, 3)] == [5, 256]
 
 
 def test_without_speculation_nothing_is_allocated_for_drafting() -> None:

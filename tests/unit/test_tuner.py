@@ -151,7 +151,7 @@ def test_the_gaussian_process_is_that_of_the_textbook() -> None:
     mean, variance = costs.predict(wanted, size, 300.0)
     cells = list(costs.cells.values())
     X = np.stack([c.features for c in cells])
-    y = np.array([math.log(c.seconds) - c.prior for c in cells])
+    y = np.log([c.seconds for c in cells]) - _prior_log_seconds(X)
     fade = [c.count * math.exp(-(costs.num_steps - c.step) / 4000.0) for c in cells]
     K = _kernel(X, X) + np.diag([_NOISE**2 / f + _FLOOR**2 for f in fade])
     A = np.block([[K, np.ones((len(y), 1))], [np.ones((1, len(y))), np.zeros((1, 1))]])
@@ -159,13 +159,13 @@ def test_the_gaussian_process_is_that_of_the_textbook() -> None:
         x = _features(size, 300.0, arm)[None]
         right = np.concatenate([_kernel(X, x)[:, 0], [1.0]])
         weights = np.linalg.solve(A, right)
-        assert mean[i] == pytest.approx(_prior_log_seconds(size, arm) + weights[:-1] @ y, abs=1e-8)
+        assert mean[i] == pytest.approx(_prior_log_seconds(x)[0] + weights[:-1] @ y, abs=1e-8)
         assert variance[i] == pytest.approx(_kernel(x, x)[0, 0] - weights @ right, abs=1e-8)
 
 
-def expected(acceptance: Acceptance, arm: Strategy) -> tuple[float, float]:
+def expected(acceptance: Acceptance, arm: Strategy, batch_size: int = 4) -> tuple[float, float]:
     """Tokens per verification and the standard deviation of its logarithm."""
-    tokens, variances = acceptance.expected_tokens([arm])
+    tokens, variances = acceptance.expected_tokens([arm], batch_size)
     return float(tokens[0]), math.sqrt(variances[0])
 
 
@@ -174,16 +174,41 @@ def test_acceptance_is_shared_between_depths_and_agrees_with_counting() -> None:
     deep, shallow = Strategy("learned", 8, 1, 8), Strategy("learned", 2, 1, 2)
     walks = [min(int(rng.expovariate(0.4)), 8) for _ in range(3000)]
     acceptance.observe(deep, walks)
-    tokens, deviation = expected(acceptance, deep)
+    tokens, deviation = expected(acceptance, deep, len(walks))
     assert tokens == pytest.approx(1 + np.mean(walks), rel=0.02)
     assert deviation < 0.03
-    tokens, _ = expected(acceptance, shallow)
+    tokens, _ = expected(acceptance, shallow, len(walks))
     assert tokens == pytest.approx(1 + np.mean([min(w, 2) for w in walks]), rel=0.02)
-    before, uncertain = expected(acceptance, deep)
+    before, uncertain = expected(acceptance, deep, len(walks))
     acceptance.age(30)
-    after, more_uncertain = expected(acceptance, deep)
+    after, more_uncertain = expected(acceptance, deep, len(walks))
     assert more_uncertain > 3 * uncertain
     assert after == pytest.approx(before, rel=0.3)
+
+
+def test_the_tail_has_an_acceptance_of_its_own_and_starts_from_that_of_the_beginning() -> None:
+    acceptance, arm = Acceptance(), Strategy("ngram", 4, 1, 4)
+    for _ in range(20):
+        acceptance.observe(arm, [0] * 64)
+    begun, sure = expected(acceptance, arm, 64)
+    tail, unsure = expected(acceptance, arm, 2)
+    assert tail == pytest.approx(begun, rel=0.02)
+    assert unsure > 3 * sure, "another look is worth its price there"
+    for _ in range(60):
+        acceptance.observe(arm, [4, 4])
+    assert expected(acceptance, arm, 2)[0] > 3
+    assert expected(acceptance, arm, 64)[0] == pytest.approx(begun, rel=0.15)
+
+
+def test_the_hybrid_is_expected_to_accept_what_the_learned_drafter_does_until_it_is_tried() -> None:
+    acceptance = Acceptance()
+    for _ in range(50):
+        acceptance.observe(Strategy("learned", 4, 1, 4), [4, 4, 3, 4])
+    hybrid = Strategy("hybrid", 4, 1, 4)
+    assert expected(acceptance, hybrid)[0] == pytest.approx(expected(acceptance, Strategy("learned", 4, 1, 4))[0], rel=0.05)
+    for _ in range(50):
+        acceptance.observe(hybrid, [0, 0, 0, 0])
+    assert expected(acceptance, hybrid)[0] < 1.5
 
 
 def test_a_new_version_of_policy_or_drafter_makes_acceptance_less_certain() -> None:
@@ -239,7 +264,9 @@ def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
     tuner.observe(arm, replace(batch, num_admitted=1), StepOutcome(8, (1, 1, 1, 1), 5, 0.06))  # read a prompt as well
     mean, _ = tuner.costs.predict([arm], 4, 200.0)
     assert math.exp(mean[0]) == pytest.approx(0.025, rel=0.25), "0.04 if both counted alike"
-    assert tuner.acceptance.tried[("learned", 1, 0)][0] == pytest.approx(12, rel=0.01), "its acceptance does"
+    tuner.observe(Strategy("hybrid", 4, 1, 4), batch, StepOutcome(8, (1, 1, 1, 1), 5, 5.0))  # retrieval reads what it missed
+    assert all(cell.seconds < 1 for cell in tuner.costs.cells.values())
+    assert tuner.acceptance.tried[("learned", 1, 0, 2)][0] == pytest.approx(12, rel=0.01), "its acceptance does"
 
 
 def test_the_users_word_becomes_a_tuner_or_one_line() -> None:

@@ -1,7 +1,7 @@
 """Keys and values of the running sequences, one slot each. Storage only: it knows no model and no schedule.
 
 The running batch lies in slots 0..B-1. When a sequence ends, the last one moves into its slot; nothing else is copied.
-Capacity grows by doubling, so that a short run stays small; growing is the only time the whole cache is copied.
+Capacity grows by doubling, so that a short run stays small; growing is the only time the cache is copied.
 """
 
 from __future__ import annotations
@@ -32,16 +32,20 @@ class Cache:
         return self.storage_ISKLD.nbytes
 
     def reserve(self, num_slots: int, length: int) -> None:
-        """Makes room for `num_slots` sequences of `length` tokens."""
+        """Makes room for the `num_slots` running sequences, the longest of `length` tokens. Growing in length gives up the
+        other slots: it happens in the long tail, where a few sequences would pay for the memory of all that have ended."""
         _, slots, _, capacity, _ = self.storage_ISKLD.shape
         if num_slots <= slots and length <= capacity:
             return
         assert num_slots <= self.max_slots, f"{num_slots} slots wanted of {self.max_slots}"
-        new_slots = slots if num_slots <= slots else min(max(num_slots, 2 * slots), self.max_slots)
-        new_length = capacity if length <= capacity else max(-(-length // _BLOCK) * _BLOCK, 2 * capacity)
+        if length > capacity:
+            new_slots, new_length = num_slots, max(-(-length // _BLOCK) * _BLOCK, 2 * capacity)
+        else:
+            new_slots, new_length = min(max(num_slots, 2 * slots), self.max_slots), capacity
         layers, _, heads, _, dim = self.storage_ISKLD.shape
         grown = self.storage_ISKLD.new_zeros(layers, new_slots, heads, new_length, dim)
-        grown[:, :slots, :, :capacity] = self.storage_ISKLD
+        kept = min(slots, num_slots)
+        grown[:, :kept, :, :capacity] = self.storage_ISKLD[:, :kept]
         self.storage_ISKLD = grown
         self.layers = list(grown)
 

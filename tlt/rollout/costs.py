@@ -4,17 +4,20 @@
                              └ Acceptance                  └ StepCosts
     choose the arm with the largest   log speed + bonus x standard deviation of its estimate
 
-Every measurement informs its neighbours: acceptance is a survival curve shared by all depths of a drafter and by all batch
-sizes; seconds are a Gaussian process over (batch, tokens in the forward, drafting work, length) in logarithms (Rasmussen &
-Williams, ch. 2), and the bonus is that of GP-UCB (Srinivas et al., arXiv 0912.3995). So an arm that was never tried is tried
+Every measurement informs its neighbours: acceptance is a survival curve shared by all depths of a drafter and lent to other
+batch sizes; seconds are a Gaussian process over (batch, tokens in the forward, drafting work, length) in logarithms (Rasmussen
+& Williams, ch. 2), and the bonus is that of GP-UCB (Srinivas et al., arXiv 0912.3995). So an arm that was never tried is tried
 only where what is known leaves room for it to be the best.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,87 +26,112 @@ from tlt.types import BatchState, StepOutcome, Strategy
 
 Array = NDArray[np.float64]
 
+_DRAFTERS_OF = {"none": set(), "learned": {"learned"}, "ngram": {"ngram"}, "hybrid": {"learned", "ngram"}}
+"""What runs for a strategy of this kind."""
+
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _PRIOR_HAZARD = 0.7
 _PRIOR_COUNT = 1.5
 _ACCEPTANCE_MEMORY = 4000.0  # verifications
+_WORTH_ELSEWHERE = 48.0
 _WORTH_AT_NEW_VERSION = 16.0
 """What was seen of an older policy or drafter counts as at most so many verifications: enough to start from, and little
 enough that a drafter which has become better, or worse, is soon found out."""
 
 
 class Acceptance:
-    """P(the walk survives to depth d), from how far walks came. One curve per drafter for chains and one per tree shape; a
-    depth seen rarely leans on the one before it, a tree on the chain."""
+    """P(the walk survives to depth d), from how far walks came. One curve per drafter for chains and one per tree shape.
+
+    The texts that are left in the tail are not those of the beginning, so a batch size has a curve of its own per doubling;
+    what was seen at others counts as at most `_WORTH_ELSEWHERE` verifications there. A depth seen rarely leans on the one
+    before it; a tree on the chain of its drafter, and the hybrid on the learned chain, of which it keeps what it can.
+    """
 
     def __init__(self) -> None:
-        self.tried: dict[tuple[str, int, int], Array] = {}
-        self.survived: dict[tuple[str, int, int], Array] = {}
-
-    @staticmethod
-    def key(strategy: Strategy) -> tuple[str, int, int]:
-        return (strategy.drafter, 1, 0) if strategy.width == 1 else (strategy.drafter, strategy.width, strategy.budget)
+        self.tried: dict[_Curve, Array] = {}
+        self.survived: dict[_Curve, Array] = {}
+        self._hazards: dict[_Curve, list[tuple[float, float]]] = {}
 
     def observe(self, strategy: Strategy, accepted: Sequence[int]) -> None:
-        key = self.key(strategy)
-        if key not in self.tried:
-            self.tried[key], self.survived[key] = np.zeros(Strategy.MAX_DEPTH), np.zeros(Strategy.MAX_DEPTH)
+        self._hazards.clear()
         fade = math.exp(-len(accepted) / _ACCEPTANCE_MEMORY)
         came_B = np.minimum(np.asarray(accepted), strategy.depth)
         exactly = np.bincount(came_B, minlength=strategy.depth + 1)
         reached = exactly[::-1].cumsum()[::-1]  # walks that came to depth d or further
-        self.tried[key] *= fade
-        self.survived[key] *= fade
-        self.tried[key][: strategy.depth] += reached[: strategy.depth]
-        self.survived[key][: strategy.depth] += reached[1 : strategy.depth + 1]
+        for octave in (_ANY, _octave(len(accepted))):
+            curve = _curve(strategy, octave)
+            for counts, new in ((self.tried, reached[:-1]), (self.survived, reached[1:])):
+                counts.setdefault(curve, np.zeros(Strategy.MAX_DEPTH))
+                counts[curve] *= fade
+                counts[curve][: strategy.depth] += new
 
     def age(self, worth: float = _WORTH_AT_NEW_VERSION) -> None:
-        for key, tried in self.tried.items():
+        self._hazards.clear()
+        for curve, tried in self.tried.items():
             keep = min(worth / max(tried[0], worth), 1.0)
             tried *= keep
-            self.survived[key] *= keep
+            self.survived[curve] *= keep
 
-    def hazards(self, strategy: Strategy) -> tuple[Array, Array]:
-        """P(accepted at depth d | came so far) and the number of observations behind it, for d = 1 .. depth."""
-        key, depth = self.key(strategy), strategy.depth
-        if strategy.width == 1:
-            prior = np.full(depth, -1.0)
-        else:  # as if further candidates were worth what they are on average (DESIGN §2: 0.73, 0.85, 0.92 for 1, 2, 4)
-            chain, _ = self.hazards(Strategy(strategy.drafter, depth, 1, depth))
-            prior = 1.0 - (1.0 - chain) ** math.sqrt(strategy.width)
-        tried, survived = self.tried.get(key), self.survived.get(key)
-        if tried is None or survived is None:
-            tried = survived = np.zeros(Strategy.MAX_DEPTH)
-        result, before = np.empty(depth), _PRIOR_HAZARD
-        for d in range(depth):
-            expected = before if prior[d] < 0 else prior[d]
-            result[d] = before = (survived[d] + _PRIOR_COUNT * expected) / (tried[d] + _PRIOR_COUNT)
-        return result, tried[:depth] + _PRIOR_COUNT
+    def hazards(self, curve: _Curve) -> list[tuple[float, float]]:
+        """(P(accepted at depth d | came so far), the number of observations behind it) for d = 1, 2, ..."""
+        if curve in self._hazards:
+            return self._hazards[curve]
+        drafter, width, _, octave = curve
+        prior = None
+        if width > 1 or drafter == "hybrid":
+            prior = self.hazards(("learned" if drafter == "hybrid" else drafter, 1, 0, octave))
+        anywhere = (*curve[:3], _ANY)
+        tried, survived, all_tried, all_survived = (
+            counts[c].tolist() if c in counts else _NOTHING for c in (curve, anywhere) for counts in (self.tried, self.survived)
+        )
+        result, hazard = [], _PRIOR_HAZARD
+        for d in range(Strategy.MAX_DEPTH):
+            if prior is not None:  # as if further candidates were worth what they are on average (DESIGN §2)
+                hazard = 1.0 - (1.0 - prior[d][0]) ** math.sqrt(width)
+            worth = all_tried[d] + _PRIOR_COUNT
+            hazard = (all_survived[d] + _PRIOR_COUNT * hazard) / worth
+            worth = min(worth, _WORTH_ELSEWHERE)
+            hazard = (survived[d] + worth * hazard) / (tried[d] + worth)
+            result.append((hazard, tried[d] + worth))
+        self._hazards[curve] = result
+        return result
 
-    def expected_tokens(self, arms: Sequence[Strategy]) -> tuple[Array, Array]:
+    def expected_tokens(self, arms: Sequence[Strategy], batch_size: int) -> tuple[Array, Array]:
         """Tokens per verification, the bonus token included, per arm; and the variance of their logarithms."""
+        octave = _octave(batch_size)
         tokens_A, variance_A = np.ones(len(arms)), np.zeros(len(arms))
-        deepest: dict[tuple[str, int, int], Strategy] = {}
-        for arm in arms:
-            key = self.key(arm)
-            if not arm.is_off and (key not in deepest or arm.depth > deepest[key].depth):
-                deepest[key] = arm
-        curves = {key: self.hazards(arm) for key, arm in deepest.items()}  # a shallower arm's curve is its beginning
         for i, arm in enumerate(arms):
-            if not arm.is_off:
-                hazard, counts = (values[: arm.depth] for values in curves[self.key(arm)])
-                survival = hazard.cumprod()
-                tokens_A[i] += survival.sum()
-                beyond = survival[::-1].cumsum()[::-1] / tokens_A[i]  # what hangs on each depth
-                hazard = hazard.clip(1e-3, 1 - 1e-3)
-                variance_A[i] = (beyond**2 * (1 - hazard) / (hazard * counts)).sum()
+            curve = self.hazards(_curve(arm, octave))[: arm.depth]
+            survivals = list(accumulate((hazard for hazard, _ in curve), operator.mul))
+            tokens_A[i] += sum(survivals)
+            beyond, variance = 0.0, 0.0
+            for (hazard, count), survival in zip(reversed(curve), reversed(survivals), strict=True):
+                beyond += survival  # what hangs on this depth
+                variance += beyond**2 * (1.001 - hazard) / ((hazard + 0.001) * count)
+            variance_A[i] = variance / tokens_A[i] ** 2
         return tokens_A, variance_A
+
+
+_Curve = tuple[str, int, int, int]
+"""Drafter, width, budget (1 and 0 for all chains) and the octave of the batch size."""
+_ANY = -1
+"""Instead of an octave: all batch sizes."""
+_NOTHING = [0.0] * Strategy.MAX_DEPTH
+
+
+def _curve(strategy: Strategy, octave: int) -> _Curve:
+    shape = (1, 0) if strategy.width == 1 else (strategy.width, strategy.budget)
+    return (strategy.drafter, *shape, octave)
+
+
+def _octave(batch_size: int) -> int:
+    return round(math.log2(batch_size))
 
 
 # ── seconds ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_NOISE = 0.15
+_NOISE = 0.22
 """Standard deviation of one step's log seconds about its mean."""
 _FLOOR = 0.02
 """What many measurements of a cell still leave open: costs drift."""
@@ -116,8 +144,8 @@ _MAX_OUTLIER = 3.0
 _SURPRISE, _WEIGHT_OF_SURPRISE = 1.5, 0.2
 """A step so many times slower than predicted says little as long as its arm was hardly tried: most likely memory was
 allocated, or the machine was busy."""
-_HALF_ROWS = 32.0
-"""Prior: a forward of n tokens costs as much as n + 32, roughly what it takes before weights stop dominating."""
+_HALF_ROWS = 16.0
+"""Prior: a forward of n tokens costs as much as n + 16, roughly what it takes before weights stop dominating."""
 _DRAFT_COST = 0.06
 """Prior: one drafting step costs this share of a forward."""
 _MAX_NEIGHBOURS = 48
@@ -130,24 +158,24 @@ _BEND, _LENGTHS = 0.15, np.array([1.5, 1.0, 1.0, 2.0, 1.0, 1.0])
 
 def _features(batch_size: float, mean_length: float, strategy: Strategy) -> Array:
     """log2 of batch, of tokens in the forward, of drafting work and of length; whether each kind of drafter runs."""
-    learned = float(not strategy.is_off and strategy.drafter != "ngram")
-    retrieved = float(strategy.drafter in ("ngram", "hybrid"))
-    rows = batch_size * (1 + strategy.budget)
-    work = learned * _draft_work(strategy)
-    return np.array(
-        [math.log2(batch_size), math.log2(rows), math.log2(1 + work), math.log2(mean_length / 256), learned, retrieved]
-    )
+    place, length = math.log2(batch_size), math.log2(mean_length / 256)
+    result: Array = _shape(strategy) + np.array([place, place, 0.0, length, 0.0, 0.0])
+    return result
 
 
-def _draft_work(strategy: Strategy) -> float:
-    return strategy.depth * (1 + (strategy.width - 1) / 4)
+@functools.cache
+def _shape(strategy: Strategy) -> Array:
+    """The part of the features that is the strategy's own."""
+    work = strategy.depth * (1 + (strategy.width - 1) / 4)
+    learned, retrieved = ("learned" in _DRAFTERS_OF[strategy.drafter]), ("ngram" in _DRAFTERS_OF[strategy.drafter])
+    return np.array([0.0, math.log2(1 + strategy.budget), math.log2(1 + learned * work), 0.0, learned, retrieved])
 
 
-def _prior_log_seconds(batch_size: float, strategy: Strategy) -> float:
+def _prior_log_seconds(features_AF: Array) -> Array:
     """Up to a constant."""
-    learned = strategy.drafter != "ngram"
-    drafting = 1 + _DRAFT_COST * _draft_work(strategy) * learned
-    return math.log((_HALF_ROWS + batch_size * (1 + strategy.budget)) * drafting)
+    rows_A, work_A = np.exp2(features_AF[..., 1]), np.exp2(features_AF[..., 2]) - 1
+    result: Array = np.log((_HALF_ROWS + rows_A) * (1 + _DRAFT_COST * work_A))
+    return result
 
 
 @dataclass
@@ -155,7 +183,7 @@ class _Cell:
     """Measurements of one arm at nearly one batch size and length."""
 
     features: Array
-    prior: float
+    octave: int
     seconds: float = 0.0
     count: float = 0.0
     step: int = 0
@@ -187,7 +215,7 @@ class StepCosts:
             weight *= _WEIGHT_OF_SURPRISE
         features = _features(batch_size, mean_length, strategy)
         if cell is None:
-            cell = self.cells[key] = _Cell(features, _prior_log_seconds(batch_size, strategy))
+            cell = self.cells[key] = _Cell(features, _octave(batch_size))
         cell.count = min(cell.count * self._fade(cell) + weight, _MEMORY)
         share = min(weight / cell.count, 1.0)
         cell.seconds += (seconds - cell.seconds) * share
@@ -201,31 +229,29 @@ class StepCosts:
         """Means and variances of the arms' log seconds. Without any measurement the mean is the prior's, whose constant is
         arbitrary."""
         wanted_AF = np.stack([_features(batch_size, mean_length, arm) for arm in arms])
-        prior_A = np.array([_prior_log_seconds(batch_size, arm) for arm in arms])
-        variance_A = _kernel(wanted_AF, wanted_AF).diagonal()
+        prior_A = _prior_log_seconds(wanted_AF)
+        variance_A = wanted_AF**2 @ _SLOPES**2 + _BEND**2
         cells = self._neighbours(batch_size)
         if not cells:
             return prior_A, variance_A
         known_CF = np.stack([cell.features for cell in cells])
-        residual_C = np.log([cell.seconds for cell in cells]) - np.array([cell.prior for cell in cells])
+        residual_C = np.log([cell.seconds for cell in cells]) - _prior_log_seconds(known_CF)
         counts_C = np.array([max(cell.count * self._fade(cell), 0.05) for cell in cells])
-        noise_C = _NOISE**2 / counts_C + _FLOOR**2
+        K_CC = _kernel(known_CF, known_CF) + np.diag(_NOISE**2 / counts_C + _FLOOR**2)
+        cross_CA = _kernel(known_CF, wanted_AF)
         # the unknown constant (seconds per unit of the prior) is the weighted mean: generalized least squares
-        K_CC = _kernel(known_CF, known_CF) + np.diag(noise_C)
-        L_CC = np.linalg.cholesky(K_CC)
-        ones = np.linalg.solve(L_CC, np.ones(len(cells)))
-        white = np.linalg.solve(L_CC, residual_C)
-        constant = ones @ white / (ones @ ones)
-        cross_CA = np.linalg.solve(L_CC, _kernel(known_CF, wanted_AF))
-        mean_A = prior_A + constant + cross_CA.T @ (white - constant * ones)
-        lost_A = 1.0 - cross_CA.T @ ones  # how much of the constant the data at hand leave to be guessed
-        variance_A = variance_A - (cross_CA**2).sum(0) + lost_A**2 / (ones @ ones)
-        return mean_A, variance_A.clip(1e-8)
+        solved = np.linalg.solve(K_CC, np.column_stack([np.ones(len(cells)), residual_C, cross_CA]))
+        ones_C, white_C, weights_CA = solved[:, 0], solved[:, 1], solved[:, 2:]
+        constant = white_C.sum() / ones_C.sum()
+        mean_A = prior_A + constant + cross_CA.T @ (white_C - constant * ones_C)
+        lost_A = 1.0 - weights_CA.sum(0)  # how much of the constant the data at hand leave to be guessed
+        explained_A = (cross_CA * weights_CA).sum(0) - lost_A**2 / ones_C.sum()
+        return mean_A, np.maximum(variance_A - explained_A, 1e-8)
 
     def _neighbours(self, batch_size: int) -> list[_Cell]:
         """The cells nearest in batch size, the latest first among equals."""
-        place = math.log2(batch_size)
-        ordered = sorted(self.cells.values(), key=lambda cell: (round(abs(cell.features[0] - place)), -cell.step))
+        octave = _octave(batch_size)
+        ordered = sorted(self.cells.values(), key=lambda cell: (abs(cell.octave - octave), -cell.step))
         return ordered[:_MAX_NEIGHBOURS]
 
 
@@ -296,7 +322,7 @@ class CostModel:
 
     def predict(self, batch: BatchState) -> list[Prediction]:
         mean_A, variance_A = self.costs.predict(self.arms, batch.num_running, batch.mean_length)
-        tokens_A, uncertainty_A = self.acceptance.expected_tokens(self.arms)
+        tokens_A, uncertainty_A = self.acceptance.expected_tokens(self.arms, batch.num_running)
         speed_A = batch.num_running * tokens_A / np.exp(mean_A)
         deviation_A = np.sqrt(variance_A + uncertainty_A)
         rows = zip(self.arms, speed_A.tolist(), deviation_A.tolist(), np.exp(mean_A).tolist(), strict=True)
@@ -319,9 +345,6 @@ class CostModel:
 
 
 def _switches_on(before: Strategy | None, now: Strategy) -> bool:
-    """Whether the learned drafter runs now and did not run in the step before."""
-
-    def runs(strategy: Strategy | None) -> bool:
-        return strategy is not None and not strategy.is_off and strategy.drafter != "ngram"
-
-    return runs(now) and not runs(before)
+    """Whether a drafter runs now that did not run in the step before: it catches up, be it with features or with texts."""
+    ran = set() if before is None else _DRAFTERS_OF[before.drafter]
+    return not _DRAFTERS_OF[now.drafter] <= ran

@@ -186,7 +186,6 @@ class LearnedDrafter:
                 total += len(context.tokens[group[-1]])
             self._prefill(context, group)
         for leader, slot in copies:
-            self.cache.reserve(slot + 1, self.counts[leader])
             self.cache.move(leader, slot, self.counts[leader])
             self.firsts[slot], self.counts[slot] = self.firsts[leader], self.counts[leader]
         return self.counts[: len(context.tokens)]
@@ -195,7 +194,7 @@ class LearnedDrafter:
         device = self.model.device
         firsts = [self.firsts[slot] for slot in slots]
         lengths = [len(context.tokens[slot]) - 1 - TOKEN_AHEAD - first for slot, first in zip(slots, firsts, strict=True)]
-        self.cache.reserve(max(slots) + 1, max(lengths))
+        self.cache.reserve(len(context.tokens), max(lengths))
         attend = StoringPrefill(self.model.config.layer, lengths, self.cache.layers, slots)
         pairs = list(zip(slots, firsts, lengths, strict=True))
         tokens = [t for s, f, n in pairs for t in context.tokens[s][f + TOKEN_AHEAD : f + TOKEN_AHEAD + n]]
