@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -591,8 +592,7 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
         model = DraftModel(stored.config)
         model.load_state_dict(stored.tensors)
 
-    buffer = TrajectoryBuffer(max_tokens=sum(len(rollout.prompt_ids) + len(rollout.token_ids) for rollout in rollouts))
-    buffer.random.seed(options.seed)
+    buffer = TrajectoryBuffer(sys.maxsize, options.seed)
     for rollout in rollouts:
         buffer.add(rollout)
     if not len(buffer):

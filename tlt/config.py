@@ -161,11 +161,17 @@ class DrafterConfig(Section):
     """Of the cross-entropy between the two distributions."""
     learning_rate: PositiveFloat = 3e-4
     tokens_per_micro_step: PositiveInt = 1024
-    """Bounds one micro-step, hence how long a preemption can take."""
-    buffer_tokens: PositiveInt = 65536
-    """Responses kept to train on, in tokens; the oldest go first."""
+    """At most so many; fewer where a micro-step would take more than half a percent of a step."""
+    buffer_mib: PositiveInt = 512
+    """Responses and features kept to train on, per rank; the oldest features go first, then the oldest responses."""
     carry_longest: NonNegativeInt = 8
     """How many of the previous step's longest responses stay in the buffer."""
+    features: Literal["captured", "recomputed"] = "captured"
+    """Whether what the engine captured while generating is trained on, or everything is recomputed when idle."""
+    refresh_during_rollout: bool = False
+    """Whether ranks that still generate take up the drafter that idle ones are training."""
+    refresh_seconds: PositiveFloat = 1.0
+    """At least so long between two refreshes."""
     clip_grad_norm: PositiveFloat = 1.0
     ranking: Literal["coupled", "top-k"] = "coupled"
     """Candidates by log q / tau + the target's own noise, or by log q alone (EAGLE-2). Changes the speed alone."""
@@ -175,12 +181,6 @@ class DrafterConfig(Section):
     """Latest positions per sequence whose features are remembered for a later switch on."""
     ngram_tokens: NonNegativeInt = 200_000
     """Response tokens indexed for retrieval, about 300 bytes each, per rank."""
-
-    @model_validator(mode="after")
-    def _buffer_holds_a_micro_step(self) -> DrafterConfig:
-        if self.buffer_tokens < self.tokens_per_micro_step:
-            raise _mistake(f"buffer_tokens {self.buffer_tokens} is less than tokens_per_micro_step: raise it")
-        return self
 
 
 class AlgorithmConfig(Section):

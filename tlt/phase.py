@@ -6,7 +6,8 @@
                         ▼
     together:        gather responses and rewards in canonical order ─▶ average the drafters by tokens trained
 
-The collectives come after the last response; until then a replica waits for nobody.
+The collectives come after the last response; until then a replica waits for nobody. A drafter in training may reach those
+that still generate through a mailbox (`DrafterRefresh`); tokens do not depend on it.
 """
 
 from __future__ import annotations
@@ -16,9 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from safetensors.torch import load, save
+
 from tlt.distributed.collectives import World, any_rank, average_weighted, gather_objects
 from tlt.distributed.coordinator import Coordinator
+from tlt.distributed.mailbox import Mailbox
 from tlt.drafting.spot import SpotTrainer
+from tlt.models.drafter import DraftModel
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
 from tlt.rollout.drafters import LearnedDrafter
@@ -34,16 +39,26 @@ class StopRequested(Exception):
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What one replica did in a phase; times on the host's monotonic clock."""
+    """What one replica did in a phase; times on the host's monotonic clock.
+
+    drafter_version: of its engine's drafter at the end.  num_refreshes: drafters of other replicas that it took up meanwhile.
+    """
 
     start: float
     last_token: float
     end: float
     stats: EngineStats
     drafter: DrafterReport
+    drafter_version: int = 0
+    num_refreshes: int = 0
 
     def idle_seconds(self, last_token_of_all: float) -> float:
         return max(last_token_of_all - self.last_token, 0.0)
+
+    def preemption_seconds(self, last_token_of_all: float) -> float | None:
+        """From the last token of all to the return of the drafter's trainer; None: it was not at work then."""
+        preempted_at = self.drafter.preempted_at
+        return None if preempted_at is None or preempted_at < last_token_of_all else preempted_at - last_token_of_all
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,12 @@ class PhaseResult:
         return sum(min(r.drafter.seconds, r.idle_seconds(self.last_token)) for r in self.replicas)
 
     @property
+    def preemption_seconds(self) -> tuple[float, ...]:
+        """Of every replica that trained when the last response ended."""
+        seconds = [r.preemption_seconds(self.last_token) for r in self.replicas]
+        return tuple(s for s in seconds if s is not None)
+
+    @property
     def stats(self) -> EngineStats:
         total = EngineStats()
         for replica in self.replicas:
@@ -81,9 +102,41 @@ class PhaseResult:
         return total
 
 
+class DrafterRefresh:
+    """Takes drafters from replicas that train to engines that still generate, within one rollout: at most one in `seconds`, on
+    either side. What a rollout publishes is of no use to the next one, which starts with the average."""
+
+    def __init__(self, mailbox: Mailbox, learned: LearnedDrafter, seconds: float) -> None:
+        self.mailbox, self.learned, self.seconds = mailbox, learned, seconds
+
+    def begin(self) -> None:
+        """A rollout starts, on all replicas with the same drafter."""
+        self._rollout = self.learned.version.to_bytes(8)
+        self._next = time.perf_counter() + self.seconds
+        self.num_refreshes = 0
+
+    def publish(self, model: DraftModel) -> None:
+        if self._is_due():
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+            self.mailbox.send(self._rollout + save(tensors))
+
+    def refresh(self) -> None:
+        """Between engine steps: what the engine drafts with becomes the latest that another replica has published."""
+        if self._is_due() and (message := self.mailbox.receive()) is not None and message[:8] == self._rollout:
+            self.learned.load(load(message[8:]), self.learned.version + 1)
+            self.num_refreshes += 1
+
+    def _is_due(self) -> bool:
+        now = time.perf_counter()
+        is_due = now >= self._next
+        if is_due:
+            self._next = now + self.seconds
+        return is_due
+
+
 class RolloutPhase:
     """One per run and rank. `learned` is the engine's learned drafter, if it has one, and `spot` who trains it, if anybody
-    does; `decode` turns response tokens into text."""
+    does; `refresh` lets others use it before the rollout ends; `decode` turns response tokens into text."""
 
     def __init__(
         self,
@@ -96,10 +149,11 @@ class RolloutPhase:
         should_stop: Callable[[], bool],
         learned: LearnedDrafter | None = None,
         spot: SpotTrainer | None = None,
+        refresh: DrafterRefresh | None = None,
     ) -> None:
         self.world, self.engine, self.coordinator = world, engine, coordinator
         self.scorers, self.decode, self.timeline = scorers, decode, timeline
-        self.should_stop, self.learned, self.spot = should_stop, learned, spot
+        self.should_stop, self.learned, self.spot, self.refresh = should_stop, learned, spot, refresh
 
     def run(
         self,
@@ -118,11 +172,14 @@ class RolloutPhase:
         ]
         spot = self.spot if train_drafter else None
         if self.learned is not None:  # only what the drafter is trained for is kept to train on
-            self.learned.on_finish = None if spot is None else spot.buffer.add
+            self.learned.on_finish = None if spot is None else spot.add
+        refresh = self.refresh if train_drafter else None
+        if refresh is not None:
+            refresh.begin()
         self.coordinator.begin(f"{purpose} {step}", len(problems))
         self.engine.stats = EngineStats()
         start = time.perf_counter()
-        rollouts, last_token, report = self._generate(problems, requests, spot)
+        rollouts, last_token, report = self._generate(problems, requests, spot, refresh)
         if any_rank(self.world, self.should_stop()):
             self.engine.abort()
             self.coordinator.abandon()
@@ -130,21 +187,33 @@ class RolloutPhase:
             raise StopRequested(f"during {purpose} {step}")
         with self.timeline.span("score"):
             rewards = self.scorers.drain()
-        replica = ReplicaReport(start, last_token, time.perf_counter(), self.engine.stats, report)
+        version = self.learned.version if self.learned is not None else 0
+        num_refreshes = refresh.num_refreshes if refresh is not None else 0
+        end = time.perf_counter()
+        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, version, num_refreshes)
         with self.timeline.span("wait"):
             gathered = gather_objects(
                 self.world, (rollouts, [rewards[r.problem_id, r.sample_index] for r in rollouts], replica)
             )
         pairs = [pair for rank in gathered for pair in zip(rank[0], rank[1], strict=True)]
         pairs.sort(key=lambda pair: (pair[0].problem_id, pair[0].sample_index))
-        result_rollouts, result_rewards = [p[0] for p in pairs], [p[1] for p in pairs]
+        replicas = [rank[2] for rank in gathered]
+        version = max(r.drafter_version for r in replicas)
+        if spot is not None and self._average_drafters(spot, report, version + 1):
+            version += 1
+        result = PhaseResult([pair[0] for pair in pairs], [pair[1] for pair in pairs], replicas, version)
         if spot is not None:
-            self._average_drafters(spot, report, result_rollouts)
-        version = self.learned.version if self.learned is not None else 0
-        return PhaseResult(result_rollouts, result_rewards, [rank[2] for rank in gathered], version)
+            spot.end_step(result.rollouts, result.seconds)
+        if (seconds := replica.preemption_seconds(result.last_token)) is not None:
+            self.timeline.record("preempt", result.last_token, result.last_token + seconds)
+        return result
 
     def _generate(
-        self, problems: Sequence[Problem], requests: Sequence[Sequence[Request]], spot: SpotTrainer | None
+        self,
+        problems: Sequence[Problem],
+        requests: Sequence[Sequence[Request]],
+        spot: SpotTrainer | None,
+        refresh: DrafterRefresh | None,
     ) -> tuple[list[Rollout], float, DrafterReport]:
         unit_of = {problem.problem_id: unit for unit, problem in enumerate(problems)}
         data_of = {problem.problem_id: problem.data for problem in problems}
@@ -153,26 +222,30 @@ class RolloutPhase:
         report = DrafterReport()
         last_token = time.perf_counter()
         queue_is_empty = False
+        publish = refresh.publish if refresh is not None else None
         while not self.should_stop():
             if not queue_is_empty and (room := self._room(len(requests[0]))):
                 units = self.coordinator.take(room)
                 queue_is_empty = not units
                 self.engine.add(request for unit in units for request in requests[unit])
             if not self.engine.is_idle:
-                for rollout in self.engine.step():
+                finished = self.engine.step()
+                last_token = time.perf_counter()
+                for rollout in finished:
                     rollouts.append(rollout)
                     key = (rollout.problem_id, rollout.sample_index)
                     self.scorers.submit(key, data_of[rollout.problem_id], self.decode(rollout.token_ids))
                     open_samples[rollout.problem_id] -= 1
                     if open_samples[rollout.problem_id] == 0:
                         self.coordinator.finish(unit_of[rollout.problem_id])
-                last_token = time.perf_counter()
                 self.coordinator.heartbeat()
+                if refresh is not None:
+                    refresh.refresh()
             elif self.coordinator.all_done():
                 break
             elif self.coordinator.has_work():
                 queue_is_empty = False
-            elif spot is None or (session := spot.run(self._has_better_to_do)).num_micro_steps == 0:
+            elif spot is None or (session := spot.run(self._has_better_to_do, publish)).num_micro_steps == 0:
                 with self.timeline.span("wait"):
                     time.sleep(POLL_SECONDS)
             else:
@@ -186,10 +259,11 @@ class RolloutPhase:
     def _has_better_to_do(self) -> bool:
         return self.should_stop() or self.coordinator.all_done() or self.coordinator.has_work()
 
-    def _average_drafters(self, spot: SpotTrainer, report: DrafterReport, rollouts: Sequence[Rollout]) -> None:
-        """One drafter for all replicas, weighted by the tokens each trained on, and the longest responses for next time."""
+    def _average_drafters(self, spot: SpotTrainer, report: DrafterReport, version: int) -> bool:
+        """One drafter for all replicas, weighted by the tokens each trained on. False: no one trained, nothing changes."""
         assert self.learned is not None, "only a learned drafter can be trained"
         with self.timeline.span("average drafters"):
-            if average_weighted(self.world, spot.trainer.shared_tensors(), report.num_tokens) > 0:
-                self.learned.load(spot.trainer.model.state_dict(), self.learned.version + 1)
-        spot.carry_over(rollouts)
+            if average_weighted(self.world, spot.trainer.shared_tensors(), report.num_tokens) == 0:
+                return False
+            self.learned.load(spot.trainer.model.state_dict(), version)
+        return True

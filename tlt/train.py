@@ -23,6 +23,7 @@ from tlt.config import Config, DrafterConfig
 from tlt.distributed.checkpoint import RunState, latest_checkpoint, load_checkpoint, save_checkpoint
 from tlt.distributed.collectives import World, any_rank, gather_objects, init_process_group_from_env, shutdown
 from tlt.distributed.coordinator import Coordinator, connect_coordinator
+from tlt.distributed.mailbox import connect_mailbox
 from tlt.drafting.buffer import TrajectoryBuffer
 from tlt.drafting.export import choose_preset, load_drafter, save_drafter
 from tlt.drafting.spot import SpotTrainer
@@ -34,7 +35,7 @@ from tlt.models.checkpoint import save_checkpoint as save_model
 from tlt.models.drafter import DraftModel, PackedDrafter
 from tlt.models.tokenizer import check_prompt, load_tokenizer
 from tlt.models.transformer import Transformer
-from tlt.phase import PhaseResult, RolloutPhase, StopRequested
+from tlt.phase import DrafterRefresh, PhaseResult, RolloutPhase, StopRequested
 from tlt.report.console import Console
 from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test
 from tlt.report.timeline import Timeline, merge_timelines, rank_path, shared_epoch
@@ -171,6 +172,7 @@ class Run:
             stop.is_set,
             self.learned,
             self.spot,
+            self._make_refresh(),
         )
         self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
 
@@ -201,13 +203,26 @@ class Run:
                 keep_targets=settings.train,
             )
             if settings.train:
-                buffer = TrajectoryBuffer(settings.buffer_tokens, self.config.run.seed)
+                seed = self.config.run.seed * self.world.world_size + self.world.rank  # ranks draw different windows
+                buffer = TrajectoryBuffer(settings.buffer_mib * 2**20, seed)
                 preset = choose_preset(settings.preset, stored, preset_changes(settings))
                 trainer = DrafterTrainer(model, self.engine.model, preset, settings.learning_rate, settings.clip_grad_norm)
                 self.spot = SpotTrainer(
-                    trainer, buffer, settings.tokens_per_micro_step, settings.carry_longest, self.timeline.add
+                    trainer,
+                    buffer,
+                    settings.tokens_per_micro_step,
+                    settings.carry_longest,
+                    self.timeline.add,
+                    keeps_captured=settings.features == "captured",
                 )
         self.engine.load_drafter(make_drafter(self.learned, slots, settings.ngram_tokens))
+
+    def _make_refresh(self) -> DrafterRefresh | None:
+        """None: nobody would publish, or nobody would take it up."""
+        settings = self.config.drafter
+        if self.learned is None or self.spot is None or self.world.group is None or not settings.refresh_during_rollout:
+            return None
+        return DrafterRefresh(connect_mailbox(self.world.store, "drafter"), self.learned, settings.refresh_seconds)
 
     # ── the steps of the loop ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -290,7 +305,7 @@ class Run:
             state = RunState(self.step, self.drafter_version, self.config.content_hash)
             training = {"policy": self.trainer.state_dict()}
             if self.spot is not None:
-                training["drafter"] = self.spot.trainer.state_dict()
+                training["drafter"] = self.spot.state_dict()
             with self.timeline.span("checkpoint"):
                 save_checkpoint(self.out_dir / "checkpoints", state, self.policy.state_dict(), drafter, training)
         gather_objects(self.world, None)
@@ -307,7 +322,7 @@ class Run:
             self.draft_model.load_state_dict(drafter)
             self.learned.load(self.draft_model.state_dict(), state.drafter_version)
             if self.spot is not None:
-                self.spot.trainer.load_state_dict(training["drafter"])
+                self.spot.load_state_dict(training["drafter"])
         self.console.note(f"resumed at step {self.step} from {path}")
 
     def finish(self) -> None:
@@ -464,6 +479,10 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         harvested_share=phase.drafter_seconds / phase.idle_seconds if phase.idle_seconds > 0 else nan,
         drafter_loss=sum(r.loss * r.num_tokens for r in trained) / drafter_tokens if trained else nan,
         drafter_tokens=drafter_tokens,
+        drafter_captured_tokens=sum(report.captured_tokens for report in reports),
+        drafter_recomputed_tokens=sum(report.recomputed_tokens for report in reports),
+        drafter_refreshes=sum(replica.num_refreshes for replica in phase.replicas),
+        preemption_seconds=phase.preemption_seconds,
         accept_length=stats.accept_length if stats.accept_length is not None else nan,
         accept_by_depth=tuple(stats.accept_by_depth),
         strategy_seconds={name: s.seconds for name, s in stats.by_strategy.items()},

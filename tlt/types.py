@@ -245,22 +245,36 @@ class Span:
 
 @dataclass(frozen=True)
 class DrafterReport:
-    """What a session of drafter training did; `max_micro_step_seconds` bounds how long a preemption can take."""
+    """What drafter training did, in one micro-step, one session or several.
+
+    num_tokens: trained on; captured_tokens: those of them whose features the engine had captured.  recomputed_tokens: that
+    went through the target again for their features.  loss: mean over the tokens trained on.
+    max_micro_step_seconds bounds how long a preemption can take.
+    preempted_at: when the latest session returned because it was asked to (the host's monotonic clock); None: it was not.
+    """
 
     num_micro_steps: int = 0
     num_tokens: int = 0
     seconds: float = 0.0
     loss: float = float("nan")
     max_micro_step_seconds: float = 0.0
+    captured_tokens: int = 0
+    recomputed_tokens: int = 0
+    preempted_at: float | None = None
 
     def plus(self, later: DrafterReport) -> DrafterReport:
-        """Both sessions as one; the loss is the later one's."""
+        """Both as one."""
+        trained = [report for report in (self, later) if report.num_tokens]
+        num_tokens = self.num_tokens + later.num_tokens
         return DrafterReport(
             self.num_micro_steps + later.num_micro_steps,
-            self.num_tokens + later.num_tokens,
+            num_tokens,
             self.seconds + later.seconds,
-            later.loss,
+            sum(r.loss * r.num_tokens for r in trained) / num_tokens if trained else float("nan"),
             max(self.max_micro_step_seconds, later.max_micro_step_seconds),
+            self.captured_tokens + later.captured_tokens,
+            self.recomputed_tokens + later.recomputed_tokens,
+            later.preempted_at,
         )
 
 

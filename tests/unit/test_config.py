@@ -101,8 +101,9 @@ model       path
 task        name options num_problems problems_file
 rollout     problems_per_step samples_per_problem max_batch_size speculation tuner
 sampling    temperature top_k top_p min_p max_tokens
-drafter     path train learning_rate tokens_per_micro_step buffer_tokens carry_longest clip_grad_norm coupling_temperature
+drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm coupling_temperature
 drafter     ranking feature_window ngram_tokens preset unrolled_steps step_decay feature_weight distribution_weight
+drafter     features refresh_during_rollout refresh_seconds
 algorithm   clip_low clip_high kl_coefficient normalize_advantages_by_std epochs minibatches tokens_per_micro_batch
 algorithm   importance_correction_cap
 optimizer   learning_rate beta1 beta2 eps weight_decay warmup_steps schedule clip_grad_norm
@@ -247,7 +248,6 @@ def test_a_model_folder_that_does_not_exist_is_refused(folder: Path) -> None:
         (["--drafter.train", "true"], "drafter.train is true but drafter.path is not set"),
         (["--task.num_problems", "3"], "rollout.problems_per_step is 8 but task.num_problems only 3"),
         (["--algorithm.minibatches", "33"], "algorithm.minibatches is 33 but a step has only 32 responses"),
-        (["--drafter.buffer_tokens", "10"], "buffer_tokens 10 is less than tokens_per_micro_step"),
     ],
 )
 def test_sections_that_contradict_each_other_are_refused(folder: Path, overrides: list[str], part: str) -> None:

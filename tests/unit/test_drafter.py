@@ -5,8 +5,8 @@ The numbers in the headings are those of that list. Everything is float64 unless
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import random
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -24,10 +24,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, Switching, make_policy
-from tlt.drafting.buffer import PackedBatch, TrajectoryBuffer
+from tlt.drafting.buffer import TOKEN_ID_BYTES, PackedBatch, TrajectoryBuffer
 from tlt.drafting.export import load_drafter, save_drafter
 from tlt.drafting.losses import PRESETS, Preset, draft_loss
-from tlt.drafting.spot import FeatureRecompute, SpotTrainer
+from tlt.drafting.spot import MICRO_STEP_SHARE, MIN_TOKENS, FeatureRecompute, MicroStepSize, SpotTrainer
 from tlt.drafting.trainer import DrafterTrainer
 from tlt.models.attention import PackedCausal, Unrolled
 from tlt.models.checkpoint import content_hash
@@ -39,7 +39,7 @@ from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.tuner import Fixed
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
-from tlt.types import DraftTree, Request, Rollout, SamplingParams, Strategy, StrategyTuner, UserError
+from tlt.types import DrafterReport, DraftTree, Request, Rollout, SamplingParams, Span, Strategy, StrategyTuner, UserError
 
 SIZE = CONFIG.hidden_size
 POLICY = make_policy()
@@ -592,7 +592,7 @@ def make_spot(buffer: TrajectoryBuffer, target: PackedTransformer = TARGET, carr
 
 
 @pytest.mark.parametrize("with_features", [True, False], ids=["training", "recomputing"])
-@pytest.mark.parametrize("preempted_in", [0, 1, 3])
+@pytest.mark.parametrize("preempted_in", [0, 1, 5])
 def test_the_trainer_returns_within_the_micro_step_in_which_it_is_preempted(with_features: bool, preempted_in: int) -> None:
     """should_stop becomes true in the middle of micro-step `preempted_in`: not one more begins. No micro-step exceeds its
     bound of tokens, whatever lies in the buffer."""
@@ -601,7 +601,7 @@ def test_the_trainer_returns_within_the_micro_step_in_which_it_is_preempted(with
     spot = make_spot(ready_buffer(3, 150, with_features))
     micro_step = spot.micro_step
 
-    def counted() -> float | None:
+    def counted() -> DrafterReport | None:
         begun.append(len(begun) + 1)
         return micro_step()
 
@@ -612,9 +612,9 @@ def test_the_trainer_returns_within_the_micro_step_in_which_it_is_preempted(with
         report = spot.run(lambda: len(begun) >= preempted_in)
         sizes += [len(call.args[0]) for call in forward.call_args_list]
     assert len(begun) == preempted_in == report.num_micro_steps == len(sizes)
-    assert all(size <= 128 for size in sizes)
-    # without features, two chunks complete the first trajectory, and the third micro-step trains on it
-    assert (report.num_tokens > 0) == (preempted_in > 0 if with_features else preempted_in == 3)
+    assert all(size <= 48 + 2 for size in sizes)
+    # without features, four chunks complete the first trajectory, and the fifth micro-step trains on it
+    assert (report.num_tokens > 0) == (preempted_in > 0 if with_features else preempted_in == 5)
 
 
 def test_with_nothing_to_train_on_the_trainer_returns_at_once() -> None:
@@ -636,6 +636,47 @@ def test_sessions_go_on_where_the_last_one_was_preempted() -> None:
         assert torch.equal(one, many)
 
 
+def test_a_micro_step_has_the_tokens_that_fit_its_share_of_a_step() -> None:
+    """On a machine where a micro-step costs 3 ms and 50 µs per token, the size settles where it takes just its share."""
+    size = MicroStepSize(4096)
+    assert size.num_tokens(10.0) == size.num_tokens(None) == MIN_TOKENS, "nothing is known yet"
+    for step_seconds in (10.0, 100.0, 20.0):
+        for _ in range(60):
+            num_tokens = size.num_tokens(step_seconds)
+            size.observe(num_tokens, 3e-3 + 5e-5 * num_tokens)
+        wanted = min((MICRO_STEP_SHARE * step_seconds - 3e-3) / 5e-5, 4096)
+        assert size.num_tokens(step_seconds) == pytest.approx(wanted, rel=0.01)
+    assert size.num_tokens(0.01) == MIN_TOKENS
+    assert MicroStepSize(48).num_tokens(1e9) == 48, "the user's bound holds"
+
+
+def test_micro_steps_grow_with_the_step_before_and_never_beyond_their_bound() -> None:
+    spot = SpotTrainer(DrafterTrainer(make_model(), TARGET, HASS), ready_buffer(4, 150), tokens_per_micro_step=400)
+    sizes: list[int] = []
+    train = spot.trainer.step
+    spot.trainer.step = lambda batch: (sizes.append(len(batch.token_ids_N)), train(batch))[1]  # type: ignore[method-assign, func-returns-value]
+    for step_seconds, fits in ((None, 1), (1e-9, 1), (1e9, 400)):
+        spot.step_seconds = step_seconds
+        sizes.clear()
+        for _ in range(4):
+            spot.micro_step()
+        assert all(max(fits, MIN_TOKENS) * 0.7 < size <= max(fits, MIN_TOKENS) + 2 for size in sizes), sizes
+
+
+def test_the_report_says_when_the_trainer_was_preempted_and_covers_all_of_its_time() -> None:
+    spans: list[Span] = []
+    spot = make_spot(ready_buffer(2, 60))
+    spot.on_span = spans.append
+    steps = iter(range(3))
+    report = spot.run(lambda: next(steps, None) is None)
+    assert report.preempted_at == spans[-1].end
+    assert report.seconds == pytest.approx(sum(span.end - span.start for span in spans), abs=1e-12)
+    assert all(a.end == b.start for a, b in itertools.pairwise(spans))
+    assert report.max_micro_step_seconds <= report.seconds
+    spot.buffer.trajectories.clear()
+    assert spot.run(lambda: False).preempted_at is None, "it had nothing to do"
+
+
 # ── 7. one step off ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -644,7 +685,7 @@ def test_the_longest_of_the_previous_step_are_trained_on_with_features_of_the_ne
     spot = make_spot(ready_buffer(6, 20), target, carry_longest=2)
     rollouts = [make_rollout(random_tokens(10 + 7 * i, 100 + i), 4, f"q{i}") for i in (3, 0, 5, 1, 4, 2)]  # of all ranks
     next_policy = make_policy(seed=9)
-    spot.carry_over(rollouts)
+    spot.end_step(rollouts, 10.0)
     target.load(dict(next_policy.named_parameters()), 1)
     longest = {rollouts[2].prompt_ids + rollouts[2].token_ids, rollouts[4].prompt_ids + rollouts[4].token_ids}
     assert {t.token_ids for t in spot.buffer.trajectories} == longest
@@ -672,24 +713,63 @@ def test_features_of_a_policy_that_was_replaced_are_never_trained_on() -> None:
     """Captured under version 0; version 1 is published without a carry over, and version 2 amid the recomputing for it."""
     target = PackedTransformer.from_module(POLICY, torch.float64, version=0)
     spot = make_spot(ready_buffer(2, 140), target)
-    # Two chunks per trajectory; nothing trains before one is whole, then recomputing and training alternate.
+    # Three chunks per trajectory; nothing trains before one is whole, then recomputing and training alternate.
     # Version 1 ends in the middle of the second trajectory.
-    for version, policy, trains in ((1, make_policy(seed=9), "..T."), (2, make_policy(seed=10), "..T.T.TT")):
+    for version, policy, trains in ((1, make_policy(seed=9), "...T."), (2, make_policy(seed=10), "...T.T.T.TT")):
         target.load(dict(policy.named_parameters()), version)
-        done = ["." if math.isnan(spot.micro_step() or 0.0) else "T" for _ in trains]
+        done = ["T" if (report := spot.micro_step()) and report.num_tokens else "." for _ in trains]
         assert "".join(done) == trains
     for trajectory in spot.buffer.trajectories:
         assert trajectory.policy_version == 2
         torch.testing.assert_close(trajectory.features_TE, features_of(policy, trajectory.token_ids[:-1]), rtol=0, atol=1e-9)
 
 
-def test_the_buffer_stays_within_its_tokens_and_the_oldest_leave_first() -> None:
-    buffer = TrajectoryBuffer(100)
-    for index in range(7):
-        buffer.add(make_rollout(random_tokens(30, index), 3, index=index))
-    assert [t.token_ids for t in buffer.trajectories] == [tuple(random_tokens(30, index)) for index in (4, 5, 6)]
+def test_the_buffer_stays_within_its_bytes_the_oldest_features_leave_first_then_the_oldest_tokens() -> None:
+    tokens_bytes, features = TOKEN_ID_BYTES * 30, torch.zeros(29, 3 * SIZE)  # of any width
+    rollouts = [make_rollout(random_tokens(30, index), 3, index=index) for index in range(7)]
+    for max_bytes, num_kept, num_ready in (
+        (7 * tokens_bytes + 7 * features.nbytes, 7, 7),
+        (7 * tokens_bytes + 3 * features.nbytes - 1, 7, 2),
+        (5 * tokens_bytes, 5, 0),
+    ):
+        buffer = TrajectoryBuffer(max_bytes)
+        for rollout in rollouts:
+            buffer.add(rollout, features.clone())
+            assert buffer.num_bytes <= max_bytes
+        kept = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
+        assert [t.token_ids for t in buffer.trajectories] == kept[-num_kept:]
+        assert [t.token_ids for t in buffer.ready()] == kept[7 - num_ready :]
     buffer.add(make_rollout([1, 2], 1))
-    assert len(buffer) == 3, "too short to hold a pair"
+    assert len(buffer) == 5, "too short to hold a pair"
+
+
+def test_recomputed_features_make_room_for_themselves_and_are_not_recomputed_again() -> None:
+    """Otherwise two trajectories that do not fit together would be recomputed in turns for ever."""
+    length, num = 40, 4
+    features_bytes = (length - 1) * SIZE * 8
+    spot = make_spot(TrajectoryBuffer(num * TOKEN_ID_BYTES * length + 2 * features_bytes), carry_longest=num)
+    for index in range(num):
+        spot.add(make_rollout(random_tokens(length, index), 5, index=index), None)
+    steps = iter(range(20))
+    report = spot.run(lambda: next(steps, None) is None)
+    assert report.recomputed_tokens == num * (length - 1), "each once"
+    assert len(spot.buffer.ready(TARGET.version)) == 2
+    assert spot.buffer.num_bytes <= spot.buffer.max_bytes
+
+
+def test_captured_features_are_trained_on_only_where_the_configuration_says_so() -> None:
+    for keeps_captured in (True, False):
+        spot = SpotTrainer(
+            DrafterTrainer(make_model(), TARGET, HASS), TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured
+        )
+        for index in range(3):
+            tokens = random_tokens(60, index)
+            spot.add(make_rollout(tokens, 5, index=index), features_of(POLICY, tokens[:-1]))
+        steps = iter(range(10))
+        report = spot.run(lambda steps=steps: next(steps, None) is None)  # type: ignore[misc]
+        assert report.num_tokens > 0
+        assert (report.captured_tokens > 0) == keeps_captured
+        assert report.recomputed_tokens == (0 if keeps_captured else 3 * 59)
 
 
 # ── 9. the target stays what it is, and nothing is skipped in silence ────────────────────────────────────────────────
@@ -730,7 +810,7 @@ def test_training_the_drafter_changes_no_tensor_of_the_target(tied: bool) -> Non
 def test_training_on_what_the_target_says_lowers_the_loss() -> None:
     spot = make_spot(ready_buffer(4, 60))
     spot.trainer.model.initialize(1)
-    losses = [spot.micro_step() or 0.0 for _ in range(60)]
+    losses = [done.loss for _ in range(60) if (done := spot.micro_step()) is not None]
     assert sum(losses[-10:]) < 0.9 * sum(losses[:10])
 
 
@@ -873,3 +953,25 @@ def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     for seed in range(3, 6):
         assert restored.step(make_batch(seed=seed)) == trainer.step(make_batch(seed=seed))
     assert content_hash(restored.model.state_dict()) == content_hash(model.state_dict())
+
+
+def test_a_restored_spot_trainer_starts_its_next_step_with_the_same_tokens_and_pace(tmp_path: Path) -> None:
+    spot = make_spot(ready_buffer(6, 150))
+    steps = iter(range(5))
+    spot.run(lambda: next(steps, None) is None)
+    spot.end_step([make_rollout(random_tokens(20 + 9 * i, i), 4, f"q{i}") for i in range(5)], seconds=12.0)
+    torch.save(spot.state_dict(), tmp_path / "state.pt")
+
+    restored = make_spot(TrajectoryBuffer(10**6))
+    restored.trainer.model.load_state_dict(spot.trainer.model.state_dict())
+    restored.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert restored.trainer.num_tokens == spot.trainer.num_tokens > 0
+    assert [t.token_ids for t in restored.buffer.trajectories] == [t.token_ids for t in spot.buffer.trajectories]
+    assert len(restored.buffer) == spot.carry_longest
+    assert restored.train_size.num_tokens(12.0) == spot.train_size.num_tokens(spot.step_seconds)
+    for one in (spot, restored):
+        one.train_size = MicroStepSize(48)
+        one.buffer.random.seed(3)
+        steps = iter(range(9))
+        one.run(lambda steps=steps: next(steps, None) is None)  # type: ignore[misc]
+    assert content_hash(restored.trainer.model.state_dict()) == content_hash(spot.trainer.model.state_dict())

@@ -29,7 +29,7 @@ def record(step: int, **changes: object) -> StepRecord:
     values |= dict.fromkeys(("num_responses", "num_tokens", "zero_variance_groups", "drafter_tokens"), 3)
     values |= {"policy_version": step, "drafter_version": step, "step": step}
     values |= {"response_tokens": LengthStats.of([5, 9, 700]), "accept_by_depth": (0.8, 0.6), "strategy_seconds": {"off": 1.5}}
-    values |= {"strategy_speed": {"off": 200.0}, "strategy_predicted": {}}
+    values |= {"strategy_speed": {"off": 200.0}, "strategy_predicted": {}, "preemption_seconds": (0.01, 0.002)}
     return StepRecord(**(values | changes))
 
 

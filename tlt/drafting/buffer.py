@@ -3,6 +3,9 @@
 Those that finish early are short, and the longest lie on the replica that never falls idle; so after every step the
 longest token sequences of all ranks stay for the next one. Features captured while generating come along with the
 tokens as long as the policy that made them is current; all others are recomputed by whoever trains.
+
+    oldest ─▶ tokens  tokens  tokens+features  tokens+features  tokens+features ◀─ latest        all within max_bytes
+              over the limit:  the oldest features go first (they can be recomputed), then the oldest tokens
 """
 
 from __future__ import annotations
@@ -16,32 +19,48 @@ from torch import Tensor
 
 from tlt.types import Rollout
 
+TOKEN_ID_BYTES = 8
+"""Of a token id in a tuple."""
 
-@dataclass
+NO_POLICY = -1
+
+
+@dataclass(eq=False)
 class Trajectory:
-    """One response with its prompt. `features_TE` covers the first T tokens (all but the last are needed); None means
-    that they have to be recomputed by the policy of `policy_version`."""
+    """One response with its prompt.
+
+    features_TE: of the first T tokens (all but the last are needed), each a vector of whatever width the drafter learns
+        from; None: there are none, or they had to make room.
+    policy_version: of the policy that made the features, also of those that had to make room; NO_POLICY: there never were any.
+    is_captured: the features come from the engine's own forwards, not from a recomputation.
+    """
 
     token_ids: tuple[int, ...]
     num_prompt: int
-    policy_version: int
+    policy_version: int = NO_POLICY
     features_TE: Tensor | None = None
+    is_captured: bool = False
 
     @property
     def num_usable(self) -> int:
         """Tokens that have a feature: the last one never went through the target."""
         return len(self.token_ids) - 1
 
+    @property
+    def num_bytes(self) -> int:
+        return TOKEN_ID_BYTES * len(self.token_ids) + (0 if self.features_TE is None else self.features_TE.nbytes)
+
 
 @dataclass(frozen=True)
 class PackedBatch:
     """Windows of several trajectories, packed. `weight_M` marks the pairs that predict a response token
-    (see models.drafter.align for what a pair is)."""
+    (see models.drafter.align for what a pair is). num_captured: pairs whose features the engine captured."""
 
     token_ids_N: Tensor
     features_NE: Tensor
     lengths: tuple[int, ...]
     weight_M: Tensor
+    num_captured: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -49,10 +68,10 @@ class PackedBatch:
 
 
 class TrajectoryBuffer:
-    """Bounded by tokens: the oldest trajectories leave first."""
+    """Trajectories in the order in which their tokens or features came, the latest last; bounded by bytes."""
 
-    def __init__(self, max_tokens: int, seed: int = 0) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, max_bytes: int, seed: int = 0) -> None:
+        self.max_bytes = max_bytes
         self.trajectories: list[Trajectory] = []
         self.random = random.Random(seed)
 
@@ -63,15 +82,34 @@ class TrajectoryBuffer:
     def num_tokens(self) -> int:
         return sum(len(t.token_ids) for t in self.trajectories)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.num_bytes for t in self.trajectories)
+
     def add(self, rollout: Rollout, features_TE: Tensor | None = None) -> None:
-        """Responses too short to hold a pair are of no use and are left out."""
+        """A response and, where they were captured, its features under `rollout.policy_version`. Responses too short to hold a
+        pair are of no use and are left out."""
         token_ids = (*rollout.prompt_ids, *rollout.token_ids)
         if len(token_ids) < 3:
             return
-        self.trajectories.append(Trajectory(token_ids, len(rollout.prompt_ids), rollout.policy_version, features_TE))
-        total = self.num_tokens
-        while total > self.max_tokens and len(self.trajectories) > 1:
-            total -= len(self.trajectories.pop(0).token_ids)
+        is_captured = features_TE is not None
+        version = rollout.policy_version if is_captured else NO_POLICY
+        self.trajectories.append(Trajectory(token_ids, len(rollout.prompt_ids), version, features_TE, is_captured))
+        self._make_room()
+
+    def renew(self, trajectory: Trajectory) -> None:
+        """Its features have just been recomputed: it is the latest now, even if it had to leave meanwhile."""
+        self.trajectories = [*(t for t in self.trajectories if t is not trajectory), trajectory]
+        self._make_room()
+
+    def _make_room(self) -> None:
+        excess = self.num_bytes - self.max_bytes
+        for trajectory in self.trajectories:
+            if excess > 0 and trajectory.features_TE is not None:
+                excess -= trajectory.features_TE.nbytes
+                trajectory.features_TE = None
+        while excess > 0 and len(self.trajectories) > 1:
+            excess -= self.trajectories.pop(0).num_bytes
 
     def carry_over(self, rollouts: Sequence[Rollout], num_longest: int) -> None:
         """The step is over: keeps the longest responses of all ranks, without features (they belong to the policy that
@@ -86,8 +124,9 @@ class TrajectoryBuffer:
         return [t for t in self.trajectories if t.features_TE is not None and policy_version in (None, t.policy_version)]
 
     def missing(self, policy_version: int) -> Trajectory | None:
-        """A trajectory whose features are not those of this policy, the longest first; None when all are ready."""
-        stale = [t for t in self.trajectories if t.features_TE is None or t.policy_version != policy_version]
+        """A trajectory that never had features of this policy, the longest first; None when there is none. Features of this
+        policy that had to make room are not asked for again: others as good are there, and would have to leave for them."""
+        stale = [t for t in self.trajectories if t.policy_version != policy_version]
         return max(stale, key=lambda t: len(t.token_ids), default=None)
 
     def sample(self, token_budget: int, policy_version: int | None = None) -> PackedBatch | None:
@@ -104,6 +143,7 @@ class TrajectoryBuffer:
         features: list[Tensor] = []
         masks: list[Tensor] = []
         lengths: list[int] = []
+        num_captured = 0
         left = token_budget
         while left >= 3 or not lengths:
             trajectory = self.random.choices(ready, weights)[0]
@@ -114,9 +154,10 @@ class TrajectoryBuffer:
             tokens.extend(trajectory.token_ids[window])
             features.append(trajectory.features_TE[window])
             lengths.append(length)
+            num_captured += length - 1 if trajectory.is_captured else 0
             predicted = torch.arange(start + 2, start + length + 1)  # pair t predicts token t + 2
             masks.append((predicted >= trajectory.num_prompt).float())
             left -= length
             if left < trajectory.num_usable // 4 and left < token_budget // 4:
                 break
-        return PackedBatch(torch.tensor(tokens), torch.cat(features), tuple(lengths), torch.cat(masks))
+        return PackedBatch(torch.tensor(tokens), torch.cat(features), tuple(lengths), torch.cat(masks), num_captured)

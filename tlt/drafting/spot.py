@@ -1,13 +1,19 @@
 """Drafter training in idle time: one micro-step at a time, so that whoever has better work to do gets its processor back.
 
-micro-step = recompute a chunk of features, or one optimizer step on a packed batch
-SpotTrainer.run(should_stop):   while not should_stop(): micro-step
+    SpotTrainer.run(should_stop):   while not should_stop():  micro-step
+
+    micro-step   recompute a chunk of features, or one optimizer step on a packed batch; of so many tokens that it takes
+                 a small share of a step, by the seconds per token measured so far
+
+Knows neither who else works nor why it is to stop.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +21,42 @@ from torch import Tensor
 from tlt.drafting.buffer import Trajectory, TrajectoryBuffer
 from tlt.drafting.trainer import DrafterTrainer
 from tlt.models.attention import Cached
+from tlt.models.drafter import DraftModel
 from tlt.models.transformer import PackedTransformer
 from tlt.speculative.tree import chain_mask
 from tlt.types import DrafterReport, Rollout, Span
 
 RECOMPUTE_TOKENS = 128
-"""Target tokens per recomputing micro-step."""
+"""Target tokens per chunk where nobody waits for its end."""
+
+MIN_TOKENS = 128
+"""Of a micro-step: what one begins with, before anything is measured, and what it never falls below."""
+
+MICRO_STEP_SHARE = 0.005
+"""Of a step's seconds. A preemption waits for one micro-step at most, so the worst of many stays below 1 %."""
+
+_FORGETTING = 0.2
+"""Weight of the latest micro-step in the measured seconds per token."""
+
+
+class MicroStepSize:
+    """Tokens per micro-step of one kind of work."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.seconds_per_token: float | None = None
+
+    def num_tokens(self, step_seconds: float | None) -> int:
+        """What fits MICRO_STEP_SHARE of a step; as few as possible while the step's or the work's duration is unknown."""
+        fitting = 0
+        if step_seconds is not None and self.seconds_per_token is not None:
+            fitting = int(MICRO_STEP_SHARE * step_seconds / self.seconds_per_token)
+        return min(max(fitting, MIN_TOKENS), self.max_tokens)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        measured = seconds / num_tokens
+        known = measured if self.seconds_per_token is None else self.seconds_per_token
+        self.seconds_per_token = known + _FORGETTING * (measured - known)
 
 
 class FeatureRecompute:
@@ -48,13 +84,17 @@ class FeatureRecompute:
         self.done = end
         if end < self.trajectory.num_usable:
             return False
-        self.trajectory.features_TE = torch.cat(self.chunks)
+        self.trajectory.features_TE, self.trajectory.is_captured = torch.cat(self.chunks), False
         self.trajectory.policy_version = self.version
         return True
 
 
 class SpotTrainer:
-    """Trains the drafter while nothing else is to be done. Optimizer, buffer and counters live on between sessions."""
+    """Trains the drafter while nothing else is to be done. Optimizer, buffer and counters live on between sessions.
+
+    tokens_per_micro_step: at most so many; fewer where a preemption would otherwise wait too long.
+    keeps_captured: whether features captured while generating are kept; else all are recomputed.
+    """
 
     def __init__(
         self,
@@ -63,39 +103,48 @@ class SpotTrainer:
         tokens_per_micro_step: int,
         carry_longest: int = 8,
         on_span: Callable[[Span], None] | None = None,
+        keeps_captured: bool = True,
     ) -> None:
         self.trainer, self.buffer = trainer, buffer
-        self.tokens_per_micro_step, self.carry_longest = tokens_per_micro_step, carry_longest
+        self.carry_longest, self.keeps_captured = carry_longest, keeps_captured
         self.on_span = on_span
+        self.step_seconds: float | None = None  # of the latest step; None: none is done
+        self.train_size, self.recompute_size = MicroStepSize(tokens_per_micro_step), MicroStepSize(tokens_per_micro_step)
         self._recompute: FeatureRecompute | None = None
         self._has_recomputed = False
 
-    def run(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        """Micro-steps until `should_stop()`, which is asked before every one of them; with nothing to train on, returns
-        at once."""
-        num_steps, losses, longest = 0, [], 0.0
-        tokens_before, start = self.trainer.num_tokens, time.perf_counter()
-        now = start
-        while not should_stop():
-            loss = self.micro_step()
-            if loss is None:
-                break
-            before, now = now, time.perf_counter()
-            num_steps, longest = num_steps + 1, max(longest, now - before)
-            losses.append(loss)
-            if self.on_span is not None:
-                self.on_span(Span("train drafter", before, now))
-        trained = [loss for loss in losses if loss == loss]
-        mean_loss = sum(trained) / len(trained) if trained else float("nan")
-        return DrafterReport(num_steps, self.trainer.num_tokens - tokens_before, now - start, mean_loss, longest)
+    def add(self, rollout: Rollout, features_TE: Tensor | None) -> None:
+        """A response that this replica has finished; see `TrajectoryBuffer.add`."""
+        self.buffer.add(rollout, features_TE if self.keeps_captured else None)
 
-    def carry_over(self, rollouts: Sequence[Rollout]) -> None:
-        """The step is over: the longest responses of all replicas stay for the next one."""
+    def run(self, should_stop: Callable[[], bool], publish: Callable[[DraftModel], None] | None = None) -> DrafterReport:
+        """Micro-steps until `should_stop()`, which is asked before every one of them; with nothing to train on, returns
+        at once. `publish` gets the drafter after every micro-step that trained it."""
+        report, start = DrafterReport(), time.perf_counter()
+        now = start
+        while not (is_preempted := should_stop()):
+            done = self.micro_step()
+            if done is None:
+                break
+            if publish is not None and done.num_tokens:
+                publish(self.trainer.model)
+            before, now = now, time.perf_counter()
+            report = report.plus(replace(done, seconds=now - before, max_micro_step_seconds=now - before))
+            self._note(before, now)
+        if report.num_micro_steps == 0:
+            return report
+        end = time.perf_counter()
+        self._note(now, end)
+        return replace(report, seconds=end - start, preempted_at=end if is_preempted else None)
+
+    def end_step(self, rollouts: Sequence[Rollout], seconds: float) -> None:
+        """The step is over: the longest responses of all replicas stay for the next one, which is expected to last as long."""
         self._recompute = None
+        self.step_seconds = seconds
         self.buffer.carry_over(rollouts, self.carry_longest)
 
-    def micro_step(self) -> float | None:
-        """One unit of work: the loss of a training step, NaN for a recomputed chunk, None when there is nothing to do.
+    def micro_step(self) -> DrafterReport | None:
+        """One unit of work and what it did (its seconds are the caller's to measure); None when there is nothing to do.
 
         Recomputing alternates with training on what is ready, so that a short idle window trains too.
         """
@@ -107,9 +156,43 @@ class SpotTrainer:
             self._recompute = FeatureRecompute(self.trainer.target, self.trainer.capture, stale)
         is_turn_to_train = self._has_recomputed and bool(self.buffer.ready(version))
         self._has_recomputed = self._recompute is not None and not is_turn_to_train
+        start = time.perf_counter()
         if self._recompute is not None and not is_turn_to_train:
-            if self._recompute.advance(RECOMPUTE_TOKENS):
-                self._recompute = None
-            return float("nan")
-        batch = self.buffer.sample(self.tokens_per_micro_step, version)
-        return None if batch is None else self.trainer.step(batch)
+            num_tokens = self._advance(self._recompute)
+            self.recompute_size.observe(num_tokens, time.perf_counter() - start)
+            return DrafterReport(1, recomputed_tokens=num_tokens)
+        batch = self.buffer.sample(self.train_size.num_tokens(self.step_seconds), version)
+        if batch is None:
+            return None
+        loss = self.trainer.step(batch)
+        self.train_size.observe(batch.num_tokens, time.perf_counter() - start)
+        return DrafterReport(1, batch.num_tokens, loss=loss, captured_tokens=batch.num_captured)
+
+    def _advance(self, recompute: FeatureRecompute) -> int:
+        """Recomputes the next chunk; the number of its tokens."""
+        done = recompute.done
+        if recompute.advance(self.recompute_size.num_tokens(self.step_seconds)):
+            self.buffer.renew(recompute.trajectory)
+            self._recompute = None
+        return recompute.done - done
+
+    def _note(self, start: float, end: float) -> None:
+        if self.on_span is not None:
+            self.on_span(Span("train drafter", start, end))
+
+    # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state_dict(self) -> dict[str, Any]:
+        """The trainer, the tokens that the next step starts with, and the measured speeds; no features: their policy ages."""
+        return {
+            "trainer": self.trainer.state_dict(),
+            "trajectories": [(t.token_ids, t.num_prompt) for t in self.buffer.trajectories],
+            "step_seconds": self.step_seconds,
+            "seconds_per_token": [size.seconds_per_token for size in (self.train_size, self.recompute_size)],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.trainer.load_state_dict(state["trainer"])
+        self.buffer.trajectories = [Trajectory(tuple(token_ids), num) for token_ids, num in state["trajectories"]]
+        self.step_seconds = state["step_seconds"]
+        self.train_size.seconds_per_token, self.recompute_size.seconds_per_token = state["seconds_per_token"]

@@ -49,6 +49,10 @@ class StepRecord:
     cpu_seconds: processor time of all ranks.
     idle_seconds: from a replica's last token to the last token of all, summed.
     drafter_train_seconds: of those, spent training the drafter.  harvested_share: their quotient.
+    drafter_tokens: trained on.  drafter_captured_tokens: of those, with features that the engine captured while generating.
+    drafter_recomputed_tokens: that went through the target again for their features.
+    drafter_refreshes: drafters in training that engines took up within the rollout.
+    preemption_seconds: from the last response's end to the return of the drafter's trainer, for every rank that trained then.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
     accept_by_depth: unconditional survival to depth 1, 2, …
     strategy_seconds: engine seconds under each strategy, "off" included.
@@ -81,6 +85,10 @@ class StepRecord:
     harvested_share: float
     drafter_loss: float
     drafter_tokens: int
+    drafter_captured_tokens: int
+    drafter_recomputed_tokens: int
+    drafter_refreshes: int
+    preemption_seconds: tuple[float, ...]
     accept_length: float
     accept_by_depth: tuple[float, ...]
     strategy_seconds: dict[str, float]
@@ -105,7 +113,8 @@ class StepRecord:
             raise ValueError(f"fields missing or unknown: {', '.join(wrong)}")
         lengths: dict[str, Any] = {name: _nan_if_null(value) for name, value in values["response_tokens"].items()}
         values["response_tokens"] = LengthStats(**lengths)
-        values["accept_by_depth"] = tuple(_nan_if_null(value) for value in values["accept_by_depth"])
+        for field_name in ("accept_by_depth", "preemption_seconds"):
+            values[field_name] = tuple(_nan_if_null(value) for value in values[field_name])
         for field_name in ("strategy_seconds", "strategy_speed", "strategy_predicted"):
             values[field_name] = {name: _nan_if_null(value) for name, value in values[field_name].items()}
         for name, field in fields.items():

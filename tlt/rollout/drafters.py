@@ -106,8 +106,10 @@ class LearnedDrafter:
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def load(self, tensors: dict[str, Tensor], version: int) -> None:
-        """New weights. What was learned about the old ones' confidence counts for less from here on."""
+        """New weights, also for sequences that run: what the old ones left in the cache is computed again from the remembered
+        features. What was learned about the old ones' confidence counts for less from here on."""
         self.model.load(tensors, version)
+        self.counts = [0] * len(self.counts)
         if self.calibration is not None:
             self.calibration.age()
 

@@ -1,0 +1,370 @@
+"""The rollout phase and idle time: who trains when, how it ends, and what of it reaches those who still generate.
+
+Replicas are threads that share a store; they wait for events of each other, never for a clock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from tests.lossless.helpers import CONFIG, make_policy
+from tlt.distributed.collectives import World
+from tlt.distributed.coordinator import Coordinator
+from tlt.distributed.mailbox import Mailbox
+from tlt.drafting.buffer import TrajectoryBuffer
+from tlt.drafting.losses import PRESETS
+from tlt.drafting.spot import SpotTrainer
+from tlt.drafting.trainer import DrafterTrainer
+from tlt.models.attention import PackedCausal
+from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
+from tlt.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase
+from tlt.report.timeline import Timeline
+from tlt.rollout.drafters import LearnedDrafter
+from tlt.rollout.engine import EngineStats, RolloutEngine
+from tlt.rollout.tuner import Fixed
+from tlt.types import DrafterReport, Problem, Request, Reward, Rollout, SamplingParams, Strategy
+
+PARAMS = SamplingParams(temperature=0.7, max_tokens=24)
+POLICY = make_policy()
+TREES = Strategy("learned", 3, 2, 6)
+PATIENCE = 60.0
+"""Seconds after which a thread that was to act has not: only a failing test waits so long."""
+
+
+class Scorers:
+    """Stands in for the reward processes: nobody here cares."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[str, int]] = []
+
+    def submit(self, key: tuple[str, int], data: dict[str, Any], text: str) -> None:
+        self.keys.append(key)
+
+    def drain(self) -> dict[tuple[str, int], Reward]:
+        return {key: Reward(1.0, True) for key in self.keys}
+
+    def abandon(self) -> None: ...
+
+
+@dataclass
+class OneTokenEngine:
+    """Finishes a response per step; `before_step` may wait for others."""
+
+    before_step: Callable[[], None] = lambda: None
+    events: list[str] = field(default_factory=list)
+    waiting: list[Request] = field(default_factory=list)
+    stats: EngineStats = field(default_factory=EngineStats)
+    room: int = 1
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting
+
+    def add(self, requests: Iterator[Request]) -> None:
+        self.waiting += requests
+
+    def step(self) -> list[Rollout]:
+        self.before_step()
+        request = self.waiting.pop()
+        self.events.append(f"generate {request.problem_id}")
+        return [Rollout(request.problem_id, request.sample_index, request.prompt_ids, (1,), (0.0,), "stop", 0)]
+
+
+class ScriptedSpot:
+    """A spot trainer whose micro-steps are the test's."""
+
+    def __init__(self, micro_step: Callable[[], None], events: list[str]) -> None:
+        self.micro_step, self.events = micro_step, events
+
+    def run(self, should_stop: Callable[[], bool], publish: Any = None) -> DrafterReport:
+        num_micro_steps = 0
+        while not should_stop():
+            self.events.append("train")
+            self.micro_step()
+            num_micro_steps += 1
+        return DrafterReport(num_micro_steps, preempted_at=time.perf_counter())
+
+
+def make_phase(engine: Any, coordinator: Any, learned: Any = None, spot: Any = None, refresh: Any = None) -> RolloutPhase:
+    world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
+    timeline = Timeline(0)
+    return RolloutPhase(
+        world,
+        engine,
+        coordinator,
+        Scorers(),
+        lambda ids: "",
+        timeline,
+        lambda: False,
+        learned,
+        spot,
+        refresh,  # type: ignore[arg-type]
+    )
+
+
+def make_problems(num: int) -> list[Problem]:
+    return [Problem(f"p{index}", (3, 4, 5 + index)) for index in range(num)]
+
+
+def generate(phase: RolloutPhase, problems: Sequence[Problem]) -> tuple[list[Rollout], float, DrafterReport]:
+    """The part of a phase in which a replica waits for nobody."""
+    requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
+    phase.coordinator.begin("rollout", len(problems))
+    return phase._generate(problems, requests, phase.spot, None)
+
+
+def make_coordinators(num: int) -> list[Coordinator]:
+    store = HashStore()
+    return [Coordinator(store, replica, num, timeout=PATIENCE) for replica in range(num)]
+
+
+@contextmanager
+def running(*targets: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Runs each in a thread of its own; leaving it waits for all and gives what they returned."""
+    results: list[Any] = [None] * len(targets)
+
+    def call(index: int, target: Callable[[], Any]) -> None:
+        results[index] = target()
+
+    threads = [threading.Thread(target=call, args=pair, daemon=True) for pair in enumerate(targets)]
+    for thread in threads:
+        thread.start()
+    yield results
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "a replica hangs"
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(PATIENCE), "the other replica never came"
+
+
+# ── who trains when ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_replica_that_runs_dry_trains_before_anything_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within one engine step: after its last token come no further engine step and no wait."""
+    events: list[str] = []
+    monkeypatch.setattr("tlt.phase.time.sleep", lambda seconds: events.append("wait"))
+    idle, busy = make_coordinators(2)
+    busy.begin("rollout", 4)
+    held = busy.take(1)
+    trained = iter(range(3))
+    spot = ScriptedSpot(lambda: busy.finish(held[0]) if next(trained) == 2 else None, events)
+    rollouts, _, report = generate(make_phase(OneTokenEngine(events=events), idle, spot=spot), make_problems(4))
+    assert events == ["generate p1", "generate p2", "generate p3", "train", "train", "train"]
+    assert [rollout.problem_id for rollout in rollouts] == ["p1", "p2", "p3"]
+    assert report.num_micro_steps == 3, "and goes on until the last response of all"
+
+
+def test_any_number_of_replicas_join_late_each_when_it_falls_idle() -> None:
+    """Replica 0 generates until both others train; replica 2 falls idle only when replica 1 trains already."""
+    coordinators = make_coordinators(3)
+    trains = [threading.Event() for _ in range(3)]
+    before_step = [
+        lambda: (wait_for(trains[1]), wait_for(trains[2])),
+        lambda: None,
+        lambda: wait_for(trains[1]),
+    ]
+    took = threading.Barrier(3)
+
+    def replica(index: int) -> Callable[[], tuple[list[Rollout], float, DrafterReport]]:
+        started = iter([True])
+
+        def before() -> None:
+            if next(started, False):
+                took.wait(PATIENCE)  # every replica holds a unit
+                before_step[index]()
+
+        events: list[str] = []
+        phase = make_phase(OneTokenEngine(before, events), coordinators[index], spot=ScriptedSpot(trains[index].set, events))
+        return lambda: generate(phase, make_problems(3))
+
+    with running(*(replica(index) for index in range(3))) as results:
+        pass
+    assert sorted(rollout.problem_id for rollouts, _, _ in results for rollout in rollouts) == ["p0", "p1", "p2"]
+    assert all(report.num_micro_steps >= 1 for _, _, report in results[1:])
+    assert trains[1].is_set()
+    assert trains[2].is_set()
+
+
+class LateWork:
+    """A queue that holds one unit, and another one once `appear` was called."""
+
+    def __init__(self) -> None:
+        self.units, self.unfinished = [0], 2
+
+    def begin(self, name: str, num_units: int) -> None: ...
+    def heartbeat(self) -> None: ...
+
+    def appear(self) -> None:
+        self.units.append(1)
+
+    def take(self, room: int) -> list[int]:
+        return [self.units.pop()] if self.units else []
+
+    def has_work(self) -> bool:
+        return bool(self.units)
+
+    def finish(self, unit: int) -> None:
+        self.unfinished -= 1
+
+    def all_done(self) -> bool:
+        return self.unfinished == 0
+
+
+def test_training_gives_way_to_new_work_and_goes_on_after_it() -> None:
+    queue, events = LateWork(), []  # type: ignore[var-annotated]
+    queue.unfinished = 3  # the third is another replica's
+    script = iter([lambda: None, queue.appear, lambda: None, lambda: queue.finish(2)])
+
+    def micro_step() -> None:
+        next(script)()
+
+    spot = ScriptedSpot(micro_step, events)
+    _, _, report = generate(make_phase(OneTokenEngine(events=events), queue, spot=spot), make_problems(2))
+    assert events == ["generate p0", "train", "train", "generate p1", "train", "train"]
+    assert report.num_micro_steps == 4
+
+
+def test_preemption_is_measured_from_the_last_response_of_all_where_a_trainer_was_at_work() -> None:
+    def replica(last_token: float, preempted_at: float | None) -> ReplicaReport:
+        return ReplicaReport(0.0, last_token, 11.0, EngineStats(), DrafterReport(1, 9, 2.0, preempted_at=preempted_at))
+
+    replicas = [replica(10.0, None), replica(4.0, 10.03), replica(5.0, 10.001), replica(9.0, 8.5)]
+    result = PhaseResult([], [], replicas)
+    assert result.preemption_seconds == pytest.approx((0.03, 0.001)), "the last one had gone back to generating at 8.5"
+    assert result.idle_seconds == pytest.approx(0 + 6 + 5 + 1)
+
+
+# ── a drafter in training reaches engines that generate ──────────────────────────────────────────────────────────────
+
+
+def make_model(seed: int) -> DraftModel:
+    return DraftModel(drafter_config(CONFIG)).double().initialize(seed)
+
+
+def make_engine(seed: int = 2, strategy: Strategy = TREES) -> tuple[RolloutEngine, LearnedDrafter]:
+    engine = RolloutEngine(CONFIG, dtype=torch.float64, max_batch_size=4, tuner=Fixed(strategy))
+    engine.load_policy(dict(POLICY.named_parameters()))
+    model = make_model(seed)
+    packed = PackedDrafter(model.config, torch.float64)
+    packed.load(model.state_dict(), 7)
+    learned = LearnedDrafter(packed, engine.model, 4, tau=0.7, calibrate=False)
+    engine.load_drafter(learned)
+    return engine, learned
+
+
+def predicts_like(learned: LearnedDrafter, model: DraftModel) -> bool:
+    inputs, attend = torch.randn(2, 5, CONFIG.hidden_size, dtype=torch.float64), PackedCausal(CONFIG, [5])
+    with torch.no_grad():
+        found, wanted = (m.forward(*inputs, attend.positions(), attend) for m in (learned.model, model))
+    return torch.allclose(found, wanted, rtol=0, atol=1e-9)
+
+
+def make_requests() -> list[Request]:
+    return [Request(f"p{index}", 0, (3, 4, 5 + index), replace(PARAMS, max_tokens=20 + 8 * index)) for index in range(4)]
+
+
+def test_a_drafter_loaded_between_two_engine_steps_drafts_as_if_it_had_always_been_there() -> None:
+    """Its own cache is the old weights' work: had it stayed, the drafts would be others."""
+    requests = make_requests()
+    plain, _ = make_engine(strategy=Strategy.OFF)
+    expected = {rollout.problem_id: rollout.token_ids for rollout in plain.generate(requests)}
+    always, _ = make_engine(seed=3)
+    switched, learned = make_engine(seed=2)
+    found: dict[str, tuple[int, ...]] = {}
+    drafts: list[dict[tuple[int, ...], list[int]]] = []
+    for engine in (always, switched):
+        engine.add(requests)
+        trees: dict[tuple[int, ...], list[int]] = {}
+        propose = engine.drafter.propose  # type: ignore[union-attr]
+
+        def watched(context: Any, *args: Any, propose: Any = propose, trees: dict[Any, Any] = trees) -> Any:
+            tree = propose(context, *args)
+            trees |= {tuple(row): drafted.tolist() for row, drafted in zip(context.tokens, tree.tokens_BN, strict=True)}
+            return tree
+
+        engine.drafter.propose = watched  # type: ignore[union-attr, method-assign]
+        for step in range(10**6):
+            if engine.is_idle:
+                break
+            found |= {rollout.problem_id: rollout.token_ids for rollout in engine.step()}
+            if engine is switched and step == 4:
+                learned.load(make_model(3).state_dict(), 8)
+                trees.clear()
+        assert found == expected, "tokens do not depend on the drafter"
+        drafts.append(trees)
+    common = drafts[0].keys() & drafts[1].keys()
+    assert len(common) > 10
+    assert all(drafts[0][tokens] == drafts[1][tokens] for tokens in common)
+
+
+def run_with_refresh(is_published: bool, rollout: int = 7) -> tuple[PhaseResult, LearnedDrafter]:
+    """A replica that generates alone, and an idle one that may have published its drafter."""
+    engine, learned = make_engine()
+    store = HashStore()
+    refresh = DrafterRefresh(Mailbox(store), learned, seconds=1e-9)
+    spot = SpotTrainer(DrafterTrainer(make_model(2), engine.model, PRESETS["hass"]), TrajectoryBuffer(10**6), 48)
+    if is_published:
+        _, other = make_engine()
+        other.model.version = rollout
+        sender = DrafterRefresh(Mailbox(store), other, seconds=1e-9)
+        sender.begin()
+        sender.publish(make_model(3))
+    (coordinator,) = make_coordinators(1)
+    phase = make_phase(engine, coordinator, learned, spot, refresh)
+    problems = make_problems(6)
+    return phase.run(problems, 2, PARAMS, "rollout", 0), learned
+
+
+def test_a_published_drafter_is_taken_up_once_and_changes_no_token() -> None:
+    plain, untouched = run_with_refresh(is_published=False)
+    refreshed, learned = run_with_refresh(is_published=True)
+    assert [report.num_refreshes for report in plain.replicas] == [0]
+    assert [report.num_refreshes for report in refreshed.replicas] == [1]
+    assert [rollout.token_ids for rollout in refreshed.rollouts] == [rollout.token_ids for rollout in plain.rollouts]
+    assert (untouched.version, learned.version, refreshed.drafter_version) == (7, 8, 8)
+    assert predicts_like(learned, make_model(3))
+
+
+def test_a_drafter_published_in_another_rollout_is_not_taken_up() -> None:
+    result, learned = run_with_refresh(is_published=True, rollout=6)
+    assert result.replicas[0].num_refreshes == 0
+    assert learned.version == 7
+
+
+def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """This replica took up a drafter twice (9), another three times (10), a third trained."""
+    engine, learned = make_engine()
+    spot = SpotTrainer(DrafterTrainer(make_model(2), engine.model, PRESETS["hass"]), TrajectoryBuffer(10**6), 48)
+    (coordinator,) = make_coordinators(1)
+    phase = make_phase(engine, coordinator, learned, spot)
+    others = [ReplicaReport(0.0, 1.0, 2.0, EngineStats(), DrafterReport(1, 9), version) for version in (10, 7)]
+    average = make_model(5)
+
+    def average_weighted(world: World, tensors: Sequence[torch.Tensor], weight: float) -> float:
+        assert weight == 0, "this replica did not train"
+        spot.trainer.model.load_state_dict(average.state_dict())
+        return 9.0
+
+    monkeypatch.setattr("tlt.phase.gather_objects", lambda world, value: [value, *(([], [], report) for report in others)])
+    monkeypatch.setattr("tlt.phase.average_weighted", average_weighted)
+    monkeypatch.setattr("tlt.phase.any_rank", lambda world, value: value)
+    learned.load(make_model(4).state_dict(), 9)
+    result = phase.run(make_problems(2), 2, PARAMS, "rollout", 0)
+    assert (learned.version, result.drafter_version) == (11, 11)
+    assert predicts_like(learned, average)
+    assert len(spot.buffer) == 4, "and the longest responses for the next step"
+    assert spot.step_seconds == result.seconds
