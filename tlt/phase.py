@@ -4,7 +4,7 @@
                                                                                         ▼
                      all done?  ◀─ poll between micro-steps ─  train the drafter on what is there
                         ▼
-    together:        gather responses and rewards in canonical order ─▶ average the drafters by tokens trained
+    together:        gather responses and rewards in canonical order ─▶ average the drafters by tokens trained, and measure
 
 The collectives come after the last response; until then a replica waits for nobody.
 """
@@ -16,14 +16,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from tlt.distributed.collectives import World, any_rank, average_weighted, gather_objects
+from tlt.distributed.collectives import World, any_rank, gather_objects
 from tlt.distributed.coordinator import Coordinator
 from tlt.drafting.spot import SpotTrainer
+from tlt.drafting.watch import DrafterWatch
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import EngineStats, RolloutEngine
-from tlt.types import DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams
+from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams
 
 POLL_SECONDS = 0.002
 
@@ -48,12 +49,13 @@ class ReplicaReport:
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """All replicas' responses with their rewards, ordered by (problem id, sample index), and where the time went."""
+    """All replicas' responses with their rewards, ordered by (problem id, sample index), and where the time went. `check` is of
+    the learned drafter, None where there is none or it was not asked for."""
 
     rollouts: list[Rollout]
     rewards: list[Reward]
     replicas: list[ReplicaReport] = field(repr=False)
-    drafter_version: int = 0
+    check: DrafterCheck | None = None
 
     @property
     def seconds(self) -> float:
@@ -82,8 +84,8 @@ class PhaseResult:
 
 
 class RolloutPhase:
-    """One per run and rank. `learned` is the engine's learned drafter, if it has one, and `spot` who trains it, if anybody
-    does; `decode` turns response tokens into text."""
+    """One per run and rank. `learned` is the engine's learned drafter, if it has one, `watch` who looks after it, and `spot`
+    who trains it, if anybody does; `decode` turns response tokens into text."""
 
     def __init__(
         self,
@@ -96,10 +98,12 @@ class RolloutPhase:
         should_stop: Callable[[], bool],
         learned: LearnedDrafter | None = None,
         spot: SpotTrainer | None = None,
+        watch: DrafterWatch | None = None,
     ) -> None:
         self.world, self.engine, self.coordinator = world, engine, coordinator
         self.scorers, self.decode, self.timeline = scorers, decode, timeline
-        self.should_stop, self.learned, self.spot = should_stop, learned, spot
+        self.should_stop, self.learned, self.spot, self.watch = should_stop, learned, spot, watch
+        assert (learned is None) == (watch is None), "a learned drafter is watched"
 
     def run(
         self,
@@ -116,7 +120,8 @@ class RolloutPhase:
             [Request(problem.problem_id, i, problem.prompt_ids, params, purpose, step) for i in range(num_samples)]
             for problem in problems
         ]
-        spot = self.spot if train_drafter else None
+        watch = self.watch if train_drafter else None
+        spot = self.spot if watch is not None and watch.trains else None
         if self.learned is not None:  # only what the drafter is trained for is kept to train on
             self.learned.on_finish = None if spot is None else spot.buffer.add
         self.coordinator.begin(f"{purpose} {step}", len(problems))
@@ -127,6 +132,8 @@ class RolloutPhase:
             self.engine.abort()
             self.coordinator.abandon()
             self.scorers.abandon()
+            if watch is not None:
+                watch.abandon()
             raise StopRequested(f"during {purpose} {step}")
         with self.timeline.span("score"):
             rewards = self.scorers.drain()
@@ -138,10 +145,13 @@ class RolloutPhase:
         pairs = [pair for rank in gathered for pair in zip(rank[0], rank[1], strict=True)]
         pairs.sort(key=lambda pair: (pair[0].problem_id, pair[0].sample_index))
         result_rollouts, result_rewards = [p[0] for p in pairs], [p[1] for p in pairs]
-        if spot is not None:
-            self._average_drafters(spot, report, result_rollouts)
-        version = self.learned.version if self.learned is not None else 0
-        return PhaseResult(result_rollouts, result_rewards, [rank[2] for rank in gathered], version)
+        check = None
+        if watch is not None:
+            with self.timeline.span("check drafter"):
+                check = watch.end_step(result_rollouts, report.num_tokens, params.temperature)
+            if self.spot is not None:
+                self.spot.carry_over(result_rollouts)
+        return PhaseResult(result_rollouts, result_rewards, [rank[2] for rank in gathered], check)
 
     def _generate(
         self, problems: Sequence[Problem], requests: Sequence[Sequence[Request]], spot: SpotTrainer | None
@@ -172,7 +182,7 @@ class RolloutPhase:
                 break
             elif self.coordinator.has_work():
                 queue_is_empty = False
-            elif spot is None or (session := spot.run(self._has_better_to_do)).num_micro_steps == 0:
+            elif spot is None or (session := self._train_drafter(spot)).num_micro_steps == 0:
                 with self.timeline.span("wait"):
                     time.sleep(POLL_SECONDS)
             else:
@@ -186,10 +196,6 @@ class RolloutPhase:
     def _has_better_to_do(self) -> bool:
         return self.should_stop() or self.coordinator.all_done() or self.coordinator.has_work()
 
-    def _average_drafters(self, spot: SpotTrainer, report: DrafterReport, rollouts: Sequence[Rollout]) -> None:
-        """One drafter for all replicas, weighted by the tokens each trained on, and the longest responses for next time."""
-        assert self.learned is not None, "only a learned drafter can be trained"
-        with self.timeline.span("average drafters"):
-            if average_weighted(self.world, spot.trainer.shared_tensors(), report.num_tokens) > 0:
-                self.learned.load(spot.trainer.model.state_dict(), self.learned.version + 1)
-        spot.carry_over(rollouts)
+    def _train_drafter(self, spot: SpotTrainer) -> DrafterReport:
+        assert self.watch is not None, "a drafter is trained under watch"
+        return self.watch.run(lambda: spot.run(self._has_better_to_do))
