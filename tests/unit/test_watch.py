@@ -165,8 +165,9 @@ def test_a_trained_drafter_is_published_measured_and_stamped() -> None:
 
 @pytest.mark.parametrize("stale", ["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"])
 def test_a_publication_that_does_not_arrive_is_an_error(stale: str) -> None:
-    """The engine's copy takes the version and leaves one matrix as it was."""
+    """The engine's copy takes the version and leaves one tensor as it was, which has changed enough to matter."""
     parts = Parts()
+    parts.trainer.optimizer.param_groups[0]["lr"] = 0.1
     before = parts.model.state_dict()[stale].clone()
     load = parts.learned.model.load
     parts.learned.model.load = lambda tensors, version: load({**tensors, stale: before}, version)  # type: ignore
