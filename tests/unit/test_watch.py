@@ -348,13 +348,14 @@ def test_training_publishing_measuring_and_undoing_leave_the_target_alone() -> N
 
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_tying_is_never_skipped_in_silence(tmp_path: Path, is_tied: bool) -> None:
-    """A head of its own beside a tied config, or none beside an untied one: refused by name; and a tied engine has one matrix."""
+    """Another head beside a tied config, or none beside an untied one: refused by name; a tied engine has one matrix."""
     tensors = {name: tensor.float() for name, tensor in POLICY.state_dict().items()}
     save_model(tmp_path / "m", CONFIG, tensors, dtype=torch.float32, source=None, extra={"eos_token_id": 1})
     file, config = tmp_path / "m" / "model.safetensors", tmp_path / "m" / "config.json"
     if is_tied:
         stored = load_file(file)
-        save_file({**stored, "lm_head.weight": stored["model.embed_tokens.weight"] + 1}, file)
+        stored["lm_head.weight"] = stored["model.embed_tokens.weight"] + 1
+        save_file(stored, file)
     else:
         config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
     with pytest.raises(UserError, match=r"lm_head\.weight"):
