@@ -173,6 +173,9 @@ class DrafterConfig(Section):
     refresh_seconds: PositiveFloat = 1.0
     """At least so long between two refreshes."""
     clip_grad_norm: PositiveFloat = 1.0
+    gate: NonNegativeFloat | None = None
+    """Skips training in the step after one whose acceptance (a share) is not lower than after the last training by more than
+    this; None: every step trains. Off, because idle time costs nothing."""
     ranking: Literal["coupled", "top-k"] = "coupled"
     """Candidates by log q / tau + the target's own noise, or by log q alone (EAGLE-2). Changes the speed alone."""
     coupling_temperature: PositiveFloat | None = None

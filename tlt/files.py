@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -42,6 +43,38 @@ def write_atomically(path: Path) -> Iterator[TextIO]:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def replace_folder(path: Path) -> Iterator[Path]:
+    """A folder that appears at `path` complete, or not at all: fill the one yielded, a neighbour; it is flushed to the disk and
+    renamed at the end. A folder that was there leaves only then; a crash between two renames leaves it at `.NAME.old`."""
+    path = path.absolute()
+    new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
+    shutil.rmtree(new, ignore_errors=True)  # left behind by a writer that was killed
+    new.mkdir(parents=True)
+    try:
+        yield new
+        for file in (*new.iterdir(), new):
+            flush(file)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        raise
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)
+    new.rename(path)
+    flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def flush(path: Path) -> None:
+    """To the disk, so that a rename never outlives the contents it names."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

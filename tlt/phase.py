@@ -4,7 +4,7 @@
                                                                                         ▼
                      all done?  ◀─ poll between micro-steps ─  train the drafter on what is there
                         ▼
-    together:        gather responses and rewards in canonical order ─▶ average the drafters by tokens trained
+    together:        gather responses and rewards in canonical order ─▶ average the drafters by tokens trained, and measure
 
 The collectives come after the last response; until then a replica waits for nobody. A drafter in training may reach those
 that still generate through a mailbox (`DrafterRefresh`); tokens do not depend on it.
@@ -19,16 +19,17 @@ from dataclasses import dataclass, field
 
 from safetensors.torch import load, save
 
-from tlt.distributed.collectives import World, any_rank, average_weighted, gather_objects
+from tlt.distributed.collectives import World, any_rank, gather_objects
 from tlt.distributed.coordinator import Coordinator
 from tlt.distributed.mailbox import Mailbox
 from tlt.drafting.spot import SpotTrainer
+from tlt.drafting.watch import DrafterWatch
 from tlt.models.drafter import DraftModel
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import EngineStats, RolloutEngine
-from tlt.types import DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams
+from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams
 
 POLL_SECONDS = 0.002
 
@@ -41,7 +42,7 @@ class StopRequested(Exception):
 class ReplicaReport:
     """What one replica did in a phase; times on the host's monotonic clock.
 
-    drafter_version: of its engine's drafter at the end.  num_refreshes: drafters of other replicas that it took up meanwhile.
+    num_refreshes: drafters of other replicas that it took up meanwhile.
     """
 
     start: float
@@ -49,7 +50,6 @@ class ReplicaReport:
     end: float
     stats: EngineStats
     drafter: DrafterReport
-    drafter_version: int = 0
     num_refreshes: int = 0
 
     def idle_seconds(self, last_token_of_all: float) -> float:
@@ -63,12 +63,13 @@ class ReplicaReport:
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """All replicas' responses with their rewards, ordered by (problem id, sample index), and where the time went."""
+    """All replicas' responses with their rewards, ordered by (problem id, sample index), and where the time went. `check` is of
+    the learned drafter, None where there is none or it was not asked for."""
 
     rollouts: list[Rollout]
     rewards: list[Reward]
     replicas: list[ReplicaReport] = field(repr=False)
-    drafter_version: int = 0
+    check: DrafterCheck | None = None
 
     @property
     def seconds(self) -> float:
@@ -135,8 +136,9 @@ class DrafterRefresh:
 
 
 class RolloutPhase:
-    """One per run and rank. `learned` is the engine's learned drafter, if it has one, and `spot` who trains it, if anybody
-    does; `refresh` lets others use it before the rollout ends; `decode` turns response tokens into text."""
+    """One per run and rank. `learned` is the engine's learned drafter, if it has one, `watch` who looks after it, and `spot`
+    who trains it, if anybody does; `refresh` lets others use it before the rollout ends; `decode` turns response tokens into
+    text."""
 
     def __init__(
         self,
@@ -149,11 +151,14 @@ class RolloutPhase:
         should_stop: Callable[[], bool],
         learned: LearnedDrafter | None = None,
         spot: SpotTrainer | None = None,
+        watch: DrafterWatch | None = None,
         refresh: DrafterRefresh | None = None,
     ) -> None:
         self.world, self.engine, self.coordinator = world, engine, coordinator
         self.scorers, self.decode, self.timeline = scorers, decode, timeline
-        self.should_stop, self.learned, self.spot, self.refresh = should_stop, learned, spot, refresh
+        self.should_stop, self.learned, self.spot, self.watch = should_stop, learned, spot, watch
+        self.refresh = refresh
+        assert (learned is None) == (watch is None), "a learned drafter is watched"
 
     def run(
         self,
@@ -170,7 +175,8 @@ class RolloutPhase:
             [Request(problem.problem_id, i, problem.prompt_ids, params, purpose, step) for i in range(num_samples)]
             for problem in problems
         ]
-        spot = self.spot if train_drafter else None
+        watch = self.watch if train_drafter else None
+        spot = self.spot if watch is not None and watch.trains else None
         if self.learned is not None:  # only what the drafter is trained for is kept to train on
             self.learned.on_finish = None if spot is None else spot.add
         refresh = self.refresh if train_drafter else None
@@ -184,26 +190,28 @@ class RolloutPhase:
             self.engine.abort()
             self.coordinator.abandon()
             self.scorers.abandon()
+            if watch is not None:
+                watch.abandon()
             raise StopRequested(f"during {purpose} {step}")
         with self.timeline.span("score"):
-            rewards = self.scorers.drain()
-        version = self.learned.version if self.learned is not None else 0
+            own_rewards = self.scorers.drain()
         num_refreshes = refresh.num_refreshes if refresh is not None else 0
         end = time.perf_counter()
-        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, version, num_refreshes)
+        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, num_refreshes)
         with self.timeline.span("wait"):
             gathered = gather_objects(
-                self.world, (rollouts, [rewards[r.problem_id, r.sample_index] for r in rollouts], replica)
+                self.world, (rollouts, [own_rewards[r.problem_id, r.sample_index] for r in rollouts], replica)
             )
         pairs = [pair for rank in gathered for pair in zip(rank[0], rank[1], strict=True)]
         pairs.sort(key=lambda pair: (pair[0].problem_id, pair[0].sample_index))
-        replicas = [rank[2] for rank in gathered]
-        version = max(r.drafter_version for r in replicas)
-        if spot is not None and self._average_drafters(spot, report, version + 1):
-            version += 1
-        result = PhaseResult([pair[0] for pair in pairs], [pair[1] for pair in pairs], replicas, version)
-        if spot is not None:
-            spot.end_step(result.rollouts, result.seconds)
+        rollouts, rewards = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        check = None
+        if watch is not None:
+            with self.timeline.span("check drafter"):
+                check = watch.end_step(rollouts, report.num_tokens, params.temperature)
+        result = PhaseResult(rollouts, rewards, [rank[2] for rank in gathered], check)
+        if self.spot is not None and train_drafter:
+            self.spot.end_step(rollouts, result.seconds)
         if (seconds := replica.preemption_seconds(result.last_token)) is not None:
             self.timeline.record("preempt", result.last_token, result.last_token + seconds)
         return result
@@ -245,7 +253,7 @@ class RolloutPhase:
                 break
             elif self.coordinator.has_work():
                 queue_is_empty = False
-            elif spot is None or (session := spot.run(self._has_better_to_do, publish)).num_micro_steps == 0:
+            elif spot is None or (session := self._train_drafter(spot, publish)).num_micro_steps == 0:
                 with self.timeline.span("wait"):
                     time.sleep(POLL_SECONDS)
             else:
@@ -259,11 +267,6 @@ class RolloutPhase:
     def _has_better_to_do(self) -> bool:
         return self.should_stop() or self.coordinator.all_done() or self.coordinator.has_work()
 
-    def _average_drafters(self, spot: SpotTrainer, report: DrafterReport, version: int) -> bool:
-        """One drafter for all replicas, weighted by the tokens each trained on. False: no one trained, nothing changes."""
-        assert self.learned is not None, "only a learned drafter can be trained"
-        with self.timeline.span("average drafters"):
-            if average_weighted(self.world, spot.trainer.shared_tensors(), report.num_tokens) == 0:
-                return False
-            self.learned.load(spot.trainer.model.state_dict(), version)
-        return True
+    def _train_drafter(self, spot: SpotTrainer, publish: Callable[[DraftModel], None] | None) -> DrafterReport:
+        assert self.watch is not None, "a drafter is trained under watch"
+        return self.watch.run(lambda: spot.run(self._has_better_to_do, publish))

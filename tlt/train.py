@@ -13,21 +13,30 @@ import dataclasses
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tlt.config import Config, DrafterConfig
-from tlt.distributed.checkpoint import RunState, latest_checkpoint, load_checkpoint, save_checkpoint
-from tlt.distributed.collectives import World, any_rank, gather_objects, init_process_group_from_env, shutdown
+from tlt.distributed.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint
+from tlt.distributed.collectives import (
+    World,
+    any_rank,
+    average_weighted,
+    gather_objects,
+    init_process_group_from_env,
+    shutdown,
+)
 from tlt.distributed.coordinator import Coordinator, connect_coordinator
 from tlt.distributed.mailbox import connect_mailbox
 from tlt.drafting.buffer import TrajectoryBuffer
 from tlt.drafting.export import choose_preset, load_drafter, save_drafter
 from tlt.drafting.spot import SpotTrainer
 from tlt.drafting.trainer import DrafterTrainer
+from tlt.drafting.watch import DrafterWatch
 from tlt.files import Record, get_id, read_jsonl
 from tlt.models.checkpoint import content_hash, load_tensors
 from tlt.models.checkpoint import load_config as load_model_config
@@ -44,7 +53,8 @@ from tlt.rl.rewards import RewardPool
 from tlt.rl.tasks import get_task
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.hybrid import drafter_kinds, make_drafter
+from tlt.rollout.hybrid import HybridDrafter, drafter_kinds, make_drafter
+from tlt.rollout.ngram import count_retrieved
 from tlt.rollout.tuner import make_tuner
 from tlt.types import Problem, SamplingParams, UserError, resolve_dtype
 
@@ -116,7 +126,6 @@ class Run:
         self.config, self.world = config, world
         self.out_dir = config.run.out_dir
         self.step = 0
-        self.drafter_version = 0
         self.started = time.perf_counter()
         self.evaluation_seconds = 0.0  # what the latest one took
         self.out_dir.mkdir(parents=True, exist_ok=True)
@@ -157,6 +166,8 @@ class Run:
         )
         self.learned: LearnedDrafter | None = None
         self.spot: SpotTrainer | None = None
+        self.watch: DrafterWatch | None = None
+        self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints")
         if self.engine.tuner is not None:
             self._attach_drafter()
         self._resume()
@@ -172,6 +183,7 @@ class Run:
             stop.is_set,
             self.learned,
             self.spot,
+            self.watch,
             self._make_refresh(),
         )
         self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
@@ -215,7 +227,22 @@ class Run:
                     self.timeline.add,
                     keeps_captured=settings.features == "captured",
                 )
-        self.engine.load_drafter(make_drafter(self.learned, slots, settings.ngram_tokens))
+        drafter = make_drafter(self.learned, slots, settings.ngram_tokens)
+        self.engine.load_drafter(drafter)
+        if self.learned is not None:
+            assert isinstance(drafter, HybridDrafter), "a learned drafter has retrieval beside it"
+            self.watch = DrafterWatch(
+                self.draft_model,
+                self.spot.trainer if self.spot is not None else None,
+                self.engine.model,
+                self.learned,
+                drafter.set_aside,
+                count_retrieved,
+                partial(gather_objects, self.world),
+                partial(average_weighted, self.world),
+                rank=self.world.rank,
+                gate=settings.gate,
+            )
 
     def _make_refresh(self) -> DrafterRefresh | None:
         """None: nobody would publish, or nobody would take it up."""
@@ -250,6 +277,8 @@ class Run:
         if self.metrics is not None:
             self.metrics.write(record)
         self.console.step(record)
+        if phase.check is not None and phase.check.has_switched:
+            self.console.drafter(self.step + 1, phase.check)
         self.timeline.flush()
         self.step += 1
 
@@ -297,37 +326,43 @@ class Run:
 
     def checkpoint(self) -> None:
         """All that the rest of the run depends on. Ranks hold the same state, so one of them writes it."""
-        if self.world.is_leader:
-            drafter = None
-            if self.learned is not None:
-                self.drafter_version = self.learned.version
-                drafter = self.draft_model.state_dict()
-            state = RunState(self.step, self.drafter_version, self.config.content_hash)
-            training = {"policy": self.trainer.state_dict()}
-            if self.spot is not None:
-                training["drafter"] = self.spot.state_dict()
-            with self.timeline.span("checkpoint"):
-                save_checkpoint(self.out_dir / "checkpoints", state, self.policy.state_dict(), drafter, training)
-        gather_objects(self.world, None)
+        if not self.world.is_leader:
+            return
+        state = RunState(self.step, self.learned.version if self.learned is not None else 0, self.config.content_hash)
+        training: dict[str, Any] = {"policy": self.trainer.state_dict()}
+        if self.watch is not None:
+            training["watch"] = self.watch.state_dict()
+        drafter = None
+        if self.spot is not None:
+            training["drafter"] = self.spot.state_dict()
+            drafter = self._trained_drafter()
+        with self.timeline.span("checkpoint"):
+            self.checkpoints.save(Checkpoint(state, self.policy.state_dict(), drafter, training))
+
+    def _trained_drafter(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for name, tensor in self.draft_model.named_parameters() if tensor.requires_grad}
 
     def _resume(self) -> None:
-        path = latest_checkpoint(self.out_dir / "checkpoints")
+        path = latest_checkpoint(self.checkpoints.folder)
         if path is None:
             return
-        state, policy, drafter, training = load_checkpoint(path, self.world.device)
-        self.step, self.drafter_version = state.step, state.drafter_version
-        self.policy.load_state_dict(policy)
-        self.trainer.load_state_dict(training["policy"])
-        if drafter is not None and self.learned is not None:
-            self.draft_model.load_state_dict(drafter)
-            self.learned.load(self.draft_model.state_dict(), state.drafter_version)
-            if self.spot is not None:
-                self.spot.load_state_dict(training["drafter"])
+        checkpoint = load_checkpoint(path, self.world.device)
+        self.step = checkpoint.state.step
+        self.policy.load_state_dict(checkpoint.policy)
+        self.trainer.load_state_dict(checkpoint.training["policy"])
+        if self.spot is not None:
+            assert self.learned is not None, "only a learned drafter is trained"
+            restore(self._trained_drafter(), checkpoint.drafter, path)
+            self.learned.load(self.draft_model.state_dict(), checkpoint.state.drafter_version)
+            self.spot.load_state_dict(checkpoint.training["drafter"])
+        if self.watch is not None:
+            self.watch.load_state_dict(checkpoint.training["watch"])
         self.console.note(f"resumed at step {self.step} from {path}")
 
     def finish(self) -> None:
         """The run's products: the policy and the drafter, each in a format that others load, and the picture of the time."""
         self.checkpoint()
+        self.checkpoints.wait()
         self.timeline.flush()
         gather_objects(self.world, None)
         if not self.world.is_leader:
@@ -335,7 +370,8 @@ class Run:
         self._save_policy(self.out_dir / "policy")
         products = {"policy": self.out_dir / "policy"}
         if self.learned is not None:
-            about = {"policy_hash": content_hash(self.policy.state_dict()), "policy_step": self.step}
+            about: dict[str, Any] = {"policy_hash": content_hash(self.policy.state_dict()), "policy_step": self.step}
+            about["drafter_version"] = self.learned.version
             if self.spot is not None:
                 about["preset"] = self.spot.trainer.preset.name
             save_drafter(self.out_dir / "drafter", self.draft_model, torch.float32, about)
@@ -347,6 +383,8 @@ class Run:
     def stop(self, reason: str) -> None:
         """The user's stop: the last finished step is kept, the unfinished one will be generated again, token for token."""
         self.checkpoint()
+        self.checkpoints.wait()
+        gather_objects(self.world, None)
         self.timeline.flush()
         self.console.note(f"stopped {reason}; {self.step} steps are kept. Continue with: tlt train --resume {self.out_dir}")
 
@@ -381,6 +419,18 @@ class Run:
         problems = sorted(before)
         p_value = paired_sign_flip_test([before[p] for p in problems], [after[p] for p in problems])
         return {"before": evaluations[0]["solve_rate"], "after": evaluations[-1]["solve_rate"], "p_value": p_value}
+
+
+def restore(trained: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor] | None, path: Path) -> None:
+    """A drafter's trained tensors from a checkpoint, exactly these: UserError otherwise. It never goes on from others."""
+    found = {} if stored is None else {name: tensor.shape for name, tensor in stored.items()}
+    wrong = sorted(found.items() ^ {name: tensor.shape for name, tensor in trained.items()}.items())
+    if stored is None or wrong:
+        what = "no drafter" if stored is None else f"another drafter ({wrong[0][0]})"
+        raise UserError(f"{path}: holds {what}, but this run trains one; start a new run")
+    with torch.no_grad():
+        for name, tensor in trained.items():
+            tensor.copy_(stored[name])
 
 
 # ── values ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -452,7 +502,7 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
     stats = phase.stats
     reports = [replica.drafter for replica in phase.replicas]
     trained = [report for report in reports if report.num_tokens]
-    nan = float("nan")
+    nan, check = float("nan"), phase.check
     drafter_tokens = sum(report.num_tokens for report in reports)
     return StepRecord(
         step=step,
@@ -490,6 +540,10 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         strategy_predicted={n: s.predicted_speed for n, s in stats.by_strategy.items() if s.predicted_speed is not None},
         tokens_per_second=sum(lengths) / phase.seconds,
         policy_version=phase.rollouts[0].policy_version,
-        drafter_version=phase.drafter_version,
+        drafter_version=check.version if check is not None else 0,
         finished_at=time.time(),
+        drafter_acceptance=check.acceptance if check is not None else nan,
+        retrieval_acceptance=check.retrieval if check is not None else nan,
+        drafter_training=check.training if check is not None else "off",
+        drafter_set_aside=check.set_aside if check is not None else "",
     )

@@ -278,6 +278,24 @@ class DrafterReport:
         )
 
 
+@dataclass(frozen=True)
+class DrafterCheck:
+    """What the end of a step found of the learned drafter.
+
+    version: counts its publications.  acceptance: mean over response tokens of sum_v min(p, q), the most that one draft can be
+    accepted with; NaN: not measured.  retrieval: share of the same tokens that retrieval would have drafted.
+    training: "trained", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
+    set_aside: why retrieval drafts in its place; empty: it drafts.  has_switched: that is new since the last check.
+    """
+
+    version: int
+    acceptance: float
+    retrieval: float
+    training: str
+    set_aside: str
+    has_switched: bool
+
+
 def resolve_dtype(name: str) -> torch.dtype:
     dtypes = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
     if name not in dtypes:

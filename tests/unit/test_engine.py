@@ -22,8 +22,10 @@ def request(problem: str, index: int, prompt: tuple[int, ...], max_tokens: int =
 def test_a_prompt_is_prefilled_once_for_all_its_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(POLICY)
     forwarded: list[int] = []
-    forward = engine.model.forward
-    monkeypatch.setattr(engine.model, "forward", lambda ids, *rest: (forwarded.append(len(ids)), forward(ids, *rest))[1])
+    forward = engine.model.forward_capturing
+    monkeypatch.setattr(
+        engine.model, "forward_capturing", lambda ids, *rest: (forwarded.append(len(ids)), forward(ids, *rest))[1]
+    )
     engine.add(request(name, i, prompt) for name, prompt in (("a", (1, 2, 3, 4)), ("b", (5, 6))) for i in range(3))
     engine.step()
     assert forwarded == [3 + 1, 6]  # both prompts but for their last tokens, together; then the six roots

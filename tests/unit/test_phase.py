@@ -24,6 +24,7 @@ from tlt.drafting.buffer import TrajectoryBuffer
 from tlt.drafting.losses import PRESETS
 from tlt.drafting.spot import SpotTrainer
 from tlt.drafting.trainer import DrafterTrainer
+from tlt.drafting.watch import DrafterWatch
 from tlt.models.attention import PackedCausal
 from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
 from tlt.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase
@@ -94,20 +95,42 @@ class ScriptedSpot:
         return DrafterReport(num_micro_steps, preempted_at=time.perf_counter())
 
 
-def make_phase(engine: Any, coordinator: Any, learned: Any = None, spot: Any = None, refresh: Any = None) -> RolloutPhase:
-    world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
-    timeline = Timeline(0)
-    return RolloutPhase(
-        world,
-        engine,
-        coordinator,
-        Scorers(),
-        lambda ids: "",
-        timeline,
-        lambda: False,
-        learned,
-        spot,
-        refresh,  # type: ignore[arg-type]
+class Unwatched:
+    """Lets every session of training through."""
+
+    def run(self, session: Callable[[], DrafterReport]) -> DrafterReport:
+        return session()
+
+
+def make_phase(
+    engine: Any, coordinator: Any, learned: Any = None, spot: Any = None, watch: Any = None, refresh: Any = None
+) -> RolloutPhase:
+    world, timeline = World(0, 1, 0, torch.device("cpu"), HashStore(), None), Timeline(0)
+    scorers: Any = Scorers()
+    phase = RolloutPhase(
+        world, engine, coordinator, scorers, lambda ids: "", timeline, lambda: False, learned, spot, watch, refresh
+    )
+    if watch is None:
+        phase.watch = Unwatched()  # type: ignore[assignment]
+    return phase
+
+
+def make_watch(
+    engine: RolloutEngine,
+    learned: LearnedDrafter,
+    spot: SpotTrainer,
+    average: Callable[[Sequence[torch.Tensor], float], float] = lambda tensors, weight: 1.0,
+    others: Sequence[int] = (),
+) -> DrafterWatch:
+    """`others`: drafter versions of other replicas' engines."""
+
+    def gather(value: Any) -> list[Any]:
+        is_start = isinstance(value, tuple)  # (failure, version)
+        return [value, *(("", version) for version in others)] if is_start else [value]
+
+    trainer = spot.trainer
+    return DrafterWatch(
+        trainer.model, trainer, engine.model, learned, lambda aside: None, lambda group, counts: 0, gather, average
     )
 
 
@@ -322,7 +345,7 @@ def run_with_refresh(is_published: bool, rollout: int = 7) -> tuple[PhaseResult,
         sender.begin()
         sender.publish(make_model(3))
     (coordinator,) = make_coordinators(1)
-    phase = make_phase(engine, coordinator, learned, spot, refresh)
+    phase = make_phase(engine, coordinator, learned, spot, make_watch(engine, learned, spot), refresh)
     problems = make_problems(6)
     return phase.run(problems, 2, PARAMS, "rollout", 0), learned
 
@@ -333,38 +356,33 @@ def test_a_published_drafter_is_taken_up_once_and_changes_no_token() -> None:
     assert [report.num_refreshes for report in plain.replicas] == [0]
     assert [report.num_refreshes for report in refreshed.replicas] == [1]
     assert [rollout.token_ids for rollout in refreshed.rollouts] == [rollout.token_ids for rollout in plain.rollouts]
-    assert (untouched.version, learned.version, refreshed.drafter_version) == (7, 8, 8)
-    assert predicts_like(learned, make_model(3))
+    assert (untouched.version, learned.version) == (8, 9), "the average comes after what was taken up"
+    assert predicts_like(learned, make_model(2))
 
 
 def test_a_drafter_published_in_another_rollout_is_not_taken_up() -> None:
     result, learned = run_with_refresh(is_published=True, rollout=6)
     assert result.replicas[0].num_refreshes == 0
-    assert learned.version == 7
+    assert learned.version == 8, "the average alone"
 
 
-def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above_all_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above_all_others() -> None:
     """This replica took up a drafter twice (9), another three times (10), a third trained."""
     engine, learned = make_engine()
     spot = SpotTrainer(DrafterTrainer(make_model(2), engine.model, PRESETS["hass"]), TrajectoryBuffer(10**6), 48)
     (coordinator,) = make_coordinators(1)
-    phase = make_phase(engine, coordinator, learned, spot)
-    others = [ReplicaReport(0.0, 1.0, 2.0, EngineStats(), DrafterReport(1, 9), version) for version in (10, 7)]
     average = make_model(5)
 
-    def average_weighted(world: World, tensors: Sequence[torch.Tensor], weight: float) -> float:
+    def average_weighted(tensors: Sequence[torch.Tensor], weight: float) -> float:
         assert weight == 0, "this replica did not train"
         spot.trainer.model.load_state_dict(average.state_dict())
         return 9.0
 
-    monkeypatch.setattr("tlt.phase.gather_objects", lambda world, value: [value, *(([], [], report) for report in others)])
-    monkeypatch.setattr("tlt.phase.average_weighted", average_weighted)
-    monkeypatch.setattr("tlt.phase.any_rank", lambda world, value: value)
+    phase = make_phase(engine, coordinator, learned, spot, make_watch(engine, learned, spot, average_weighted, others=(10, 7)))
     learned.load(make_model(4).state_dict(), 9)
     result = phase.run(make_problems(2), 2, PARAMS, "rollout", 0)
-    assert (learned.version, result.drafter_version) == (11, 11)
+    assert result.check is not None
+    assert (learned.version, result.check.version) == (11, 11)
     assert predicts_like(learned, average)
     assert len(spot.buffer) == 4, "and the longest responses for the next step"
     assert spot.step_seconds == result.seconds

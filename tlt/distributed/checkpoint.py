@@ -1,25 +1,31 @@
-"""Checkpoints of a run: everything the rest of it depends on, whole or not at all.
+"""Checkpoints of a run: everything the rest of it depends on, whole or not at all, written beside it.
 
     checkpoints/step-00000020/   state.json · policy.safetensors · drafter.safetensors · training.pt
 
-A directory appears under its name only when it is complete; the newest one is where a run resumes. Weights are kept in
-the precision they are trained in, so that a resumed run is the same run.
+    run      ── copy ─▶ next step ───────────────────────────▶ copy ─▶ …
+    thread           └▶ write ─▶ flush ─▶ rename ─▶ remove older        one in flight; what fails is raised by the next save
+
+A directory appears under its name only when it is complete; the newest one is where a run resumes. It holds only what
+trains: embedding and head of a drafter are the policy's, and whatever else of it is frozen comes from its own folder.
+Weights are kept in the precision they are trained in, so that a resumed run is the same run.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
+import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from tlt.files import replace_folder
 
 _NAME = re.compile(r"step-(\d{8})")
 
@@ -33,31 +39,68 @@ class RunState:
     config_hash: str
 
 
-def save_checkpoint(
-    folder: Path,
-    state: RunState,
-    policy: Mapping[str, Tensor],
-    drafter: Mapping[str, Tensor] | None,
-    training: Mapping[str, Any],
-) -> Path:
-    """Writes a checkpoint and removes the older ones. `training` is what torch.save can keep: optimizer states and counters."""
+@dataclass(frozen=True)
+class Checkpoint:
+    """policy, drafter: the tensors that train, by name; None: no drafter does. training: optimizer states and counters, of
+    kinds that torch.save keeps."""
+
+    state: RunState
+    policy: Mapping[str, Tensor]
+    drafter: Mapping[str, Tensor] | None
+    training: Mapping[str, Any]
+
+    def copy(self) -> Checkpoint:
+        """On the CPU, and out of reach of whoever goes on training."""
+        return replace(self, policy=_copy(self.policy), drafter=_copy(self.drafter), training=_copy(self.training))
+
+
+class CheckpointWriter:
+    """Writes checkpoints into `folder` off the critical path. Close it with `wait`, or the last failure stays unsaid."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._step = 0
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Returns as soon as everything is copied. Raises what became of the one before, as `wait` does."""
+        self.wait()
+        self._step = checkpoint.state.step
+        self._thread = threading.Thread(target=self._write, args=(checkpoint.copy(),), name="checkpoint writer")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is in flight. RuntimeError when it could not be written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise RuntimeError(
+                f"the checkpoint of step {self._step} could not be written into {self.folder}: {error}; the one before is whole"
+            ) from error
+
+    def _write(self, checkpoint: Checkpoint) -> None:
+        try:
+            save_checkpoint(self.folder, checkpoint)
+        except BaseException as error:  # a thread's exception reaches nobody: `wait` raises it
+            self._error = error
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Writes a checkpoint, and then removes the older ones and what killed writers have left."""
     folder.mkdir(parents=True, exist_ok=True)
-    final, partial = folder / f"step-{state.step:08d}", folder / ".partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for name, tensors in (("policy", policy), ("drafter", drafter)):
-        if tensors is not None:
-            save_file(
-                {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, partial / f"{name}.safetensors"
-            )
-    torch.save(dict(training), partial / "training.pt")
-    (partial / "state.json").write_text(json.dumps(asdict(state)))
-    for file in partial.iterdir():
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-    shutil.rmtree(final, ignore_errors=True)
-    partial.rename(final)
-    for other in _checkpoints(folder):
+    final = folder / f"step-{checkpoint.state.step:08d}"
+    with replace_folder(final) as partial:
+        for name, tensors in (("policy", checkpoint.policy), ("drafter", checkpoint.drafter)):
+            if tensors is not None:
+                save_file(
+                    {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, partial / f"{name}.safetensors"
+                )
+        torch.save(dict(checkpoint.training), partial / "training.pt")
+        (partial / "state.json").write_text(json.dumps(asdict(checkpoint.state)))
+    for other in (*_checkpoints(folder), *folder.glob(".step-*")):
         if other != final:
             shutil.rmtree(other)
     return final
@@ -67,16 +110,25 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return max(_checkpoints(folder), default=None)
 
 
-def load_checkpoint(
-    path: Path, device: torch.device
-) -> tuple[RunState, dict[str, Tensor], dict[str, Tensor] | None, dict[str, Any]]:
-    """(state, policy, drafter or None, training)"""
+def load_checkpoint(path: Path, device: torch.device) -> Checkpoint:
     state = RunState(**json.loads((path / "state.json").read_text()))
     drafter_file = path / "drafter.safetensors"
     drafter = load_file(drafter_file, device=str(device)) if drafter_file.exists() else None
     training = torch.load(path / "training.pt", map_location=device, weights_only=True)
-    return state, load_file(path / "policy.safetensors", device=str(device)), drafter, training
+    return Checkpoint(state, load_file(path / "policy.safetensors", device=str(device)), drafter, training)
 
 
 def _checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+
+
+def _copy(value: Any) -> Any:
+    """The same containers with copies of their tensors, on the CPU."""
+    match value:
+        case Tensor():
+            return value.detach().to("cpu", copy=True)
+        case Mapping():
+            return {key: _copy(item) for key, item in value.items()}
+        case list() | tuple():
+            return type(value)(_copy(item) for item in value)
+    return value

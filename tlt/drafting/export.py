@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tlt.drafting.losses import DEFAULT_PRESET, PRESETS, Preset
+from tlt.files import replace_folder
 from tlt.models.checkpoint import config_to_hf, parse_config
 from tlt.models.drafter import DraftConfig, DraftModel, Method, drafter_config
 from tlt.models.transformer import ModelConfig
@@ -33,13 +34,13 @@ class StoredDrafter:
 
 
 def save_drafter(path: Path, model: DraftModel, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> None:
-    """Writes the drafter. `about` (what it was trained for and on, the policy's content hash among it) goes under the
-    key "tlt" of config.json, which engines ignore."""
-    path.mkdir(parents=True, exist_ok=True)
+    """Writes the drafter, whole or not at all; a folder that is there is replaced. `about` (what it was trained for and on, the
+    policy's content hash among it) goes under the key "tlt" of config.json, which engines ignore."""
     tensors = {name: _stored(tensor, dtype) for name, tensor in model.state_dict().items()}
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    (path / "model.safetensors").chmod(0o644)  # safetensors creates its files for the owner alone
-    (path / "config.json").write_text(json.dumps(describe(model.config, dtype, about), indent=2) + "\n")
+    with replace_folder(path) as folder:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "model.safetensors").chmod(0o644)  # safetensors creates its files for the owner alone
+        (folder / "config.json").write_text(json.dumps(describe(model.config, dtype, about), indent=2) + "\n")
 
 
 def describe(config: DraftConfig, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -82,6 +83,8 @@ def load_drafter(path: Path | str, target: ModelConfig) -> StoredDrafter:
                 f"drafter {path}: tensor {name} is {found_shape}, the target's drafter has {wanted_shape}; "
                 "train a drafter for this model with tlt drafter train"
             )
+        if tensors[name].is_floating_point() and not tensors[name].isfinite().all():
+            raise UserError(f"drafter {path}: tensor {name} holds numbers that are not finite; train or copy it again")
     return StoredDrafter(config, tensors, described.get("tlt") or {})
 
 

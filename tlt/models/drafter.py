@@ -207,6 +207,17 @@ def draft_token_ids(d2t: Tensor) -> Tensor:
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
+def check_arrival(config: DraftConfig, tensors: Mapping[str, Tensor]) -> None:
+    """RuntimeError, naming the tensor, where one is missing, unexpected or of another shape."""
+    with torch.device("meta"):
+        expected = {name: tensor.shape for name, tensor in DraftModel(config).state_dict().items()}
+    for name in sorted(expected.keys() | tensors.keys()):
+        found = list(tensors[name].shape) if name in tensors else "missing"
+        wanted = list(expected[name]) if name in expected else "no such tensor"
+        if found != wanted:
+            raise RuntimeError(f"drafter: tensor {name} is {found}, expected was {wanted}")
+
+
 class PackedDrafter:
     """The engine's copy of a drafter."""
 
@@ -234,7 +245,8 @@ class PackedDrafter:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copies a drafter in. Everything must arrive: KeyError or RuntimeError otherwise."""
+        """Copies a drafter in. Exactly its tensors must arrive, in their shapes; else RuntimeError, and nothing changes."""
+        check_arrival(self.config, tensors)
         self.fc.load(tensors["fc.weight"].detach())
         self.layer.load(tensors, self.config.layer_name + ".")
         if self.config.method == "eagle3":

@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlt.report.metrics import StepRecord
+from tlt.types import DrafterCheck
 
 WIDTH = 100
 ROWS_PER_HEADER = 25
@@ -162,6 +163,13 @@ class Console:
             line.append("  best so far", style="yellow")
         self._best = max(self._best, solve_rate)
         self._print(line)
+
+    def drafter(self, step: int, check: DrafterCheck) -> None:
+        """Whether the learned drafter has been set aside or has come back after `step` steps."""
+        if check.set_aside:
+            self.note(f"after step {step}: drafter set aside, {check.set_aside}; drafting by retrieval until it is good again")
+        else:
+            self.note(f"after step {step}: drafter back in service, acceptance {check.acceptance:.3f}")
 
     def _print(self, text: Text) -> None:
         self._rich.print(text, soft_wrap=True)

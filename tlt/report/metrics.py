@@ -58,6 +58,10 @@ class StepRecord:
     strategy_seconds: engine seconds under each strategy, "off" included.
     strategy_speed: tokens per second of the engine steps under each.  strategy_predicted: what the tuner expected of them.
     tokens_per_second: response tokens / rollout seconds.
+    drafter_acceptance: sum_v min(p, q) per response token at the end of the step, with the drafter the next one drafts with.
+    retrieval_acceptance: share of the same tokens that retrieval would have drafted.
+    drafter_training: "trained", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
+    drafter_set_aside: why retrieval drafts in the next step instead of the drafter; empty: it does not.
     finished_at: Unix time.
     """
 
@@ -98,6 +102,10 @@ class StepRecord:
     policy_version: int
     drafter_version: int
     finished_at: float
+    drafter_acceptance: float = NAN
+    retrieval_acceptance: float = NAN
+    drafter_training: str = "off"
+    drafter_set_aside: str = ""
 
     def to_json(self) -> str:
         return dumps(dataclasses.asdict(self))

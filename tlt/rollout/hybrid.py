@@ -1,7 +1,8 @@
 """Retrieval first, the learned drafter else: one drafter to the engine, three kinds to a strategy.
 
 `ngram` and `learned` use one of the two alone. `hybrid` decides row by row: the retrieved draft where it is expected to be
-accepted further than a learned one; when that holds for all rows, the learned drafter does not run at all.
+accepted further than a learned one; when that holds for all rows, the learned drafter does not run at all. A learned
+drafter that is set aside is replaced by retrieval throughout.
 """
 
 from __future__ import annotations
@@ -37,12 +38,18 @@ class HybridDrafter:
     def __init__(self, learned: LearnedDrafter, ngram: NgramDrafter) -> None:
         self.learned, self.ngram = learned, ngram
         self.learned_accepted = 1.0  # running mean of drafted tokens accepted per learned draft
+        self._is_aside, self._num_switches = False, 0
         self._kind = "learned"
         self._is_retrieved: list[bool] = []
 
     @property
     def version(self) -> int:
-        return self.learned.version
+        return self.learned.version + self._num_switches
+
+    def set_aside(self, is_aside: bool) -> None:
+        """Whether the learned drafter is set aside. It stays informed, so that its return costs one catch-up at most."""
+        self._num_switches += is_aside != self._is_aside
+        self._is_aside = is_aside
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -78,8 +85,8 @@ class HybridDrafter:
             self.learned_accepted = keep * self.learned_accepted + (1 - keep) * sum(accepted) / max(len(accepted), 1)
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
-        self._kind, self._is_retrieved = strategy.drafter, []
-        match strategy.drafter:
+        self._kind, self._is_retrieved = "ngram" if self._is_aside else strategy.drafter, []
+        match self._kind:
             case "learned":
                 return self.learned.propose(context, strategy, noise_BDV)
             case "ngram":

@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import math
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -253,6 +253,31 @@ class NgramDrafter:
             where = torch.tensor([(row, node.depth - 1, node.token) for row, node in contested], device=noise_BDV.device)
             for (_, node), value in zip(contested, noise_BDV[where[:, 0], where[:, 1], where[:, 2]].tolist(), strict=True):
                 node.noise = value
+
+
+def count_retrieved(group: Sequence[Rollout], counts: Sequence[int]) -> int:
+    """How many tokens of responses to one prompt retrieval alone would have drafted, of `counts[i]` first ones of response i.
+
+    The responses grow side by side, as they do while generating: at each token retrieval knows as much of the siblings as of
+    the response itself, and of each match the token that the heaviest sources say.
+    """
+    index = SuffixIndex()
+    texts = [[*rollout.prompt_ids, *rollout.token_ids] for rollout in group]
+    places = [index.open(0 if i == 0 else len(rollout.prompt_ids)) for i, rollout in enumerate(group)]
+    num_retrieved = 0
+    for position in range(max(counts)):
+        ends = [min(len(rollout.prompt_ids) + position, len(text)) for rollout, text in zip(group, texts, strict=True)]
+        for place, text, end in zip(places, texts, ends, strict=True):
+            index.extend(place, text[:end])
+        for text, end, count in zip(texts, ends, counts, strict=True):
+            if position >= count:
+                continue
+            votes: Counter[int] = Counter()
+            for length, source, start in index.sources(text[:end]):
+                for token in index.texts[source][start : start + 1]:
+                    votes[token] += length * length
+            num_retrieved += bool(votes) and votes.most_common(1)[0][0] == text[end]
+    return num_retrieved
 
 
 def _match_bucket(length: int) -> int:
