@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tlt.bench.rollout import environment
+from tlt.bench.report import environment
 from tlt.cli import main as tlt
 
 BASE, DRAFTER = "recipes/countdown/base", "recipes/countdown/drafter"

@@ -183,6 +183,10 @@ class DrafterTrain:
     """Folder of the drafter; must not exist yet."""
     init: Annotated[Path | None, arg(metavar="DIR")] = None
     """Start from this drafter instead of a random one."""
+    preset: Literal["eagle", "hass", "eagle3"] = "hass"
+    """How it is trained, and in which form: docs/drafter.md."""
+    draft_vocab: Annotated[int | None, arg(metavar="N")] = None
+    """eagle3: propose only the N most frequent tokens of the responses."""
     epochs: float = 1.0
     """Passes over the responses."""
     learning_rate: float = 1e-3
@@ -232,6 +236,25 @@ class BenchRollout:
 
 
 @dataclass(frozen=True)
+class BenchTrain:
+    """Measure whole RL runs in turns: the configuration as it is against the same system without speculation.
+
+    The runs stay in run.out_dir; the same command with more --steps continues them.
+    """
+
+    config: Annotated[Positional[Path], arg(metavar="CONFIG")]
+    """TOML configuration, as for tlt train."""
+    out: Path
+    """Results go to OUT.json and OUT.md."""
+    variants: str = "tlt,frozen"
+    """Besides off: tlt (the configuration), frozen (it, but for drafter training)."""
+    steps: int = 20
+    """RL steps of every run."""
+    minutes: float = 60.0
+    """No step begins that would not end within them."""
+
+
+@dataclass(frozen=True)
 class BenchGeometry:
     """Measure what drafting, verification and sampling cost per step in a real model's shape, with random weights."""
 
@@ -261,6 +284,7 @@ COMMANDS: dict[str, type] = {
     "audit": Audit,
     "drafter train": DrafterTrain,
     "bench rollout": BenchRollout,
+    "bench train": BenchTrain,
     "bench geometry": BenchGeometry,
 }
 
@@ -286,6 +310,8 @@ def run(command: Any, overrides: Sequence[str]) -> int:
             return _drafter_train(command)
         case BenchRollout():
             return _bench_rollout(command, overrides)
+        case BenchTrain():
+            return _bench_train(command, overrides)
         case BenchGeometry():
             return _bench_geometry(command)
         case _:
@@ -439,6 +465,14 @@ def _bench_rollout(command: BenchRollout, overrides: Sequence[str]) -> int:
     )
 
 
+def _bench_train(command: BenchTrain, overrides: Sequence[str]) -> int:
+    from tlt import commands
+
+    options = commands.BenchTrainOptions(command.out, _words(command.variants), command.steps, command.minutes)
+    words = ["tlt bench train", *sys.argv[3:]]
+    return _print_json(commands.bench_train(command.config, overrides, options, " ".join(words)))
+
+
 def _bench_geometry(command: BenchGeometry) -> int:
     from tlt import commands
 
@@ -509,7 +543,7 @@ def parse(arguments: Sequence[str]) -> tuple[Any, list[str]]:
     """The command with its arguments, and the configuration overrides (of `train` and `bench`)."""
     name, rest = _split_name(arguments)
     overrides: list[str] = []
-    if name in ("train", "bench rollout"):
+    if name in ("train", "bench rollout", "bench train"):
         rest, overrides = split_overrides(rest)
     try:
         return _parse_command(name, rest), overrides

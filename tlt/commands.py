@@ -208,11 +208,11 @@ def _make_engine(
 
 def _load_drafter(path: Path, engine: RolloutEngine, max_slots: int) -> LearnedDrafter:
     from tlt.drafting.export import load_drafter
-    from tlt.models.drafter import PackedDrafter, drafter_config
+    from tlt.models.drafter import PackedDrafter
     from tlt.rollout.drafters import LearnedDrafter
 
-    packed = PackedDrafter(drafter_config(engine.config), engine.model.dtype, engine.device)
-    packed.load(load_drafter(path, engine.config), version=0)
+    stored = load_drafter(path, engine.config)
+    packed = PackedDrafter.from_tensors(stored.config, stored.tensors, engine.model.dtype, engine.device)
     return LearnedDrafter(packed, engine.model, max_slots)
 
 
@@ -543,6 +543,8 @@ class DrafterTrainOptions:
     responses: Path
     out: Path
     init: Path | None
+    preset: str
+    draft_vocab: int | None
     epochs: float
     learning_rate: float
     tokens_per_micro_step: int
@@ -558,7 +560,8 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     import torch
 
     from tlt.drafting.buffer import TrajectoryBuffer
-    from tlt.drafting.export import load_drafter, save_drafter
+    from tlt.drafting.export import choose_preset, load_drafter, save_drafter
+    from tlt.drafting.losses import PRESETS
     from tlt.drafting.spot import RECOMPUTE_TOKENS, FeatureRecompute
     from tlt.drafting.trainer import DrafterTrainer
     from tlt.models.checkpoint import content_hash, load_tensors
@@ -568,14 +571,25 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
 
     _check_drafter_train(options)
     config = load_model_config(options.model)
+    if options.draft_vocab is not None and not 1 < options.draft_vocab < config.vocab_size:
+        raise UserError(
+            f"--draft-vocab: {options.draft_vocab} must be more than 1 and less than the vocabulary, {config.vocab_size}"
+        )
     rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
     tensors = load_tensors(options.model, config)
     torch.set_num_threads(options.threads)
     target = PackedTransformer(config, torch.float32)
     target.load(tensors, version=0)
-    model = DraftModel(drafter_config(config)).initialize(options.seed)
-    if options.init is not None:
-        model.load_state_dict(load_drafter(options.init, config))
+    preset = PRESETS[options.preset]
+    if options.init is None:
+        model = DraftModel(drafter_config(config, preset.method, options.draft_vocab)).initialize(options.seed)
+        if model.config.is_reduced:
+            model.set_vocabulary(most_frequent(rollouts, model.config.draft_vocab_size, config.vocab_size))
+    else:
+        stored = load_drafter(options.init, config)
+        choose_preset(options.preset, stored)
+        model = DraftModel(stored.config)
+        model.load_state_dict(stored.tensors)
 
     buffer = TrajectoryBuffer(max_tokens=sum(len(rollout.prompt_ids) + len(rollout.token_ids) for rollout in rollouts))
     buffer.random.seed(options.seed)
@@ -583,11 +597,11 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
         buffer.add(rollout)
     if not len(buffer):
         raise UserError(f"--responses: {options.responses} has no response of three tokens or more; give longer ones")
-    trainer = DrafterTrainer(model, target, learning_rate=options.learning_rate)
+    trainer = DrafterTrainer(model, target, preset, options.learning_rate)
     wanted = max(int(options.epochs * buffer.num_tokens), 1)
     begin, num_steps, loss = time.perf_counter(), 0, float("nan")
     while (trajectory := buffer.missing(target.version)) is not None:
-        recompute = FeatureRecompute(target, trajectory)
+        recompute = FeatureRecompute(target, trainer.capture, trajectory)
         while not recompute.advance(RECOMPUTE_TOKENS):
             pass
     while trainer.num_tokens < wanted:
@@ -600,7 +614,12 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
         on_progress(trainer.num_tokens / wanted, loss)
     seconds = time.perf_counter() - begin
 
-    about = {"target": content_hash(tensors), "num_tokens": trainer.num_tokens, "init": str(options.init or "random")}
+    about = {
+        "preset": options.preset,
+        "target": content_hash(tensors),
+        "num_tokens": trainer.num_tokens,
+        "init": str(options.init or "random"),
+    }
     unfinished = options.out.with_name(f".{options.out.name}.tmp")
     try:
         save_drafter(unfinished, model, torch.bfloat16, about)
@@ -618,6 +637,14 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     }
 
 
+def most_frequent(rollouts: Sequence[Rollout], num: int, vocab_size: int) -> Tensor:
+    """The `num` token ids that responses hold most often, rising; among equals the lower id."""
+    import torch
+
+    counts = torch.bincount(torch.tensor([token for r in rollouts for token in r.token_ids]), minlength=vocab_size)
+    return counts.sort(descending=True, stable=True).indices[:num].sort().values
+
+
 def _check_drafter_train(options: DrafterTrainOptions) -> None:
     for name, value in (("tokens-per-micro-step", options.tokens_per_micro_step), ("threads", options.threads)):
         if value < 1:
@@ -625,6 +652,8 @@ def _check_drafter_train(options: DrafterTrainOptions) -> None:
     for name, rate in (("epochs", options.epochs), ("learning-rate", options.learning_rate)):
         if not 0 < rate < float("inf"):
             raise UserError(f"--{name}: is {rate}; it must be more than 0")
+    if options.draft_vocab is not None and options.preset != "eagle3":
+        raise UserError(f"--draft-vocab: {options.draft_vocab} needs --preset eagle3; other drafters use the target's head")
     if options.out.exists():
         raise UserError(f"--out: {options.out} exists; give the name of a new folder")
     check_output_file(options.out, "--out")
@@ -746,6 +775,49 @@ def bench_rollout(
     }
 
 
+@dataclass(frozen=True)
+class BenchTrainOptions:
+    """What `tlt bench train` compares with `off`, for how long, and the common stem of its two result files."""
+
+    out: Path
+    variants: tuple[str, ...]
+    steps: int
+    minutes: float
+
+
+def bench_train(config_path: Path, overrides: Sequence[str], options: BenchTrainOptions, command: str) -> Record:
+    """Whole runs side by side (see bench/train.py); returns off's step time over each variant's. Stopped by the user, it
+    reports what was measured and exits as a run does."""
+    from tlt.bench.report import header, write_report
+    from tlt.bench.train import FROZEN, OFF, Plan, launch_runs, summarize, to_markdown
+    from tlt.train import preflight
+
+    changes = {"tlt": {}, "frozen": FROZEN}
+    _check_words("variants", options.variants, tuple(changes))
+    if not options.variants:
+        raise UserError("--variants: is empty; give some of tlt, frozen")
+    if options.steps < 1:
+        raise UserError(f"--steps: {options.steps} is too small; give 1 or more")
+    if not 0 < options.minutes < float("inf"):
+        raise UserError(f"--minutes: {options.minutes} is no length of time; give more than 0")
+    check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
+    config = load_config(config_path, overrides)
+    if config.rollout.speculation == "off":
+        raise UserError("rollout.speculation is off, so there is nothing to compare; set it to adaptive")
+    if "frozen" in options.variants and not config.drafter.train:
+        raise UserError("--variants: frozen differs from tlt only where drafter.train is true; set it, or leave frozen out")
+    preflight(config)
+    plan = Plan({"off": OFF, **{name: changes[name] for name in options.variants}}, options.steps, options.minutes)
+    code = launch_runs(config, plan)
+    if code not in (0, 130, 143):
+        raise SystemExit(code)
+    report = {**header(config, command), **summarize(config.run.out_dir, tuple(plan.runs))}
+    write_report(options.out, report, to_markdown("Whole steps with and without TLT", report))
+    if code:
+        raise SystemExit(code)
+    return {name: report["runs"][name]["ratios"]["off"]["mean"] for name in options.variants}
+
+
 def _check_words(option: str, given: Sequence[str], known: Sequence[str]) -> None:
     for word in given:
         if word not in known:
@@ -771,7 +843,7 @@ def bench_geometry(options: BenchGeometryOptions, command: str, say: Callable[[s
     import torch
 
     from tlt.bench.geometry import SHAPES, measure, to_markdown
-    from tlt.bench.rollout import environment
+    from tlt.bench.report import environment
     from tlt.types import Strategy
 
     counts = [("steps", options.steps), ("prompt-tokens", options.prompt_tokens), ("threads", options.threads)]

@@ -149,6 +149,16 @@ class DrafterConfig(Section):
     """A drafter folder as `tlt drafter train` writes it; None: no drafter."""
     train: bool = False
     """Whether idle ranks train it."""
+    preset: Literal["eagle", "hass", "eagle3"] | None = None
+    """How it is trained (docs/drafter.md); None: as it was trained before, which its folder says."""
+    unrolled_steps: PositiveInt | None = None
+    """Own steps that every pair is trained on. None, here and below: the preset's, whose sources drafting/losses.py names."""
+    step_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Each step's loss counts so much of the one before."""
+    feature_weight: NonNegativeFloat | None = None
+    """Of Smooth L1 between the drafter's hidden state and the target's feature; eagle3 has no such loss."""
+    distribution_weight: PositiveFloat | None = None
+    """Of the cross-entropy between the two distributions."""
     learning_rate: PositiveFloat = 3e-4
     tokens_per_micro_step: PositiveInt = 1024
     """Bounds one micro-step, hence how long a preemption can take."""

@@ -191,5 +191,5 @@ class RolloutPhase:
         assert self.learned is not None, "only a learned drafter can be trained"
         with self.timeline.span("average drafters"):
             if average_weighted(self.world, spot.trainer.shared_tensors(), report.num_tokens) > 0:
-                self.learned.load(dict(spot.trainer.model.named_parameters()), self.learned.version + 1)
+                self.learned.load(spot.trainer.model.state_dict(), self.learned.version + 1)
         spot.carry_over(rollouts)

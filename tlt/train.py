@@ -19,19 +19,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tlt.config import Config
+from tlt.config import Config, DrafterConfig
 from tlt.distributed.checkpoint import RunState, latest_checkpoint, load_checkpoint, save_checkpoint
 from tlt.distributed.collectives import World, any_rank, gather_objects, init_process_group_from_env, shutdown
 from tlt.distributed.coordinator import Coordinator, connect_coordinator
 from tlt.drafting.buffer import TrajectoryBuffer
-from tlt.drafting.export import load_drafter, save_drafter
+from tlt.drafting.export import choose_preset, load_drafter, save_drafter
 from tlt.drafting.spot import SpotTrainer
 from tlt.drafting.trainer import DrafterTrainer
 from tlt.files import Record, get_id, read_jsonl
 from tlt.models.checkpoint import content_hash, load_tensors
 from tlt.models.checkpoint import load_config as load_model_config
 from tlt.models.checkpoint import save_checkpoint as save_model
-from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
+from tlt.models.drafter import DraftModel, PackedDrafter
 from tlt.models.tokenizer import check_prompt, load_tokenizer
 from tlt.models.transformer import Transformer
 from tlt.phase import PhaseResult, RolloutPhase, StopRequested
@@ -71,11 +71,7 @@ def train(run: Run) -> None:
         if run.step == 0:
             run.evaluate()
         while run.step < run.config.run.num_steps and not run.is_out_of_time():
-            started = time.perf_counter()
-            phase = run.generate()
-            update = run.update(phase)
-            run.publish(run.step + 1)
-            run.record(phase, update, time.perf_counter() - started)
+            advance(run)
             run.evaluate_if_due()
             run.checkpoint_if_due()
         run.evaluate()
@@ -84,20 +80,38 @@ def train(run: Run) -> None:
         run.stop(str(reason))
 
 
+def advance(run: Run) -> PhaseResult:
+    """One step of the loop; `tlt bench train` measures this very function."""
+    started = time.perf_counter()
+    phase = run.generate()
+    update = run.update(phase)
+    run.publish(run.step + 1)
+    run.record(phase, update, time.perf_counter() - started)
+    return phase
+
+
 def preflight(config: Config) -> None:
     """Everything that can be refused before a process is started: UserError, one line."""
     model_config = load_model_config(config.model.path)
     if config.drafter.path is not None:
-        load_drafter(config.drafter.path, model_config)
+        choose_preset(config.drafter.preset, load_drafter(config.drafter.path, model_config))
     load_problems(config, "train")
     if config.evaluation.num_problems:
         load_problems(config, "test")
 
 
 class Run:
-    """The objects of one run on one rank, and the steps of the loop."""
+    """The objects of one run on one rank, and the steps of the loop. `coordinator`: one that runs side by side share;
+    `prints`: whether the leader shows the run."""
 
-    def __init__(self, config: Config, world: World, stop: StopRequest, coordinator: Coordinator | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        stop: StopRequest,
+        coordinator: Coordinator | None = None,
+        prints: bool = True,
+    ) -> None:
         self.config, self.world = config, world
         self.out_dir = config.run.out_dir
         self.step = 0
@@ -109,7 +123,7 @@ class Run:
             (self.out_dir / "config.json").write_text(config.to_json())
         epoch = shared_epoch(world.rank, lambda value: gather_objects(world, value))
         self.timeline = Timeline(world.rank, rank_path(self.out_dir, world.rank), epoch)
-        self.console = Console(enabled=world.is_leader, num_steps=config.run.num_steps)
+        self.console = Console(enabled=prints and world.is_leader, num_steps=config.run.num_steps)
 
         self.tokenizer = load_tokenizer(config.model.path)
         self.problems = load_problems(config, "train")
@@ -172,11 +186,10 @@ class Run:
         """What the engine drafts with, and who trains it."""
         settings, slots = self.config.drafter, self.config.rollout.max_batch_size
         if settings.path is not None:
-            model = DraftModel(drafter_config(self.model_config)).to(self.world.device)
-            tensors = load_drafter(settings.path, self.model_config)
-            model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
-            packed = PackedDrafter(model.config, self.engine.model.dtype, self.world.device)
-            packed.load(dict(model.named_parameters()), version=0)
+            stored = load_drafter(settings.path, self.model_config)
+            model = DraftModel(stored.config).to(self.world.device)
+            model.load_state_dict(stored.tensors)
+            packed = PackedDrafter.from_tensors(model.config, model.state_dict(), self.engine.model.dtype, self.world.device)
             self.draft_model = model
             self.learned = LearnedDrafter(
                 packed,
@@ -185,10 +198,12 @@ class Run:
                 ranking=settings.ranking,
                 tau=settings.coupling_temperature,
                 window=settings.feature_window,
+                keep_targets=settings.train,
             )
             if settings.train:
                 buffer = TrajectoryBuffer(settings.buffer_tokens, self.config.run.seed)
-                trainer = DrafterTrainer(model, self.engine.model, settings.learning_rate, settings.clip_grad_norm)
+                preset = choose_preset(settings.preset, stored, preset_changes(settings))
+                trainer = DrafterTrainer(model, self.engine.model, preset, settings.learning_rate, settings.clip_grad_norm)
                 self.spot = SpotTrainer(
                     trainer, buffer, settings.tokens_per_micro_step, settings.carry_longest, self.timeline.add
                 )
@@ -290,7 +305,7 @@ class Run:
         self.trainer.load_state_dict(training["policy"])
         if drafter is not None and self.learned is not None:
             self.draft_model.load_state_dict(drafter)
-            self.learned.load(dict(self.draft_model.named_parameters()), state.drafter_version)
+            self.learned.load(self.draft_model.state_dict(), state.drafter_version)
             if self.spot is not None:
                 self.spot.trainer.load_state_dict(training["drafter"])
         self.console.note(f"resumed at step {self.step} from {path}")
@@ -306,6 +321,8 @@ class Run:
         products = {"policy": self.out_dir / "policy"}
         if self.learned is not None:
             about = {"policy_hash": content_hash(self.policy.state_dict()), "policy_step": self.step}
+            if self.spot is not None:
+                about["preset"] = self.spot.trainer.preset.name
             save_drafter(self.out_dir / "drafter", self.draft_model, torch.float32, about)
             products["drafter"] = self.out_dir / "drafter"
         merge_timelines(self.out_dir, self.out_dir / "timeline.json")
@@ -359,6 +376,16 @@ def device_name(config: Config) -> str:
     if config.run.device != "auto":
         return config.run.device
     return "cuda" if torch.cuda.device_count() >= config.run.num_ranks else "cpu"
+
+
+def preset_changes(settings: DrafterConfig) -> dict[str, Any]:
+    """The constants of a preset that the configuration sets."""
+    return {
+        "unrolled_steps": settings.unrolled_steps,
+        "step_decay": settings.step_decay,
+        "feature_weight": settings.feature_weight,
+        "distribution_weight": settings.distribution_weight,
+    }
 
 
 def load_problems(config: Config, split: str) -> list[Problem]:

@@ -12,7 +12,7 @@ import torch
 from tlt.bench.longtail import hash_model, make_longtail, measure_lengths, write_workload
 from tlt.drafting.export import load_drafter
 from tlt.models.checkpoint import load_config, load_tensors
-from tlt.models.drafter import PackedDrafter, drafter_config
+from tlt.models.drafter import PackedDrafter
 from tlt.models.tokenizer import load_tokenizer
 from tlt.rl.tasks import get_task
 from tlt.rollout.drafters import LearnedDrafter
@@ -29,8 +29,8 @@ def make_engine(model: Path, drafter: Path) -> RolloutEngine:
     config = load_config(model)
     engine = RolloutEngine(config, max_batch_size=BATCH_SIZE, tuner=make_tuner("adaptive"))
     engine.load_policy(load_tensors(model, config))
-    packed = PackedDrafter(drafter_config(config), engine.model.dtype, engine.device)
-    packed.load(load_drafter(drafter, config), version=0)
+    stored = load_drafter(drafter, config)
+    packed = PackedDrafter.from_tensors(stored.config, stored.tensors, engine.model.dtype, engine.device)
     engine.load_drafter(LearnedDrafter(packed, engine.model, BATCH_SIZE))
     return engine
 

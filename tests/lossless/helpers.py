@@ -22,9 +22,9 @@ VOCAB, STOP = 61, 7
 CONFIG = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=160)
 
 
-def make_policy(seed: int = 1, std: float = 0.3) -> Transformer:
+def make_policy(seed: int = 1, std: float = 0.3, config: ModelConfig = CONFIG) -> Transformer:
     """Random, and sharp enough (about 2 nats) that both certain and uncertain tokens occur."""
-    return Transformer(CONFIG).double().initialize(seed, std)
+    return Transformer(config).double().initialize(seed, std)
 
 
 def make_engine(
@@ -41,8 +41,7 @@ def make_engine(
     if tuner is not None:
         if drafter == "learned":
             model = DraftModel(drafter_config(policy.config)).initialize(2)
-            packed = PackedDrafter(model.config, dtype)
-            packed.load(dict(model.named_parameters()), 0)
+            packed = PackedDrafter.from_tensors(model.config, model.state_dict(), dtype)
             learned = LearnedDrafter(packed, engine.model, max_batch_size, ranking=ranking, window=window)
             engine.load_drafter(make_drafter(learned, max_batch_size))
         elif drafter == "ngram":
@@ -58,13 +57,14 @@ class ArtificialDrafter:
 
     kinds = ("artificial",)
     version = 0
+    capture = ()
 
     def __init__(self, kind: str, seed: int = 0, answers: dict[tuple[str, int], Sequence[int]] | None = None) -> None:
         self.kind, self.random, self.answers = kind, random.Random(seed), answers or {}
 
     def admit(self, slot: int, request: Request) -> None: ...
 
-    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTE: Tensor) -> None: ...
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None: ...
 
     def observe(self, verdicts: Sequence[Verdict]) -> None: ...
 

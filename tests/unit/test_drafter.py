@@ -17,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -25,12 +26,12 @@ from torch import Tensor
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, Switching, make_policy
 from tlt.drafting.buffer import PackedBatch, TrajectoryBuffer
 from tlt.drafting.export import load_drafter, save_drafter
-from tlt.drafting.losses import LossWeights, eagle_loss
+from tlt.drafting.losses import PRESETS, Preset, draft_loss
 from tlt.drafting.spot import FeatureRecompute, SpotTrainer
 from tlt.drafting.trainer import DrafterTrainer
-from tlt.models.attention import PackedCausal
+from tlt.models.attention import PackedCausal, Unrolled
 from tlt.models.checkpoint import content_hash
-from tlt.models.drafter import DraftModel, PackedDrafter, align, drafter_config
+from tlt.models.drafter import DraftModel, Method, PackedDrafter, align, drafter_config
 from tlt.models.transformer import PackedTransformer, Transformer
 from tlt.rollout import drafters as drafters_module
 from tlt.rollout.drafters import LearnedDrafter
@@ -45,24 +46,25 @@ POLICY = make_policy()
 TARGET = PackedTransformer.from_module(POLICY, torch.float64)
 
 
-def make_model(seed: int = 2, scale: float = 8.0) -> DraftModel:
+def make_model(seed: int = 2, scale: float = 8.0, method: Method = "eagle", draft_vocab: int | None = None) -> DraftModel:
     """A random drafter, its attention and mlp strong enough to matter."""
-    model = DraftModel(drafter_config(CONFIG)).double().initialize(seed)
+    model = DraftModel(drafter_config(CONFIG, method, draft_vocab)).double().initialize(seed)
     with torch.no_grad():
-        for parameter in model.layers.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and name != "fc.weight":
                 parameter.mul_(scale)
     return model
 
 
 MODEL = make_model()
+HASS = PRESETS["hass"]
+ONE_STEP = Preset("uneven", "eagle", 1, 1.0, 0.7, 1.3)
 
 
 def make_drafter(
     max_slots: int = 4, target: PackedTransformer = TARGET, tau: float = 0.7, window: int = 4096
 ) -> LearnedDrafter:
-    packed = PackedDrafter(MODEL.config, torch.float64)
-    packed.load(dict(MODEL.named_parameters()), 0)
+    packed = PackedDrafter.from_tensors(MODEL.config, MODEL.state_dict(), torch.float64)
     return LearnedDrafter(packed, target, max_slots, tau=tau, window=window, calibrate=False)
 
 
@@ -85,7 +87,7 @@ def features_of(policy: Transformer, tokens: Sequence[int]) -> Tensor:
 @torch.no_grad()
 def plain_forward(embeddings: Tensor, features: Tensor, lengths: Sequence[int] | None = None) -> Tensor:
     """The trainable drafter without a cache."""
-    attend = PackedCausal(MODEL.config, lengths or [len(embeddings)])
+    attend = PackedCausal(MODEL.config.layer, lengths or [len(embeddings)])
     return MODEL(embeddings, features, attend.positions(), attend)
 
 
@@ -123,16 +125,16 @@ def test_the_training_forward_of_a_pair_depends_on_no_later_pair(changed: int) -
         inputs[changed:] -= 1.0
 
 
-def test_the_inputs_mixed_in_while_training_come_from_earlier_pairs_of_the_same_sequence() -> None:
-    lengths, start = (5, 7), (0, 5)
-    trainer = DrafterTrainer(make_model(), TARGET, own_feature_share=1.0)
-    attend = PackedCausal(MODEL.config, lengths)
-    embeddings, features = randn(12, SIZE, seed=1), randn(12, SIZE, seed=2)
-    mixed = trainer._mix_in_own_features(embeddings, features, attend.positions(), attend)
-    predicted = plain_forward(embeddings, features, lengths)
-    for first, length in zip(start, lengths, strict=True):
-        torch.testing.assert_close(mixed[first], features[first])
-        torch.testing.assert_close(mixed[first + 1 : first + length], predicted[first : first + length - 1], rtol=0, atol=1e-12)
+def test_a_pair_that_drafts_on_in_training_sees_no_later_pair_but_the_token_it_reads() -> None:
+    """Step s of pair t reads token t + 1 + s, and nothing beyond: neither a feature after t nor another pair's step."""
+    lengths, changed, steps = (9, 7), 4, 3
+    base, other = make_batch(lengths), make_batch(lengths)
+    other.features_NE[changed:9] += 1.0
+    before, after = (unroll(MODEL, batch, steps) for batch in (base, other))
+    for s in range(steps):
+        torch.testing.assert_close(after[s][:changed], before[s][:changed], rtol=0, atol=1e-12)
+        assert (after[s][changed:8] - before[s][changed:8]).abs().amax(-1).min() > 1e-6, "what comes from it changes"
+        torch.testing.assert_close(after[s][8:], before[s][8:], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("strategy", [Strategy("learned", 4, 1, 4), Strategy("learned", 3, 3, 9)], ids=str)
@@ -162,7 +164,7 @@ def test_the_pair_at_t_joins_feature_t_with_token_t_plus_1_and_predicts_its_feat
     expected = [(sequence, t) for sequence, n in enumerate(lengths) for t in range(n - 1)]
     assert [tuple(row) for row in code[pairs.feature_index_M].tolist()] == expected
     assert [tuple(row) for row in code[pairs.token_index_M].tolist()] == [(s, t + 1) for s, t in expected]
-    assert [tuple(row) for row in code[pairs.target_index_M].tolist()] == [(s, t + 1) for s, t in expected]
+    assert [tuple(row) for row in code[pairs.token_index_M].tolist()] == [(s, t + 1) for s, t in expected]
     assert pairs.positions_M.tolist() == [t for _, t in expected]
     assert pairs.lengths == tuple(n - 1 for n in lengths)
 
@@ -194,7 +196,7 @@ def test_sampled_windows_are_aligned_at_any_offset(data: st.DataObject) -> None:
         pairs = align(batch.lengths)
         tokens, features = batch.token_ids_N, batch.features_NE[:, 0].long()
         assert torch.equal(tokens[pairs.token_index_M], features[pairs.feature_index_M] + 1)
-        assert torch.equal(features[pairs.target_index_M], tokens[pairs.token_index_M])
+        assert torch.equal(features[pairs.token_index_M], tokens[pairs.token_index_M])
         sequence, t = features[pairs.feature_index_M] // 1000, features[pairs.feature_index_M] % 1000
         num_prompt = torch.tensor([prompt for _, prompt in shapes])[sequence]
         assert torch.equal(batch.weight_M, (t + 2 >= num_prompt).float()), "a pair counts if it predicts a response token"
@@ -369,7 +371,7 @@ def test_recomputed_features_equal_captured_ones(chunk: int) -> None:
     for trajectory in captured.trajectories:
         expected = trajectory.features_TE
         trajectory.features_TE = None
-        recompute = FeatureRecompute(engine.model, trajectory)
+        recompute = FeatureRecompute(engine.model, (engine.config.num_layers,), trajectory)
         while not recompute.advance(chunk):
             assert trajectory.features_TE is None
         torch.testing.assert_close(trajectory.features_TE, expected, rtol=0, atol=1e-9)
@@ -377,9 +379,6 @@ def test_recomputed_features_equal_captured_ones(chunk: int) -> None:
 
 
 # ── 5. packed equals unpacked, cached equals uncached ────────────────────────────────────────────────────────────────
-
-
-UNEVEN = LossWeights(0.7, 1.3)
 
 
 def make_batch(lengths: Sequence[int] = (6, 11, 3), seed: int = 0) -> PackedBatch:
@@ -394,13 +393,28 @@ def unpack(batch: PackedBatch) -> list[PackedBatch]:
     return [PackedBatch(t, f, (len(t),), w) for t, f, w in zip(tokens, features, weights, strict=True)]
 
 
-def loss_of(model: DraftModel, batch: PackedBatch, weights: LossWeights = UNEVEN) -> Tensor:
+def unroll(model: DraftModel, batch: PackedBatch, num_steps: int) -> list[Tensor]:
+    """Hidden states of every pair after each of its own steps."""
     pairs = align(batch.lengths)
-    attend = PackedCausal(model.config, pairs.lengths)
+    attend = Unrolled(model.config.layer, pairs.lengths)
+    hidden, states = model.fuse(batch.features_NE[pairs.feature_index_M]), []
+    for step in range(num_steps):
+        index, _ = pairs.ahead(step)
+        hidden = model(TARGET.embed(batch.token_ids_N[index]), hidden, pairs.positions_M + step, attend)
+        states.append(hidden.detach())
+    return states
+
+
+def loss_of(model: DraftModel, batch: PackedBatch, preset: Preset = ONE_STEP) -> Tensor:
+    """EAGLE's one step, written out."""
+    pairs = align(batch.lengths)
+    attend = PackedCausal(model.config.layer, pairs.lengths)
     embeddings = TARGET.embed(batch.token_ids_N[pairs.token_index_M])
     predicted = model(embeddings, batch.features_NE[pairs.feature_index_M], pairs.positions_M, attend)
-    targets = batch.features_NE[pairs.target_index_M]
-    return eagle_loss(predicted, targets, TARGET.head_VE, batch.weight_M.double(), weights)
+    targets = batch.features_NE[pairs.token_index_M]
+    probabilities = F.linear(targets, TARGET.head_VE).softmax(-1)
+    logits = F.linear(predicted, TARGET.head_VE)
+    return draft_loss(predicted, targets, logits, probabilities, batch.weight_M.double(), preset)
 
 
 def test_a_packed_batch_has_the_loss_and_the_gradient_of_its_sequences_alone() -> None:
@@ -422,13 +436,13 @@ def test_the_loss_is_its_formula_pair_by_pair() -> None:
             total += 0.7 / 4 * (0.5 * (p - t) ** 2 if abs(p - t) < 1 else abs(p - t) - 0.5)
         q, wanted = (head @ predicted[m]).exp(), (head @ target[m]).exp()
         total -= 1.3 * float((wanted / wanted.sum() * (q / q.sum()).log()).sum())
-    found = eagle_loss(predicted, target, head, weight, UNEVEN)
+    found = draft_loss(predicted, target, predicted @ head.T, (target @ head.T).softmax(-1), weight, ONE_STEP)
     assert found.item() == pytest.approx(total / 3, abs=1e-12)
 
 
 def test_a_training_step_moves_the_weights_as_plain_adamw_on_that_loss_does() -> None:
     model, reference = make_model(5), make_model(5)
-    trainer = DrafterTrainer(model, TARGET, 1e-2, clip_grad_norm=1e9, weights=UNEVEN, own_feature_share=0.0)
+    trainer = DrafterTrainer(model, TARGET, ONE_STEP, 1e-2, clip_grad_norm=1e9)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     for seed in range(3):
         loss = loss_of(reference, make_batch(seed=seed))
@@ -572,7 +586,9 @@ def ready_buffer(num: int = 4, length: int = 40, with_features: bool = True) -> 
 
 
 def make_spot(buffer: TrajectoryBuffer, target: PackedTransformer = TARGET, carry_longest: int = 2) -> SpotTrainer:
-    return SpotTrainer(DrafterTrainer(make_model(), target), buffer, tokens_per_micro_step=48, carry_longest=carry_longest)
+    return SpotTrainer(
+        DrafterTrainer(make_model(), target, HASS), buffer, tokens_per_micro_step=48, carry_longest=carry_longest
+    )
 
 
 @pytest.mark.parametrize("with_features", [True, False], ids=["training", "recomputing"])
@@ -592,7 +608,7 @@ def test_the_trainer_returns_within_the_micro_step_in_which_it_is_preempted(with
     spot.micro_step = counted  # type: ignore[method-assign]
     train = spot.trainer.step
     spot.trainer.step = lambda batch: (sizes.append(len(batch.token_ids_N)), train(batch))[1]  # type: ignore[method-assign, func-returns-value]
-    with patch.object(TARGET, "forward", wraps=TARGET.forward) as forward:
+    with patch.object(TARGET, "forward_capturing", wraps=TARGET.forward_capturing) as forward:
         report = spot.run(lambda: len(begun) >= preempted_in)
         sizes += [len(call.args[0]) for call in forward.call_args_list]
     assert len(begun) == preempted_in == report.num_micro_steps == len(sizes)
@@ -720,15 +736,16 @@ def test_training_on_what_the_target_says_lowers_the_loss() -> None:
 
 def test_a_drafter_directory_gives_back_what_was_saved(tmp_path: Path) -> None:
     save_drafter(tmp_path, MODEL, torch.float64, {"policy_hash": "abc"})
-    tensors = load_drafter(tmp_path, CONFIG)
-    assert content_hash(tensors) == content_hash(MODEL.state_dict())
+    stored = load_drafter(tmp_path, CONFIG)
+    assert stored.config == MODEL.config
+    assert content_hash(stored.tensors) == content_hash(MODEL.state_dict())
     described = json.loads((tmp_path / "config.json").read_text())
     assert described["tlt"] == {"policy_hash": "abc"}
     assert described["architectures"] == ["EagleLlamaForCausalLM"]
     packed = PackedDrafter(MODEL.config, torch.float64)
-    packed.load(tensors, 7)
+    packed.load(stored.tensors, 7)
     embeddings, features = randn(6, SIZE, seed=1), randn(6, SIZE, seed=2)
-    attend = PackedCausal(MODEL.config, [6])
+    attend = PackedCausal(MODEL.config.layer, [6])
     with torch.no_grad():
         found = packed.forward(embeddings, features, attend.positions(), attend)
     torch.testing.assert_close(found, plain_forward(embeddings, features), rtol=0, atol=1e-12)
@@ -786,7 +803,7 @@ def test_packed_weights_that_lack_a_tensor_are_refused() -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_raises_and_leaves_the_weights_alone(poison: float) -> None:
-    trainer = DrafterTrainer(make_model(), TARGET)
+    trainer = DrafterTrainer(make_model(), TARGET, HASS)
     before = content_hash(trainer.model.state_dict())
     batch = make_batch()
     batch.features_NE[4] = poison
@@ -800,7 +817,7 @@ def test_a_loss_that_is_not_finite_raises_and_leaves_the_weights_alone(poison: f
 
 def test_drafters_averaged_by_tokens_have_the_mean_weights_and_the_mean_adam_moments() -> None:
     """Two replicas that trained on different batches, and the step that follows, against AdamW written out by hand."""
-    trainers = [DrafterTrainer(make_model(), TARGET, 1e-2, clip_grad_norm=1e9, own_feature_share=0.0) for _ in range(2)]
+    trainers = [DrafterTrainer(make_model(), TARGET, ONE_STEP, 1e-2, clip_grad_norm=1e9) for _ in range(2)]
     for seed in range(3):
         trainers[0].step(make_batch((9,), seed=seed))
     trainers[1].step(make_batch((6, 11, 3), seed=7))
@@ -824,7 +841,7 @@ def test_drafters_averaged_by_tokens_have_the_mean_weights_and_the_mean_adam_mom
             tensor.copy_(averaged)
 
     batch, wanted = make_batch(seed=11), []
-    grads = torch.autograd.grad(loss_of(trainers[0].model, batch, LossWeights()), [parameters[0][name] for name in names])
+    grads = torch.autograd.grad(loss_of(trainers[0].model, batch), [parameters[0][name] for name in names])
     for p, m, v, g in zip(mean, first, second, grads, strict=True):
         m, v, t = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g, num_steps + 1
         wanted.append(p - 1e-2 * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8))
@@ -835,21 +852,21 @@ def test_drafters_averaged_by_tokens_have_the_mean_weights_and_the_mean_adam_mom
 
 
 def test_a_replica_that_never_trained_shares_tensors_of_the_same_shapes() -> None:
-    idle, busy = DrafterTrainer(make_model(), TARGET), DrafterTrainer(make_model(), TARGET)
+    idle, busy = DrafterTrainer(make_model(), TARGET, HASS), DrafterTrainer(make_model(), TARGET, HASS)
     busy.step(make_batch())
     assert [t.shape for t in idle.shared_tensors()] == [t.shape for t in busy.shared_tensors()]
-    assert idle.step(make_batch()) == pytest.approx(DrafterTrainer(make_model(), TARGET).step(make_batch()), abs=0)
+    assert idle.step(make_batch()) == pytest.approx(DrafterTrainer(make_model(), TARGET, HASS).step(make_batch()), abs=0)
 
 
 def test_a_restored_trainer_goes_on_bit_for_bit(tmp_path: Path) -> None:
     model = make_model()
-    trainer = DrafterTrainer(model, TARGET, own_feature_share=0.5)
+    trainer = DrafterTrainer(model, TARGET, HASS)
     for seed in range(3):
         trainer.step(make_batch(seed=seed))
     torch.save({"model": model.state_dict(), "trainer": trainer.state_dict()}, tmp_path / "state.pt")
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
 
-    restored = DrafterTrainer(make_model(seed=77), TARGET, own_feature_share=0.5)
+    restored = DrafterTrainer(make_model(seed=77), TARGET, HASS)
     restored.model.load_state_dict(saved["model"])
     restored.load_state_dict(saved["trainer"])
     assert restored.num_tokens == trainer.num_tokens

@@ -114,17 +114,17 @@ def test_switching_on_costs_one_catch_up_of_the_drafter_and_no_forward_of_the_ta
     drafter_rows: list[int] = []
     target, learned = engine.model, engine.drafter.learned  # type: ignore[union-attr]
 
-    def spy(model: object, rows: list[int]) -> None:
-        original = model.forward  # type: ignore[attr-defined]
+    def spy(model: object, name: str, rows: list[int]) -> None:
+        original = getattr(model, name)
 
         def forward(first: Tensor, *rest: object) -> Tensor:
             rows.append(len(first))
             return original(first, *rest)  # type: ignore[no-any-return]
 
-        model.forward = forward  # type: ignore[attr-defined]
+        setattr(model, name, forward)
 
-    spy(target, target_rows)
-    spy(learned.model, drafter_rows)
+    spy(target, "forward_capturing", target_rows)
+    spy(learned.model, "forward", drafter_rows)
     engine.add([Request("p", 0, (1, 2, 3), SamplingParams(max_tokens=60))])
     for _ in range(30):
         engine.step()

@@ -63,3 +63,36 @@ def plot_regret(replays: Mapping[str, Sequence[Replay]], path: Path) -> None:
     axes.legend(frameon=False)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
+
+
+def plot_runs(steps_by_run: Mapping[str, Sequence[Mapping[str, Any]]], path: Path, marked_step: int | None = None) -> None:
+    """Runs side by side over their steps (see bench/train.py), each step thin, a running mean thick. Rewards that are the
+    same lie upon each other: the later a run, the thinner its line. `marked_step`: where something changed."""
+    plt = _pyplot()
+    panels = {
+        "accept_length": "accept length",
+        "rollout_seconds": "rollout, s",
+        "seconds": "step, s",
+        "reward_mean": "mean reward",
+    }
+    figure, all_axes = plt.subplots(2, 2, figsize=(11, 7), sharex=True, layout="constrained")
+    for axes, (key, label) in zip(all_axes.flat, panels.items(), strict=True):
+        for rank, (name, steps) in enumerate(steps_by_run.items()):
+            values = np.asarray([step[key] for step in steps], dtype=float)
+            if np.isnan(values).all():
+                continue
+            width = max(len(values) // 15, 1)
+            smooth = np.convolve(values, np.ones(width) / width, mode="valid")
+            middles = np.arange(len(smooth)) + (width - 1) / 2
+            if key != "reward_mean":
+                axes.plot(values, color=f"C{rank}", alpha=0.25, linewidth=0.6)
+            thick = 1.5 if key != "reward_mean" else 1 + 1.5 * (len(steps_by_run) - rank)
+            axes.plot(middles, smooth, color=f"C{rank}", linewidth=thick, label=name)
+        if marked_step is not None:
+            axes.axvline(marked_step, color="black", linestyle=":", linewidth=1)
+        axes.set_ylabel(label)
+    for axes in all_axes[1]:
+        axes.set_xlabel("RL step")
+    all_axes[0, 1].legend(frameon=False)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)

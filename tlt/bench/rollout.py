@@ -13,10 +13,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
 import random
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -27,13 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tlt import __version__
 from tlt.bench.arms import ArmCosts, record_arms
 from tlt.bench.longtail import Workload, hash_model, read_workload
 from tlt.bench.measure import Ratio, Trace, constant_batch, side_by_side
 from tlt.bench.peers import PeerResult, run_transformers, run_vllm
 from tlt.bench.plots import plot_longtail, plot_regret
 from tlt.bench.replay import RecordedCosts, Replay, replay
+from tlt.bench.report import Changes, header, number, provenance, ratio_text, table, with_changes, write_report
 from tlt.bench.subject import BestArms, Subject
 from tlt.config import Config
 from tlt.distributed.collectives import World, init_process_group_from_env, shutdown
@@ -48,8 +46,6 @@ from tlt.types import Rollout, Strategy, StrategyTuner
 
 if TYPE_CHECKING:
     from tlt.distributed.launch import StopRequest
-
-Changes = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -288,7 +284,7 @@ def workload(config: Config, world: World, stop: StopRequest, num_steps: int) ->
     plain: Changes = {"rollout": {"speculation": "off"}, "drafter": {"train": False}}
     runs: dict[str, Run] = {}
     for name, changes in (("on", {}), ("off", plain)):
-        changed = _with(config, {**changes, "run": {"out_dir": config.run.out_dir / name}})
+        changed = with_changes(config, {**changes, "run": {"out_dir": config.run.out_dir / name}})
         runs[name] = Run(changed, world, stop, coordinator)
     params = runs["on"].sampling_params()
     pairs, idle, harvested = [], 0.0, 0.0
@@ -323,40 +319,6 @@ def _pair(off: Iterable[Rollout], on: Iterable[Rollout], off_seconds: float, on_
     off, on = list(off), list(on)
     different = sum(a.token_ids != b.token_ids for a, b in zip(off, on, strict=True))
     return Pair(sum(len(r.token_ids) for r in on), off_seconds, on_seconds, stats.accept_length, different)
-
-
-def _with(config: Config, changes: Changes) -> Config:
-    values = config.model_dump()
-    for section, keys in changes.items():
-        values[section] = {**values[section], **keys}
-    return Config.model_validate(values)
-
-
-def environment() -> dict[str, Any]:
-    """Machine, commit and versions, without host names or paths."""
-    try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        dirty = bool(
-            subprocess.run(["git", "status", "--porcelain", "tlt"], capture_output=True, text=True, check=False).stdout.strip()
-        )
-    except (OSError, subprocess.CalledProcessError):
-        commit, dirty = "unknown", False
-    cpu = "unknown"
-    if Path("/proc/cpuinfo").exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-        ]
-        cpu = f"{names[0]}, {len(names)} cores" if names else cpu
-    return {
-        "tlt": __version__,
-        "commit": commit + ("+changes" if dirty else ""),
-        "cpu": cpu,
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
 
 
 # ── all of it ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -407,7 +369,7 @@ def _launch_workload(config: Config, num_steps: int) -> dict[str, Any]:
     from tlt.distributed.launch import launch
 
     with tempfile.TemporaryDirectory() as folder:
-        inside = _with(config, {"run": {"out_dir": Path(folder)}})
+        inside = with_changes(config, {"run": {"out_dir": Path(folder)}})
         os.environ["TLT_BENCH_ROLLOUT"] = json.dumps({"steps": num_steps})
         code = launch(inside.to_json(), config.run.num_ranks, "tlt.bench.rollout:main", config.run.threads_per_rank)
         if code:
@@ -417,19 +379,15 @@ def _launch_workload(config: Config, num_steps: int) -> dict[str, Any]:
 
 
 def _write(config: Config, options: Options, command: str, measurements: list[dict[str, Any]]) -> dict[str, Any]:
-    described = config.model_dump(mode="json")
-    for section, key in (("run", "out_dir"), ("model", "path"), ("drafter", "path")):  # no paths of this machine
-        described[section][key] = Path(str(described[section][key])).name
-    report = {"command": command, "environment": environment(), "config": described, "measurements": measurements}
-    options.out.with_name(options.out.name + ".json").write_text(json.dumps(report, separators=(",", ":")) + "\n")
-    options.out.with_name(options.out.name + ".md").write_text(to_markdown(report))
+    report = {**header(config, command), "measurements": measurements}
+    write_report(options.out, report, to_markdown(report))
     return report
 
 
 def summary_line(m: Mapping[str, Any]) -> str:
     match m["kind"]:
         case "constant" | "longtail":
-            words = [f"{name} {_ratio(r)} times off" for name, r in m["ratios"].items()]
+            words = [f"{name} {ratio_text(r)} times off" for name, r in m["ratios"].items()]
             return f"{m['name']}: off {m['tokens_per_second']['off']:,.0f} tokens/s; " + ", ".join(words)
         case "arms":
             best, values = next(iter(m["arms"].items()))
@@ -443,48 +401,43 @@ def summary_line(m: Mapping[str, Any]) -> str:
             return f"{m['name']}: {m['median_ratio']:.2f} times as fast ({low:.2f} to {high:.2f})"
 
 
-def _ratio(r: Mapping[str, Any]) -> str:
-    return f"{r['mean']:.2f} ({r['low']:.2f} – {r['high']:.2f})"
-
-
 def to_markdown(report: Mapping[str, Any]) -> str:
     """The same for people. Ratios are geometric means with 95 % confidence intervals unless said otherwise."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
     for m in report["measurements"]:
         by_kind.setdefault(m["kind"], []).append(m)
-    machine = ", ".join(f"{key} {value}" for key, value in report["environment"].items() if value)
-    blocks = ["# Rollout benchmark", f"`{report['command']}`", machine]
+    blocks = ["# Rollout benchmark", *provenance(report)]
     blocks.append("Ratios above 1 are faster than off: geometric mean of paired rounds (95 % confidence interval).")
     if constants := by_kind.get("constant"):
         names = list(constants[0]["ratios"])
         rows = [
             [m["batch_size"], f"{m['tokens_per_second']['off']:,.0f}"]
-            + [f"{_ratio(m['ratios'][n])}; accepts {_number(m['accept_length'][n])}" for n in names]
+            + [f"{ratio_text(m['ratios'][n])}; accepts {number(m['accept_length'][n])}" for n in names]
             for m in constants
         ]
-        blocks += ["## Constant batch", _table(["batch", "off, tokens/s", *names], rows)]
+        blocks += ["## Constant batch", table(["batch", "off, tokens/s", *names], rows)]
     for m in by_kind.get("longtail", []):
         rows = []
         for name, speed in m["tokens_per_second"].items():
-            ratio = _ratio(m["ratios"][name]) if name in m["ratios"] else "1"
+            ratio = ratio_text(m["ratios"][name]) if name in m["ratios"] else "1"
             shares = [m.get(key, {}).get(name) for key in ("share_of_best", "share_of_best_second_half")]
-            rows.append([name, f"{speed:,.0f}", ratio, *("–" if s is None else _ratio(s) for s in shares)])
+            rows.append([name, f"{speed:,.0f}", ratio, *("–" if s is None else ratio_text(s) for s in shares)])
         columns = ["variant", "tokens/s", "over off", "over the best arms in hindsight", "the same, second half of the tokens"]
         blocks += [f"## {m['name']}", f"At most {m['max_batch_size']} at a time; {m['num_different']} responses differed."]
-        blocks.append(_table(columns, rows))
+        blocks.append(table(columns, rows))
     if results := by_kind.get("peer"):
         rows = []
         for m in results:
             rows.append([m["name"], f"{m['tokens_per_second']:,.0f}", *(f"{v:.2f}" for v in m["our_speed_over_it"].values())])
         names = [f"our {name} over it" for name in results[0]["our_speed_over_it"]]
-        blocks += ["## Peers on the same prompts and lengths", _table(["peer", "tokens/s", *names], rows)]
+        blocks += ["## Peers on the same prompts and lengths", table(["peer", "tokens/s", *names], rows)]
     for m in by_kind.get("replay", []):
         rows = [
             [n, f"{m['share_of_best'][n]:.1%}", f"{m['share_of_best_second_half'][n]:.1%}", f"{m['regret_seconds'][n]:.2f}"]
             for n in m["share_of_best"]
         ]
         columns = ["tuner", "of the best arms' speed", "second half of the tokens", "regret, s"]
-        blocks += [f"## {m['name']}", _table(columns, rows)]
+        blocks += [f"## {m['name']}", table(columns, rows)]
     for m in by_kind.get("workload", []):
         low, high = m["ratio_range"]
         details = "; ".join(
@@ -496,14 +449,5 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         blocks += [f"## {m['name']}", text]
     for m in by_kind.get("arms", []):
         rows = [[n, f"{v['speed_over_off']:.2f}", f"{v['accept_length']:.2f}"] for n, v in m["arms"].items()]
-        blocks += [f"## {m['name'][0].upper()}{m['name'][1:]}", _table(["arm", "speed over off", "accept length"], rows)]
+        blocks += [f"## {m['name'][0].upper()}{m['name'][1:]}", table(["arm", "speed over off", "accept length"], rows)]
     return "\n\n".join(blocks) + "\n"
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
-
-
-def _number(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"

@@ -10,7 +10,7 @@ from tlt.bench.arms import ArmCosts
 from tlt.config import Config
 from tlt.drafting.export import load_drafter
 from tlt.models.checkpoint import load_config, load_tensors
-from tlt.models.drafter import PackedDrafter, drafter_config
+from tlt.models.drafter import PackedDrafter
 from tlt.models.tokenizer import load_tokenizer
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import RolloutEngine
@@ -73,8 +73,7 @@ class Subject:
     def _learned(self, engine: RolloutEngine, max_slots: int, ranking: str) -> LearnedDrafter | None:
         if self.drafter is None:
             return None
-        packed = PackedDrafter(drafter_config(self.model_config), self.dtype, self.device)
-        packed.load(self.drafter, version=0)
+        packed = PackedDrafter.from_tensors(self.drafter.config, self.drafter.tensors, self.dtype, self.device)
         settings = self.config.drafter
         return LearnedDrafter(
             packed,

@@ -1,30 +1,59 @@
-"""What a drafter is trained to match: the target's next feature, and the distribution the target's head makes of it."""
+"""What a drafter is trained to match, and the three ways of the field to do it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.models.drafter import Method
+
 
 @dataclass(frozen=True)
-class LossWeights:
-    """EAGLE (arXiv 2401.15077, §4.2) adds Smooth L1 on features and 0.1 times the cross-entropy between the two
-    distributions. Here both count alike, since the distribution is what acceptance depends on; the ratio has not been
-    tuned."""
+class Preset:
+    """How a drafter is trained.
 
-    feature: float = 1.0
-    distribution: float = 1.0
+    name: as users know it.
+    method: the form of drafter it is for.
+    unrolled_steps: of its own that every pair is trained on; from the second on it reads its own hidden state.
+    step_decay: each step's loss counts so much of the one before.
+    feature_weight: of Smooth L1 between the drafter's hidden state and the target's feature.
+    distribution_weight: of the cross-entropy between the two distributions.
+    """
+
+    name: str
+    method: Method
+    unrolled_steps: int
+    step_decay: float
+    feature_weight: float
+    distribution_weight: float
 
 
-def eagle_loss(predicted_ME: Tensor, target_ME: Tensor, head_VE: Tensor, weight_M: Tensor, weights: LossWeights) -> Tensor:
-    """Mean over pairs of Smooth L1(predicted, target) + soft cross-entropy(head(target), head(predicted)).
+_PRESETS = (
+    # EAGLE, arXiv 2401.15077, section 4.2: features, and 0.1 times the distribution.
+    Preset("eagle", "eagle", 1, 1.0, 1.0, 0.1),
+    # HASS, arXiv 2408.15766, section 3.2: EAGLE's losses over three steps aligned with drafting. Its top-k loss is left out.
+    Preset("hass", "eagle", 3, 1.0, 1.0, 0.1),
+    # EAGLE-3, arXiv 2503.01840, section 3.2: the distribution alone, over seven steps; the decay is that of its training code.
+    Preset("eagle3", "eagle3", 7, 0.8, 0.0, 1.0),
+)
+PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}
+
+DEFAULT_PRESET: Mapping[Method, str] = {"eagle": "hass", "eagle3": "eagle3"}
+"""For a drafter that does not say how it was trained."""
+
+
+def draft_loss(
+    hidden_ME: Tensor, feature_ME: Tensor, logits_MV: Tensor, target_MV: Tensor, weight_M: Tensor, preset: Preset
+) -> Tensor:
+    """Mean over pairs of one step's losses. target_MV holds the target's probabilities.
 
     weight_M is 1 where the pair predicts a response token and 0 elsewhere; at least one must be 1.
     """
-    feature_M = F.smooth_l1_loss(predicted_ME, target_ME, reduction="none").mean(dim=-1)
-    target_MV = F.linear(target_ME, head_VE).softmax(dim=-1)
-    distribution_M = -(target_MV * F.linear(predicted_ME, head_VE).log_softmax(dim=-1)).sum(dim=-1)
-    loss_M = weights.feature * feature_M + weights.distribution * distribution_M
+    loss_M = -preset.distribution_weight * (target_MV * logits_MV.log_softmax(dim=-1)).sum(dim=-1)
+    if preset.feature_weight:
+        feature_M = F.smooth_l1_loss(hidden_ME, feature_ME, reduction="none").mean(dim=-1)
+        loss_M = loss_M + preset.feature_weight * feature_M
     return (loss_M * weight_M).sum() / weight_M.sum()

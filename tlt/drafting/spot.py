@@ -26,8 +26,9 @@ RECOMPUTE_TOKENS = 128
 class FeatureRecompute:
     """Recomputes one trajectory's features through the engine's copy of the target, a chunk at a time."""
 
-    def __init__(self, target: PackedTransformer, trajectory: Trajectory) -> None:
+    def __init__(self, target: PackedTransformer, capture: tuple[int, ...], trajectory: Trajectory) -> None:
         c = target.config
+        self.capture = capture
         self.target, self.trajectory, self.version = target, trajectory, target.version
         length = trajectory.num_usable
         shape = (c.num_layers, 1, 2 * c.num_kv_heads, length, c.head_dim)
@@ -43,7 +44,7 @@ class FeatureRecompute:
         mask = chain_mask(end - self.done, columns_1T[:, 0], end, self.target.dtype)
         attend = Cached(self.target.config, self.layers, columns_1T, end, mask)
         tokens_T = torch.tensor(self.trajectory.token_ids[self.done : end])
-        self.chunks.append(self.target.forward(tokens_T, columns_1T[0], attend))
+        self.chunks.append(self.target.forward_capturing(tokens_T, columns_1T[0], attend, self.capture)[1])
         self.done = end
         if end < self.trajectory.num_usable:
             return False
@@ -103,7 +104,7 @@ class SpotTrainer:
             self._recompute = None  # the chunks done so far are another policy's
         if self._recompute is None and (stale := self.buffer.missing(version)) is not None:
             stale.features_TE = None
-            self._recompute = FeatureRecompute(self.trainer.target, stale)
+            self._recompute = FeatureRecompute(self.trainer.target, self.trainer.capture, stale)
         is_turn_to_train = self._has_recomputed and bool(self.buffer.ready(version))
         self._has_recomputed = self._recompute is not None and not is_turn_to_train
         if self._recompute is not None and not is_turn_to_train:

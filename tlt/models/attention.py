@@ -7,6 +7,7 @@ agree with them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +37,84 @@ class PackedCausal:
             out_1HTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.num_heads != self.num_kv_heads)
             outputs.append(out_1HTD[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)
+
+
+class Unrolled(PackedCausal):
+    """Packed causal attention of a drafter that is trained on several of its own steps, one call per step: in the first,
+    pair t sees the pairs up to t of its sequence; in later ones it is the successor of what it was in the step before, and
+    sees what it saw at first and itself in every step since. So each pair lives through what a draft from there would see
+    (HASS, arXiv 2408.15766, §3.2; EAGLE-3, arXiv 2503.01840, §3.2)."""
+
+    def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
+        super().__init__(config, lengths)
+        self.first_NHD: tuple[Tensor, Tensor] | None = None
+        self.own_keys: list[Tensor] = []
+        self.own_values: list[Tensor] = []
+
+    def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
+        q_NHD, k_NKD, v_NKD = qkv_NSD.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
+        group = self.num_heads // self.num_kv_heads
+        k_NHD, v_NHD = (x.repeat_interleave(group, dim=1) for x in (k_NKD, v_NKD))
+        if self.first_NHD is None:
+            self.first_NHD = k_NHD, v_NHD
+            return super().__call__(layer, qkv_NSD)
+        self.own_keys.append(k_NHD)
+        self.own_values.append(v_NHD)
+        whole = (q_NHD, *self.first_NHD, torch.stack(self.own_keys, dim=1), torch.stack(self.own_values, dim=1))
+        is_fused = q_NHD.device.type == "cpu" and q_NHD.dtype in (torch.float32, torch.float64)
+        attend = _CausalAndOwn.apply if is_fused else causal_and_own
+        outputs = []
+        for q_THD, k_THD, v_THD, own_k_TIHD, own_v_TIHD in zip(*(x.split(self.lengths) for x in whole), strict=True):
+            q_HTD, k_HTD, v_HTD = (x.transpose(0, 1) for x in (q_THD, k_THD, v_THD))
+            own_k_IHTD, own_v_IHTD = (x.permute(1, 2, 0, 3) for x in (own_k_TIHD, own_v_TIHD))
+            out_HTD = attend(q_HTD, k_HTD, v_HTD, own_k_IHTD, own_v_IHTD)
+            outputs.append(out_HTD.transpose(0, 1).flatten(1))
+        return torch.cat(outputs)
+
+
+def causal_and_own(q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, own_k_IHTD: Tensor, own_v_IHTD: Tensor) -> Tensor:
+    """Query t sees the keys up to t, and the keys at t of each of the I own steps."""
+    q_HTD = q_HTD * q_HTD.shape[-1] ** -0.5
+    length = q_HTD.shape[1]
+    future_TT = torch.ones(length, length, dtype=torch.bool, device=q_HTD.device).triu_(1)
+    scores_HTT = (q_HTD @ k_HTD.transpose(1, 2)).masked_fill(future_TT, float("-inf"))
+    own_HTI = (q_HTD * own_k_IHTD).sum(-1).movedim(0, -1)
+    weights_HTL = torch.cat([scores_HTT, own_HTI], dim=-1).softmax(dim=-1)
+    own_IHT1 = weights_HTL[..., length:].movedim(-1, 0)[..., None]
+    return weights_HTL[..., :length] @ v_HTD + (own_IHT1 * own_v_IHTD).sum(0)
+
+
+class _CausalAndOwn(torch.autograd.Function):
+    """`causal_and_own` without its T x T matrices: the flash kernel handles the first keys, and the own ones join by
+    log-sum-exp. Its backward takes output and log-sum-exp of the whole, with which its probabilities and its correction
+    term (Dao, arXiv 2307.08691, §2.3) are those of the whole softmax."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        q_HTD, k_HTD, v_HTD, own_k_IHTD, own_v_IHTD = tensors
+        scale = q_HTD.shape[-1] ** -0.5
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        first_1HTD, lse_1HT = flash(q_HTD[None], k_HTD[None], v_HTD[None], 0.0, True, scale=scale)
+        own_IHT = (q_HTD * own_k_IHTD).sum(-1) * scale
+        whole_1HT = torch.cat([lse_1HT, own_IHT]).logsumexp(0, keepdim=True)
+        own_IHT1 = (own_IHT - whole_1HT).exp()[..., None]
+        out_HTD: Tensor = (lse_1HT - whole_1HT).exp()[0, ..., None] * first_1HTD[0] + (own_IHT1 * own_v_IHTD).sum(0)
+        ctx.save_for_backward(*tensors, out_HTD, whole_1HT, own_IHT1)
+        return out_HTD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        q_HTD, k_HTD, v_HTD, own_k_IHTD, own_v_IHTD, out_HTD, whole_1HT, own_IHT1 = ctx.saved_tensors
+        (d_HTD,) = gradients
+        scale = q_HTD.shape[-1] ** -0.5
+        lse_1HT = torch.empty_like(whole_1HT.transpose(1, 2)).transpose(1, 2).copy_(whole_1HT)  # the kernel's own layout
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        first = (q_HTD[None], k_HTD[None], v_HTD[None], out_HTD[None])
+        dq_1HTD, dk_1HTD, dv_1HTD = flash(d_HTD[None], *first, lse_1HT, 0.0, True, scale=scale)
+        correction_HT1 = (d_HTD * out_HTD).sum(-1, keepdim=True)
+        d_scores_IHT1 = own_IHT1 * ((d_HTD * own_v_IHTD).sum(-1, keepdim=True) - correction_HT1) * scale
+        dq_HTD = dq_1HTD[0] + (d_scores_IHT1 * own_k_IHTD).sum(0)
+        return dq_HTD, dk_1HTD[0], dv_1HTD[0], d_scores_IHT1 * q_HTD, own_IHT1 * d_HTD
 
 
 class StoringPrefill(PackedCausal):

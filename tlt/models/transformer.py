@@ -13,7 +13,7 @@ matrix, and the weights of the norms are folded into the matrices behind them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -117,13 +117,16 @@ class Layer(Protocol):
 
     num_rotated: int
 
-    def qkv(self, x_NE: Tensor) -> Tensor: ...
+    def qkv(self, read_NI: Tensor) -> Tensor: ...
     def add_attention(self, x_NE: Tensor, attended_NA: Tensor) -> Tensor: ...
     def add_mlp(self, x_NE: Tensor) -> Tensor: ...
 
 
-def run_layer(layer: Layer, index: int, x_NE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-    qkv_NSD = apply_rope(layer.qkv(x_NE), layer.num_rotated, *rope)
+def run_layer(
+    layer: Layer, index: int, x_NE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, read_NI: Tensor | None = None
+) -> Tensor:
+    """x_NE: the residual stream.  read_NI: what attention reads, where that is more than the stream (EAGLE-3's drafter)."""
+    qkv_NSD = apply_rope(layer.qkv(x_NE if read_NI is None else read_NI), layer.num_rotated, *rope)
     x_NE = layer.add_attention(x_NE, attend(index, qkv_NSD))
     return layer.add_mlp(x_NE)
 
@@ -181,14 +184,14 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, input_size: int) -> None:
         super().__init__()
         c = config
         self.shape = (-1, c.num_qkv, c.head_dim)
         self.num_heads, self.num_kv_heads = c.num_heads, c.num_kv_heads
-        self.q_proj = Linear(c.hidden_size, c.num_heads * c.head_dim, bias=c.qkv_bias)
-        self.k_proj = Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
-        self.v_proj = Linear(c.hidden_size, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.q_proj = Linear(input_size, c.num_heads * c.head_dim, bias=c.qkv_bias)
+        self.k_proj = Linear(input_size, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
+        self.v_proj = Linear(input_size, c.num_kv_heads * c.head_dim, bias=c.qkv_bias)
         self.o_proj = Linear(c.num_heads * c.head_dim, c.hidden_size, bias=False)
         if c.qk_norm:
             self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps)
@@ -215,19 +218,29 @@ class MLP(nn.Module):
         return down
 
 
-class DecoderLayer(nn.Module):
-    """Pre-norm attention and gated MLP. Without `has_input_norm` (EAGLE's drafter) attention reads its input raw."""
+INPUT_NORM = ("input_layernorm",)
 
-    def __init__(self, config: ModelConfig, *, has_input_norm: bool = True) -> None:
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and gated MLP. Attention reads one vector per name in `norms`, each with a norm of that name;
+    without names it reads its input raw (EAGLE's drafter)."""
+
+    def __init__(self, config: ModelConfig, *, norms: Sequence[str] = INPUT_NORM) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, max(len(norms), 1) * config.hidden_size)
         self.mlp = MLP(config.hidden_size, config.intermediate_size)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps) if has_input_norm else None
+        self.norm_names = tuple(norms)
+        for name in norms:
+            self.add_module(name, RMSNorm(config.hidden_size, config.rms_norm_eps))
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.num_rotated = config.num_heads + config.num_kv_heads
 
-    def qkv(self, x_NE: Tensor) -> Tensor:
-        return self.self_attn.qkv(self.input_layernorm(x_NE) if self.input_layernorm is not None else x_NE)
+    def qkv(self, read_NI: Tensor) -> Tensor:
+        if not self.norm_names:
+            return self.self_attn.qkv(read_NI)
+        parts = read_NI.chunk(len(self.norm_names), dim=-1)
+        normed = [getattr(self, name)(part) for name, part in zip(self.norm_names, parts, strict=True)]
+        return self.self_attn.qkv(normed[0] if len(normed) == 1 else torch.cat(normed, dim=-1))
 
     def add_attention(self, x_NE: Tensor, attended_NA: Tensor) -> Tensor:
         added: Tensor = x_NE + self.self_attn.o_proj(attended_NA)
@@ -381,13 +394,16 @@ class PackedLinear:
 class PackedLayer:
     """The same layer as `DecoderLayer`, for a frozen copy of its weights."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, has_input_norm: bool = True) -> None:
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, norms: Sequence[str] = INPUT_NORM
+    ) -> None:
         c = config
         self.config = config
         self.num_rotated = c.num_heads + c.num_kv_heads
-        self.input_norm = PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device) if has_input_norm else None
+        self.input_norms = {name: PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device) for name in norms}
+        num_read = max(len(norms), 1) * c.hidden_size
         self.mlp_norm = PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device)
-        self.qkv_linear = PackedLinear(c.hidden_size, c.num_qkv * c.head_dim, dtype, device, has_bias=c.qkv_bias)
+        self.qkv_linear = PackedLinear(num_read, c.num_qkv * c.head_dim, dtype, device, has_bias=c.qkv_bias)
         self.qk_norm_weight = torch.empty(self.num_rotated, c.head_dim, dtype=dtype, device=device) if c.qk_norm else None
         self.output_linear = PackedLinear(c.num_heads * c.head_dim, c.hidden_size, dtype, device)
         self.gate_up_linear = PackedLinear(c.hidden_size, 2 * c.intermediate_size, dtype, device)
@@ -400,20 +416,26 @@ class PackedLayer:
             return torch.cat([tensors[prefix + name].detach() for name in names])
 
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        gains = self.input_norm.load(tensors[prefix + "input_layernorm.weight"].detach()) if self.input_norm else 1.0
+        gains = [norm.load(tensors[f"{prefix}{name}.weight"].detach()) for name, norm in self.input_norms.items()]
+        weight = cat(*(name + ".weight" for name in qkv)).double()
         bias = cat(*(name + ".bias" for name in qkv)) if self.config.qkv_bias else None
-        self.qkv_linear.load(cat(*(name + ".weight" for name in qkv)).double() * gains, bias)
+        self.qkv_linear.load(weight * torch.cat(gains) if gains else weight, bias)
         if self.qk_norm_weight is not None:
             q, k = (tensors[f"{prefix}self_attn.{name}_norm.weight"].detach() for name in "qk")
             self.qk_norm_weight.copy_(torch.stack([q] * self.config.num_heads + [k] * self.config.num_kv_heads))
         self.output_linear.load(tensors[prefix + "self_attn.o_proj.weight"].detach())
-        gains = self.mlp_norm.load(tensors[prefix + "post_attention_layernorm.weight"].detach())
-        self.gate_up_linear.load(cat("mlp.gate_proj.weight", "mlp.up_proj.weight").double() * gains)
+        gain_E = self.mlp_norm.load(tensors[prefix + "post_attention_layernorm.weight"].detach())
+        self.gate_up_linear.load(cat("mlp.gate_proj.weight", "mlp.up_proj.weight").double() * gain_E)
         self.down_linear.load(tensors[prefix + "mlp.down_proj.weight"].detach())
 
-    def qkv(self, x_NE: Tensor) -> Tensor:
-        h_NE = self.input_norm(x_NE) if self.input_norm is not None else x_NE
-        qkv_NSD = self.qkv_linear(h_NE).view(-1, self.config.num_qkv, self.config.head_dim)
+    def qkv(self, read_NI: Tensor) -> Tensor:
+        if len(self.input_norms) > 1:
+            parts = read_NI.chunk(len(self.input_norms), dim=-1)
+            read_NI = torch.cat([norm(part) for norm, part in zip(self.input_norms.values(), parts, strict=True)], dim=-1)
+        elif self.input_norms:
+            (norm,) = self.input_norms.values()
+            read_NI = norm(read_NI)
+        qkv_NSD = self.qkv_linear(read_NI).view(-1, self.config.num_qkv, self.config.head_dim)
         if self.qk_norm_weight is not None:
             qk = qkv_NSD[:, : self.num_rotated]
             torch.mul(F.rms_norm(qk, (self.config.head_dim,), None, self.config.rms_norm_eps), self.qk_norm_weight, out=qk)
@@ -464,12 +486,27 @@ class PackedTransformer:
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Features_NE, as `Transformer.forward`."""
+        return self.forward_capturing(token_ids_N, positions_N, attend, ())[0]
+
+    def forward_capturing(
+        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, capture: Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """(features_NE, captured_NF): beside the features, the inputs of the layers in `capture` one after the other
+        (residual sums before any norm); the number of layers stands for the features themselves."""
         x_NE = F.embedding(token_ids_N, self.embedding_VE)
         rope = self.rope.at(positions_N)
+        captured = {}
         for index, layer in enumerate(self.layers):
+            if index in capture:
+                captured[index] = x_NE
             x_NE = run_layer(layer, index, x_NE, rope, attend)
         features_NE = self.final_norm(x_NE)
-        return features_NE.mul_(self.final_gain_E) if self.final_norm.is_folded else features_NE
+        if self.final_norm.is_folded:
+            features_NE.mul_(self.final_gain_E)
+        captured[len(self.layers)] = features_NE
+        if len(capture) < 2:
+            return features_NE, captured[capture[0]] if capture else features_NE
+        return features_NE, torch.cat([captured[index] for index in capture], dim=-1)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         return F.embedding(token_ids, self.embedding_VE)

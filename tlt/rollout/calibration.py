@@ -104,12 +104,13 @@ class TauSearch:
         self._guesses_KB: Tensor | None = None
         self._count = 0
 
-    def consider(self, logits_BV: Tensor, noise_BV: Tensor) -> None:
-        """What each tau would have put first, every now and then."""
+    def consider(self, logits_BV: Tensor, noise_BV: Tensor, token_ids_V: Tensor | None = None) -> None:
+        """What each tau would have put first, every now and then; `token_ids_V` names a reduced vocabulary's tokens."""
         self._count += 1
         self._guesses_KB = None
         if not self.is_fixed and self._count % self.EVERY == 0:
-            self._guesses_KB = torch.stack([(logits_BV / tau + noise_BV).argmax(-1) for tau in self.CANDIDATES])
+            first_KB = torch.stack([(logits_BV / tau + noise_BV).argmax(-1) for tau in self.CANDIDATES])
+            self._guesses_KB = first_KB if token_ids_V is None else token_ids_V[first_KB]
 
     def observe(self, tokens: Sequence[int]) -> None:
         """`tokens[b]` is what the target said at the root of row b. A rival takes over when its lead in hits exceeds a

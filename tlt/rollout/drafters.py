@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tlt.models.attention import Cached, StoringPrefill, padding_mask
-from tlt.models.drafter import TOKEN_AHEAD, PackedDrafter
+from tlt.models.drafter import TOKEN_AHEAD, PackedDrafter, training_capture
 from tlt.models.transformer import PackedTransformer
 from tlt.rollout.cache import Cache
 from tlt.rollout.calibration import Calibration, TauSearch
@@ -60,8 +60,9 @@ class LearnedDrafter:
         sequence's own temperature (DESIGN §2); "top-k" by log q alone (EAGLE-2, arXiv 2406.16858).
     window: positions whose features are remembered per sequence; what lies further back when speculation is switched on
         is not seen by the drafter.
-    on_finish: receives each response with the features of all its tokens but the last, [T, E], or None where the window
-        no longer holds them.
+    keep_targets: also remember what training matches (models/drafter.py, training_capture).
+    on_finish: receives each response with what was captured at all its tokens but the last, [T, F], or None where the
+        window no longer holds it.
     """
 
     kinds = ("learned",)
@@ -76,6 +77,7 @@ class LearnedDrafter:
         tau: float | None = None,
         window: int = DEFAULT_WINDOW,
         calibrate: bool = True,
+        keep_targets: bool = False,
         on_finish: Callable[[Rollout, Tensor | None], None] | None = None,
     ) -> None:
         assert ranking in ("coupled", "top-k"), ranking
@@ -84,8 +86,10 @@ class LearnedDrafter:
         self.tau_search = TauSearch(tau)
         self.calibration = Calibration(model.device) if calibrate else None
         self.on_finish = on_finish
-        self.cache = Cache(model.config, 1, model.dtype, model.device, max_slots)
-        self.history = FeatureHistory(model.config.hidden_size, window, max_slots, model.dtype, model.device)
+        self.capture = training_capture(model.config, target.config.num_layers) if keep_targets else model.config.capture
+        self.cache = Cache(model.config.layer, 1, model.dtype, model.device, max_slots)
+        size = len(self.capture) * target.config.hidden_size
+        self.history = FeatureHistory(size, window, max_slots, model.dtype, model.device)
         self.firsts = [0] * max_slots  # position of the pair in column 0
         self.counts = [0] * max_slots  # pairs in the cache
         self._cells_BN: Tensor | None = None  # calibration cells of the latest tree's nodes
@@ -110,8 +114,8 @@ class LearnedDrafter:
     def admit(self, slot: int, request: Request) -> None:
         self.firsts[slot] = self.counts[slot] = 0
 
-    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTE: Tensor) -> None:
-        self.history.write(slots, starts, features_BTE)
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
+        self.history.write(slots, starts, features_BTF)
 
     def move(self, source: int, target: int) -> None:
         self.firsts[target], self.counts[target] = self.firsts[source], self.counts[source]
@@ -191,12 +195,12 @@ class LearnedDrafter:
         firsts = [self.firsts[slot] for slot in slots]
         lengths = [len(context.tokens[slot]) - 1 - TOKEN_AHEAD - first for slot, first in zip(slots, firsts, strict=True)]
         self.cache.reserve(len(context.tokens), max(lengths))
-        attend = StoringPrefill(self.model.config, lengths, self.cache.layers, slots)
+        attend = StoringPrefill(self.model.config.layer, lengths, self.cache.layers, slots)
         pairs = list(zip(slots, firsts, lengths, strict=True))
         tokens = [t for s, f, n in pairs for t in context.tokens[s][f + TOKEN_AHEAD : f + TOKEN_AHEAD + n]]
-        features_NE = torch.cat([self.history.read([s], [f], n)[0] for s, f, n in pairs])
+        hidden_NE = self.model.fuse(torch.cat([self.history.read([s], [f], n)[0] for s, f, n in pairs]))
         positions_N = torch.cat([torch.arange(f, f + n, device=device) for _, f, n in pairs])
-        self.model.forward(self.target.embed(torch.tensor(tokens, device=device)), features_NE, positions_N, attend)
+        self.model.forward(self.target.embed(torch.tensor(tokens, device=device)), hidden_NE, positions_N, attend)
         for slot, _, length in pairs:
             self.counts[slot] = length
 
@@ -213,13 +217,13 @@ class LearnedDrafter:
             begins = [first + column for first, column in zip(firsts, columns, strict=True)]
             rows = [tokens[b + TOKEN_AHEAD : b + TOKEN_AHEAD + width] for tokens, b in zip(context.tokens, begins, strict=True)]
             tokens_BT = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=device)
-            features_BTE = self.history.read(slots, begins, width)
+            hidden_BTE = self.model.fuse(self.history.read(slots, begins, width).flatten(0, 1)).view(len(rows), width, -1)
             first_B = torch.tensor(columns, device=device)
             columns_BT = first_B[:, None] + torch.arange(width, device=device)
             length = max(columns) + width
             is_plain = width == 1 and len(rows) == 1
             mask = None if is_plain else chain_mask(width, first_B, length, self.model.dtype)
-            outputs.append(self._forward(tokens_BT, features_BTE, columns_BT, columns_BT, offsets_B1, length, mask))
+            outputs.append(self._forward(tokens_BT, hidden_BTE, columns_BT, columns_BT, offsets_B1, length, mask))
             done += width
         output_BTE = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if len(missing) == 1:
@@ -230,7 +234,7 @@ class LearnedDrafter:
     def _forward(
         self,
         tokens_BT: Tensor,
-        features_BTE: Tensor,
+        hidden_BTE: Tensor,
         depths_BT: Tensor,
         columns_BT: Tensor,
         offsets_B1: Tensor | None,
@@ -238,27 +242,34 @@ class LearnedDrafter:
         mask: Tensor | None,
     ) -> Tensor:
         """`depths_BT` counts pairs from the first in the cache; with the offset it is the rotary position."""
-        attend = Cached(self.model.config, self.cache.layers, columns_BT, length, mask)
+        attend = Cached(self.model.config.layer, self.cache.layers, columns_BT, length, mask)
         embeddings = self.target.embed(tokens_BT.flatten())
         positions_BT = depths_BT if offsets_B1 is None else depths_BT + offsets_B1
-        positions = positions_BT.flatten().clamp_max(self.model.config.max_positions - 1)
-        output_NE = self.model.forward(embeddings, features_BTE.flatten(0, 1), positions, attend)
+        positions = positions_BT.flatten().clamp_max(self.model.config.layer.max_positions - 1)
+        output_NE = self.model.forward(embeddings, hidden_BTE.flatten(0, 1), positions, attend)
         return output_NE.view(*tokens_BT.shape, -1)
 
     def _scores(self, front: _Front, hidden_BTE: Tensor, depth: int) -> Tensor:
-        """log q / tau + noise, up to a constant per node: the order in which the target is likely to agree. Plain: log q."""
-        scaled_BTV = front.params_scale(self.target.logits(hidden_BTE))
+        """log q / tau + noise, up to a constant per node: the order in which the target is likely to agree. Plain: log q.
+        Over the draft vocabulary."""
+        scaled_BTV = front.params_scale(self.model.logits(hidden_BTE, self.target))
         noise_B1V = front.noise_BDV[:, depth, None]
+        if self.model.token_ids is not None:
+            noise_B1V = noise_B1V[..., self.model.token_ids]
         if depth == 0 and self.is_coupled:
-            self.tau_search.consider(scaled_BTV[:, 0], noise_B1V[:, 0])
+            self.tau_search.consider(scaled_BTV[:, 0], noise_B1V[:, 0], self.model.token_ids)
         return torch.add(noise_B1V, scaled_BTV, alpha=1 / self.tau) if self.is_coupled else scaled_BTV
+
+    def _token_ids(self, drafted: Tensor) -> Tensor:
+        """The target's ids of tokens of the draft vocabulary."""
+        return drafted if self.model.token_ids is None else self.model.token_ids[drafted]
 
     def _chain(self, front: _Front) -> DraftTree:
         hidden_B1E, tokens = front.hidden_BE[:, None], [front.roots_B1]
         ends_B = torch.tensor(front.num_pairs, device=self.model.device)
         is_even = min(front.num_pairs) == max(front.num_pairs)
         for depth in range(front.strategy.depth):
-            tokens.append(self._scores(front, hidden_B1E, depth).argmax(dim=-1))
+            tokens.append(self._token_ids(self._scores(front, hidden_B1E, depth).argmax(dim=-1)))
             if depth + 1 < front.strategy.depth:
                 columns_B1 = ends_B[:, None] + depth
                 length = max(front.num_pairs) + depth + 1
@@ -271,7 +282,7 @@ class LearnedDrafter:
         expanded by `width` candidates each; the `budget` most confident nodes of the pool become the tree. A node's
         confidence is the product, from the root on, of how likely each candidate is to be accepted."""
         strategy, device, B = front.strategy, self.model.device, len(front.num_pairs)
-        width = min(strategy.width, self.target.config.vocab_size)
+        width = min(strategy.width, self.model.config.draft_vocab_size)
         ends_B = torch.tensor(front.num_pairs, device=device)
         rows_B1 = torch.arange(B, device=device)[:, None]
         confidence_BF = torch.zeros(B, 1, dtype=torch.float32, device=device)
@@ -288,7 +299,7 @@ class LearnedDrafter:
                 pool_cells.append(cells_BFW.flatten(1))
             frontier = confidence_BF.shape[1]
             confidence_BC = (confidence_BF[:, :, None] + logprob_BFW.clamp_max(_MAX_LOG_CONFIDENCE)).flatten(1)
-            token_BC = token_BFW.flatten(1)
+            token_BC = self._token_ids(token_BFW.flatten(1))
             pool_tokens.append(token_BC)
             pool_parents.append(pool_index_BF.repeat_interleave(width, dim=1))
             pool_confidence.append(confidence_BC)

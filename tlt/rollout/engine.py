@@ -223,7 +223,7 @@ class RolloutEngine:
         strategy = self._choose(batch)
         tree, noise_BDV = self._propose(strategy)
         prefixes = [sequence.num_cached for sequence in self.scheduler.running]
-        features_BNE, logits_BNV, noise_BNV = self._forward(tree, prefixes, noise_BDV)
+        captured_BNF, logits_BNV, noise_BNV = self._forward(tree, prefixes, noise_BDV)
         verdicts = self.verify(tree, logits_BNV, noise_BNV, self._batch_params())
         num_tokens = 0
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
@@ -234,7 +234,7 @@ class RolloutEngine:
             if not strategy.is_off:
                 self.stats.record_verification(strategy.depth, verdict.num_accepted, num_kept)
         if self.drafter is not None:
-            self._inform_drafter(self.drafter, strategy, tree, features_BNE, prefixes, verdicts)
+            self._inform_drafter(self.drafter, strategy, tree, captured_BNF, prefixes, verdicts)
         end = time.perf_counter()
         accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
         self._account(strategy, batch, StepOutcome(num_tokens, accepted, tree.num_nodes, end - start), start)
@@ -257,12 +257,13 @@ class RolloutEngine:
             lengths = [len(a.prompt_ids) - 1 for a in prompts]
             attend = StoringPrefill(self.config, lengths, self.cache.layers, [a.slots[0] for a in prompts])
             token_ids_N = torch.tensor([t for a in prompts for t in a.prompt_ids[:-1]], device=self.device)
-            features_NE = self.model.forward(token_ids_N, attend.positions(self.device), attend)
-            for admission, length, features_TE in zip(prompts, lengths, features_NE.split(lengths), strict=True):
+            positions_N = attend.positions(self.device)
+            captured_NF = self.model.forward_capturing(token_ids_N, positions_N, attend, self._capture)[1]
+            for admission, length, captured_TF in zip(prompts, lengths, captured_NF.split(lengths), strict=True):
                 self.cache.fork(admission.slots[0], admission.slots[1:], length)
                 if self.drafter is not None:
                     self.drafter.remember(
-                        admission.slots, [0] * len(admission.slots), features_TE.expand(len(admission.slots), -1, -1)
+                        admission.slots, [0] * len(admission.slots), captured_TF.expand(len(admission.slots), -1, -1)
                     )
         end = time.perf_counter()
         self.stats.prefill_seconds += end - start
@@ -285,6 +286,10 @@ class RolloutEngine:
         self._predicted_speed = self.tuner.predicted_speed
         return strategy
 
+    @property
+    def _capture(self) -> tuple[int, ...]:
+        return self.drafter.capture if self.drafter is not None else ()
+
     def _batch_params(self) -> BatchParams:
         if self._params is None:
             self._params = BatchParams([s.request.params for s in self.scheduler.running], self.device)
@@ -301,7 +306,7 @@ class RolloutEngine:
         return self.drafter.propose(context, strategy, noise_BDV), noise_BDV
 
     def _forward(self, tree: DraftTree, prefixes: list[int], noise_BDV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Features, logits and noise at every node, in one target forward."""
+        """What the drafter reads, logits and noise at every node, in one target forward."""
         prefix_B = torch.tensor(prefixes, device=self.device)
         B, N = tree.tokens_BN.shape
         length = max(prefixes) + N
@@ -324,26 +329,26 @@ class RolloutEngine:
         positions_N = positions_BN.flatten()
         if length > self.config.max_positions:
             positions_N = positions_N.clamp_max(self.config.max_positions - 1)  # drafts beyond the window are never kept
-        features_NE = self.model.forward(tree.tokens_BN.flatten(), positions_N, attend)
-        return features_NE.view(B, N, -1), self.model.logits(features_NE).view(B, N, -1), noise_BNV
+        features_NE, captured_NF = self.model.forward_capturing(tree.tokens_BN.flatten(), positions_N, attend, self._capture)
+        return captured_NF.view(B, N, -1), self.model.logits(features_NE).view(B, N, -1), noise_BNV
 
     def _inform_drafter(
         self,
         drafter: Drafter,
         strategy: Strategy,
         tree: DraftTree,
-        features_BNE: Tensor,
+        captured_BNF: Tensor,
         prefixes: list[int],
         verdicts: list[Verdict],
     ) -> None:
-        """Hands the drafter the features of the visited nodes, at the positions their tokens now have (the root stays at its
-        prefix, the path follows it), and what became of its proposal."""
+        """Hands the drafter what was captured at the visited nodes, at the positions their tokens now have (the root stays at
+        its prefix, the path follows it), and what became of its proposal."""
         if not tree.is_chain:
             longest = max(len(verdict.path) for verdict in verdicts)
             rows = [[*v.path, *[v.path[-1]] * (longest - len(v.path))] for v in verdicts]
             rows_B1 = torch.arange(len(rows), device=self.device)[:, None]
-            features_BNE = features_BNE[rows_B1, torch.tensor(rows, device=self.device)]
-        drafter.remember(range(len(verdicts)), prefixes, features_BNE)
+            captured_BNF = captured_BNF[rows_B1, torch.tensor(rows, device=self.device)]
+        drafter.remember(range(len(verdicts)), prefixes, captured_BNF)
         if not strategy.is_off:
             drafter.observe(verdicts)
 

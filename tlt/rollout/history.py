@@ -25,29 +25,29 @@ class FeatureHistory:
     def __init__(self, size: int, window: int, max_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.window, self.max_slots, self.device = window, max_slots, device
         self.num_columns = window + Strategy.MAX_DEPTH + 1
-        self.ring_SCE = torch.zeros(0, min(128, self.num_columns), size, dtype=dtype, device=device)
+        self.ring_SCF = torch.zeros(0, min(128, self.num_columns), size, dtype=dtype, device=device)
         self._queue: list[Tensor] = []
         self._slots: tuple[int, ...] = ()
         self._starts: list[int] = []
 
     @property
     def num_bytes(self) -> int:
-        return self.ring_SCE.nbytes
+        return self.ring_SCF.nbytes
 
-    def write(self, slots: Sequence[int], starts: Sequence[int], features_BTE: Tensor) -> None:
+    def write(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
         """Features of T positions from starts[b] on for the sequence in slots[b]."""
         slots = tuple(slots)
         follows = slots == self._slots and all(
             start == first + len(self._queue) for start, first in zip(starts, self._starts, strict=True)
         )
-        if features_BTE.shape[1] == 1 and follows and len(self._queue) < _MAX_QUEUED:
-            self._queue.append(features_BTE)
+        if features_BTF.shape[1] == 1 and follows and len(self._queue) < _MAX_QUEUED:
+            self._queue.append(features_BTF)
             return
         self.flush()
-        if features_BTE.shape[1] == 1:
-            self._slots, self._starts, self._queue = slots, list(starts), [features_BTE]
+        if features_BTF.shape[1] == 1:
+            self._slots, self._starts, self._queue = slots, list(starts), [features_BTF]
         else:
-            self._store(slots, starts, features_BTE)
+            self._store(slots, starts, features_BTF)
 
     def flush(self) -> None:
         if self._queue:
@@ -56,10 +56,10 @@ class FeatureHistory:
         self._slots = ()
 
     def read(self, slots: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
-        """[B, num_positions, E]; what lies beyond the committed tokens is rubbish."""
+        """[B, num_positions, F]; what lies beyond the committed tokens is rubbish."""
         self.flush()
         self._reserve(max(slots) + 1, max(starts) + num_positions)
-        return self.ring_SCE[self._index(slots, starts, num_positions)]
+        return self.ring_SCF[self._index(slots, starts, num_positions)]
 
     def first_known(self, num_known: int) -> int:
         """The earliest position still held of a sequence whose first `num_known` positions have been written."""
@@ -68,18 +68,18 @@ class FeatureHistory:
     def move(self, source: int, target: int) -> None:
         self.flush()
         self._reserve(max(source, target) + 1, 0)
-        self.ring_SCE[target] = self.ring_SCE[source]
+        self.ring_SCF[target] = self.ring_SCF[source]
 
     def release(self) -> None:
         self._queue, self._slots = [], ()
-        self.ring_SCE = self.ring_SCE[:0, : min(128, self.num_columns)].clone()
+        self.ring_SCF = self.ring_SCF[:0, : min(128, self.num_columns)].clone()
 
-    def _store(self, slots: Sequence[int], starts: Sequence[int], features_BTE: Tensor) -> None:
-        skipped = max(features_BTE.shape[1] - self.num_columns, 0)  # a prompt longer than the ring
+    def _store(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
+        skipped = max(features_BTF.shape[1] - self.num_columns, 0)  # a prompt longer than the ring
         starts = [start + skipped for start in starts]
-        num_positions = features_BTE.shape[1] - skipped
+        num_positions = features_BTF.shape[1] - skipped
         self._reserve(max(slots) + 1, max(starts) + num_positions)
-        self.ring_SCE[self._index(slots, starts, num_positions)] = features_BTE[:, skipped:]
+        self.ring_SCF[self._index(slots, starts, num_positions)] = features_BTF[:, skipped:]
 
     def _index(self, slots: Sequence[int], starts: Sequence[int], num_positions: int) -> tuple[Tensor, Tensor]:
         slots_B1 = torch.tensor(slots, device=self.device)[:, None]
@@ -89,11 +89,11 @@ class FeatureHistory:
         return slots_B1, columns_BT
 
     def _reserve(self, num_slots: int, num_positions: int) -> None:
-        slots, columns, size = self.ring_SCE.shape
+        slots, columns, size = self.ring_SCF.shape
         wanted = min(num_positions, self.num_columns)
         if num_slots > slots or wanted > columns:
             slots_wanted = slots if num_slots <= slots else min(max(num_slots, 2 * slots), self.max_slots)
             columns_wanted = columns if wanted <= columns else min(2 * wanted, self.num_columns)
-            grown = self.ring_SCE.new_zeros(slots_wanted, columns_wanted, size)
-            grown[:slots, :columns] = self.ring_SCE
-            self.ring_SCE = grown
+            grown = self.ring_SCF.new_zeros(slots_wanted, columns_wanted, size)
+            grown[:slots, :columns] = self.ring_SCF
+            self.ring_SCF = grown

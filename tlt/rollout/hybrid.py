@@ -44,12 +44,16 @@ class HybridDrafter:
     def version(self) -> int:
         return self.learned.version
 
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return self.learned.capture
+
     def admit(self, slot: int, request: Request) -> None:
         self.learned.admit(slot, request)
         self.ngram.admit(slot, request)
 
-    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTE: Tensor) -> None:
-        self.learned.remember(slots, starts, features_BTE)
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
+        self.learned.remember(slots, starts, features_BTF)
 
     def move(self, source: int, target: int) -> None:
         self.learned.move(source, target)

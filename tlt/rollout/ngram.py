@@ -140,6 +140,7 @@ class NgramDrafter:
 
     kinds = ("ngram",)
     version = 0
+    capture = ()
 
     def __init__(self, max_slots: int, max_tokens: int = DEFAULT_MAX_TOKENS, tau: float = 0.7) -> None:
         self.max_tokens, self.tau = max_tokens, tau
@@ -162,7 +163,7 @@ class NgramDrafter:
         self.problems.move_to_end(request.problem_id)
         self.slots[slot] = (index, index.open(0 if is_new else len(request.prompt_ids)))
 
-    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTE: Tensor) -> None:
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
         """Features mean nothing here."""
 
     def move(self, source: int, target: int) -> None:

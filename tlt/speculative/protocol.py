@@ -41,12 +41,18 @@ class Drafter(Protocol):
         """Counts the drafter's own updates; statistics about older versions age."""
         ...
 
+    @property
+    def capture(self) -> tuple[int, ...]:
+        """What `remember` is to receive of the target at every position: the inputs of these layers, or (the number of layers)
+        the features; () where it does not matter."""
+        ...
+
     def admit(self, slot: int, request: Request) -> None:
         """A new sequence starts in this slot; whatever the slot held is forgotten."""
 
-    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTE: Tensor) -> None:
-        """The target's features of T positions from starts[b] on. Those of rejected drafts may be among them: they lie
-        beyond the committed tokens and are overwritten before anything reads them."""
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
+        """What was captured of the target at T positions from starts[b] on. Rejected drafts may be among them: they lie beyond
+        the committed tokens and are overwritten before anything reads them."""
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
         """A tree for each sequence. noise_BDV[b, d] is the law's noise of the position d + 1 after the root, which the

@@ -1,0 +1,93 @@
+"""Runs in turns: with TLT and without they are the same run, and one that parts is counted and brought back."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tlt.bench.report import with_changes
+from tlt.bench.train import OFF, Plan, launch_runs, read_turns
+from tlt.config import Config, load_config
+from tlt.distributed.checkpoint import latest_checkpoint, load_checkpoint
+
+PLAN = Plan({"off": OFF, "tlt": {}}, num_steps=1, minutes=10.0)
+
+
+@pytest.fixture
+def config(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Config:
+    """One rank, in this process; a fixed strategy."""
+    monkeypatch.syspath_prepend(workspace)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(workspace), os.environ.get("PYTHONPATH", "")]))
+    overrides = ["--run.num_ranks=1", "--rollout.speculation=4x1x4", "--run.out_dir", str(tmp_path / "runs")]
+    return load_config(workspace / "run.toml", overrides)
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    path = latest_checkpoint(run / "checkpoints")
+    assert path is not None
+    return load_checkpoint(path, "cpu")[1]
+
+
+def test_the_command_compares_whole_runs_on_two_ranks(workspace: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(workspace), os.environ.get("PYTHONPATH", "")])}
+    words = [sys.executable, "-m", "tlt.cli", "bench", "train", str(workspace / "run.toml"), "--steps", "2"]
+    words += ["--out", str(tmp_path / "result"), "--rollout.speculation", "4x1x4", "--run.out_dir", str(tmp_path / "runs")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert json.loads(done.stdout.splitlines()[-1]).keys() == {"tlt", "frozen"}
+    report = json.loads((tmp_path / "result.json").read_text())
+    assert report["num_steps"] == 2
+    assert report["runs"].keys() == {"off", "tlt", "frozen"}
+    for name, run in report["runs"].items():
+        assert (run["num_different"], run["num_steps_with_same_weights"]) == (0, 2)
+        assert (run["accept_length"] is None) == (name == "off")
+        assert {"prefill", "update", "publish", "record"} <= run["phase_seconds"].keys()
+        assert [step["digest"] for step in run["steps"]] == [step["digest"] for step in report["runs"]["off"]["steps"]]
+    assert report["runs"]["off"]["steps"][0]["digest"] != report["runs"]["off"]["steps"][1]["digest"]
+    moved = [weights(tmp_path / "runs" / name) for name in report["runs"]]
+    assert all(torch.equal(moved[0][name], run[name]) for run in moved[1:] for name in run)
+    text = (tmp_path / "result.md").read_text()
+    assert "| steps that end with off's very weights | 2 | 2 | 2 |" in text
+    assert str(tmp_path) not in json.dumps(report["config"])
+
+
+def test_a_run_that_parts_is_counted_and_given_the_references_weights(config: Config, tmp_path: Path) -> None:
+    """Another seed writes other tokens, which teach the policy otherwise; the reference notices nothing of it."""
+    plan = dataclasses.replace(PLAN, runs={"off": OFF, "same": {}, "other": {"run": {"seed": 1}}}, num_steps=3)
+    assert launch_runs(config, plan) == 0
+    for off, same, other in zip(*read_turns(tmp_path / "runs" / "turns.jsonl", plan.runs).values(), strict=True):
+        assert same.digest == off.digest != other.digest
+        assert (same.num_different, other.num_different) == (0, 16)
+        assert (same.same_weights, other.same_weights) == (True, False)
+    reference, brought_back = (weights(tmp_path / "runs" / name) for name in ("off", "other"))
+    assert all(torch.equal(reference[name], brought_back[name]) for name in reference)
+
+
+def test_runs_go_on_where_they_ended_and_with_other_problems_after_the_shift(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shifted = dataclasses.replace(PLAN, num_steps=2, shift=(1, {"first": 3}))
+    assert launch_runs(config, PLAN) == 0
+    assert launch_runs(config, shifted) == 0
+    path = tmp_path / "runs" / "turns.jsonl"
+    off, tlt = read_turns(path, PLAN.runs).values()
+    assert [turn.step for turn in off] == [turn.step for turn in tlt] == [0, 1]
+    assert [turn.digest for turn in off] == [turn.digest for turn in tlt]
+    unshifted = with_changes(config, {"run": {"out_dir": tmp_path / "unshifted"}})
+    assert launch_runs(unshifted, dataclasses.replace(PLAN, num_steps=2)) == 0
+    others = read_turns(tmp_path / "unshifted" / "turns.jsonl", PLAN.runs)["off"]
+    assert [a.digest == b.digest for a, b in zip(off, others, strict=True)] == [True, False]
+
+    path.write_text(path.read_text() + json.dumps(dataclasses.asdict(off[1])) + "\n")  # as a killed session leaves it
+    assert launch_runs(config, shifted) == 2
+    assert "did not end together; give another --run.out_dir" in capsys.readouterr().err
+    changed = with_changes(config, {"optimizer": {"learning_rate": 1.0}})
+    with pytest.raises(ValueError, match="holds runs of another configuration"):
+        launch_runs(changed, PLAN)

@@ -1,0 +1,126 @@
+"""The arithmetic of `tlt bench train`, on runs written by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.unit.test_report import record
+from tlt.bench.plots import plot_runs
+from tlt.bench.report import header
+from tlt.bench.train import Turn, ceiling, phase_seconds, summarize, to_markdown
+from tlt.cli import main
+from tlt.config import load_config
+from tlt.report.metrics import MetricsWriter
+from tlt.report.timeline import Timeline, rank_path
+from tlt.types import Span, UserError
+
+RECIPES = Path(__file__).parents[2] / "recipes" / "countdown"
+
+
+def test_the_ceiling_is_amdahls() -> None:
+    """A step of 8 s of rollout and 2 s of the rest: 10 / (2 + 8 / S)."""
+    assert ceiling(0.8, 1.0) == pytest.approx(1.0)
+    assert ceiling(0.8, 2.0) == pytest.approx(10 / 6)
+    assert ceiling(0.8, math.inf) == pytest.approx(5.0)
+
+
+def test_phases_are_means_over_ranks_and_steps_and_what_no_span_covers_is_other() -> None:
+    first = [Span("decode", 0, 6), Span("update", 7, 9), Span("step", 0, 10), Span("publish", 10.5, 11), Span("step", 11, 15)]
+    second = [
+        Span("decode", 0, 2),
+        Span("train drafter", 2, 6),
+        Span("step", 0, 10),
+        Span("decode", 11, 15),
+        Span("step", 11, 15),
+    ]
+    seconds = phase_seconds({0: first, 1: second})
+    assert seconds == {"decode": 12 / 4, "update": 2 / 4, "train drafter": 4 / 4, "other": (2 + 4 + 4 + 0) / 4}
+
+
+def write_run(folder: Path, name: str, rollouts: list[float], accept_length: float, num_different: list[int]) -> None:
+    """A run whose steps have these rollout seconds and 2 s besides: 1.5 of them the update, 0.5 the record."""
+    timeline = Timeline(0, rank_path(folder / name, 0))
+    with MetricsWriter(folder / name / "metrics.jsonl", 0) as writer, (folder / "turns.jsonl").open("a") as turns:
+        for step, seconds in enumerate(rollouts):
+            start = 100.0 * step
+            timeline.record("decode", start, start + seconds)
+            timeline.record("train drafter", start + seconds, start + seconds + 0.1)
+            timeline.record("step", start, start + seconds + 1.5)
+            times = {"rollout_seconds": seconds, "step_seconds": seconds + 1.5, "cpu_seconds": 2 * seconds}
+            idle = {"idle_seconds": 4.0, "drafter_train_seconds": 3.0}
+            writer.write(record(step, accept_length=accept_length, num_responses=32, num_tokens=64, **times, **idle))
+            if step < len(num_different):
+                turn = Turn(name, step, seconds + 2, 4, num_different[step], same_weights=not num_different[step], digest="d")
+                turns.write(json.dumps(dataclasses.asdict(turn)) + "\n")
+    timeline.flush()
+
+
+def test_a_summary_pairs_the_steps_that_all_runs_finished(tmp_path: Path) -> None:
+    write_run(tmp_path, "off", [8.0, 18.0], math.nan, [0, 0])
+    write_run(tmp_path, "tlt", [3.0, 8.0, 99.0], 3.0, [0, 2])  # the third step is of a round that was stopped
+    report = summarize(tmp_path, ("off", "tlt"))
+    off, tlt = report["runs"]["off"], report["runs"]["tlt"]
+    assert report["num_steps"] == 2
+    assert tlt["ratios"]["off"]["values"] == (10 / 5, 20 / 10)
+    assert tlt["ratios"]["off"]["mean"] == pytest.approx(2.0)
+    assert tlt["rollout_speedup"]["mean"] == pytest.approx(math.sqrt(8 / 3 * 18 / 8))
+    assert off["rollout_share"] == pytest.approx(26 / 30)
+    assert tlt["ceiling"] == pytest.approx(ceiling(26 / 30, math.sqrt(6)))
+    assert tlt["ceiling_of_free_rollout"] == pytest.approx(30 / 4)
+    assert (off["cpu_seconds"], off["cpu_seconds_per_solved_problem"]) == (26.0, 52 / 8)
+    assert (off["accept_length"], tlt["accept_length"]) == (None, 3.0)
+    assert tlt["harvested_share"] == pytest.approx(6 / 8)
+    assert tlt["phase_seconds"]["record"] == pytest.approx(0.5)
+    assert off["drafter_training_on_critical_path"] == pytest.approx(0.2 / 29)
+    assert (tlt["num_different"], tlt["first_different_step"], tlt["num_steps_with_same_weights"]) == (2, 1, 1)
+
+    config = load_config(RECIPES / "headline.toml")
+    text = to_markdown("Title", {**header(config, "command"), **report})
+    assert "| step time, off / run | – | 2.00 (2.00 – 2.00) |" in text
+    assert "| ceiling if rollouts took no time | – | 7.50 |" in text
+    assert "| responses that differ from off's, of 64 | 0 | 2 |" in text
+    assert "| train drafter | 0.100 | 0.100 |" in text
+    assert "r = 86.7%" in text
+
+
+def test_without_a_finished_round_there_is_nothing_to_report(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not one round was finished; give it more --minutes"):
+        summarize(tmp_path, ("off", "tlt"))
+    write_run(tmp_path, "frozen", [1.0], 3.0, [0])
+    with pytest.raises(UserError, match="holds a run 'frozen'; include it, or give another"):
+        summarize(tmp_path, ("off", "tlt"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--variants", "tlt,thawed"], "--variants: 'thawed' is unknown; give some of tlt, frozen"),
+        (["--variants", ""], "--variants: is empty"),
+        (["--steps", "0"], "--steps: 0 is too small; give 1 or more"),
+        (["--minutes", "-1"], "--minutes: -1.0 is no length of time"),
+        (["--rollout.speculation", "off"], "rollout.speculation is off, so there is nothing to compare"),
+        (["--drafter.train", "false"], "--variants: frozen differs from tlt only where drafter.train is true"),
+        (["--out", "nowhere/x"], "nowhere"),
+    ],
+)
+def test_a_mistake_in_the_command_is_one_line(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code = main(["bench", "train", str(RECIPES / "headline.toml"), "--out", str(tmp_path / "x"), *arguments])
+    error = capsys.readouterr().err.strip()
+    assert code == 2
+    assert error.count("\n") == 0
+    assert part in error
+
+
+def test_the_plot_of_runs_is_a_file_that_does_not_change(tmp_path: Path) -> None:
+    steps = [{"accept_length": 3 + i % 2, "rollout_seconds": i, "seconds": i + 1, "reward_mean": 0.5} for i in range(40)]
+    runs = {"off": [{**step, "accept_length": math.nan} for step in steps], "tlt": steps}
+    for name in "ab":
+        plot_runs(runs, tmp_path / f"{name}.svg", marked_step=20)
+    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()

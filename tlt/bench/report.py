@@ -1,0 +1,91 @@
+"""What every benchmark's report has in common: where it was measured, of which configuration, and how it is written."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlt import __version__
+from tlt.config import Config
+from tlt.report.metrics import dumps, replace_text
+
+Changes = Mapping[str, Mapping[str, Any]]
+"""Values of a configuration by section and key."""
+
+
+def with_changes(config: Config, changes: Changes) -> Config:
+    """The configuration with these values, validated again."""
+    values = config.model_dump()
+    for section, keys in changes.items():
+        values[section] = {**values[section], **keys}
+    return Config.model_validate(values)
+
+
+def header(config: Config, command: str) -> dict[str, Any]:
+    """How to repeat a measurement. No host names, and of paths the last part only."""
+    described = config.model_dump(mode="json")
+    for section, key in (("run", "out_dir"), ("model", "path"), ("drafter", "path")):
+        if described[section][key] is not None:
+            described[section][key] = Path(described[section][key]).name
+    return {"command": command, "environment": environment(), "config": described}
+
+
+def environment() -> dict[str, Any]:
+    """Machine, commit and versions, without host names or paths."""
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        dirty = bool(
+            subprocess.run(["git", "status", "--porcelain", "tlt"], capture_output=True, text=True, check=False).stdout.strip()
+        )
+    except (OSError, subprocess.CalledProcessError):
+        commit, dirty = "unknown", False
+    cpu = "unknown"
+    if Path("/proc/cpuinfo").exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+        ]
+        cpu = f"{names[0]}, {len(names)} cores" if names else cpu
+    return {
+        "tlt": __version__,
+        "commit": commit + ("+changes" if dirty else ""),
+        "cpu": cpu,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def write_report(out: Path, report: Mapping[str, Any], markdown: str) -> None:
+    """OUT.json and OUT.md, each whole."""
+    replace_text(out.with_name(out.name + ".json"), dumps(report) + "\n")
+    replace_text(out.with_name(out.name + ".md"), markdown)
+
+
+# ── markdown ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def provenance(report: Mapping[str, Any]) -> list[str]:
+    """The command, and the machine."""
+    machine = ", ".join(f"{key} {value}" for key, value in report["environment"].items() if value)
+    return [f"`{report['command']}`", machine]
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
+
+
+def ratio_text(ratio: Mapping[str, Any]) -> str:
+    """Of a Ratio as JSON."""
+    return f"{ratio['mean']:.2f} ({ratio['low']:.2f} – {ratio['high']:.2f})"
+
+
+def number(value: float | None, form: str = ".2f") -> str:
+    return "–" if value is None else format(value, form)
