@@ -32,7 +32,7 @@ def config(workspace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def weights(run: Path) -> dict[str, torch.Tensor]:
     path = latest_checkpoint(run / "checkpoints")
     assert path is not None
-    return load_checkpoint(path, "cpu")[1]
+    return load_checkpoint(path, torch.device("cpu")).policy
 
 
 def test_the_command_compares_whole_runs_on_two_ranks(workspace: Path, tmp_path: Path) -> None:
