@@ -127,7 +127,7 @@ def summarize(engine: Any, completions: list[Any]) -> dict[str, Any]:
 
 
 def describe_drafter(worker: Any) -> dict[str, Any]:
-    """Every parameter that vLLM's drafter has of its own, as the checkpoint must fill it, and what it read of the configuration.
+    """Every parameter that vLLM's drafter has of its own, as a checkpoint must fill it, and what it read of the configuration.
     Runs inside the engine. On a CPU vLLM packs its matrices and leaves the parameters empty: the layer still knows their size;
     a head is padded to 64 rows."""
     runner = worker.model_runner
@@ -140,7 +140,7 @@ def describe_drafter(worker: Any) -> dict[str, Any]:
         "config": {key: getattr(config, key) for key in keys},
         "captured_layers": list(getattr(target.model, "aux_hidden_state_layers", ())),
         "parameters": {
-            f"{path}.{name}": list(parameter.shape) if parameter.numel() else [layer.output_size, layer.input_size]
+            f"{path}.{name}".strip("."): list(parameter.shape) if parameter.numel() else [layer.output_size, layer.input_size]
             for path, layer in drafter.named_modules()
             for name, parameter in layer.named_parameters(recurse=False)
             if id(parameter) not in borrowed
