@@ -2,12 +2,13 @@
 #
 #   make train    set up, then the main job: RL on Countdown, about ten minutes on two cores
 #   make test     set up, then all tests        make unit    the unit tests alone, under a minute
+#   make vllm-check   exported drafters in an unmodified vLLM, in an environment of its own (VLLM_PYTHON=, else .venv-vllm, 2 GB)
 #   make lint     ruff and mypy                 make setup   .venv alone       make clean   remove .venv and caches
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit lint format clean
+.PHONY: help setup train test unit vllm-check lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -54,6 +55,9 @@ test: $(DEV_STAMP)
 
 unit: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests/unit $(ARGS)
+
+vllm-check: $(DEV_STAMP)
+	$(BIN)/python benchmarks/vllm_check.py $(if $(VLLM_PYTHON),--vllm $(VLLM_PYTHON),--setup .venv-vllm) $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

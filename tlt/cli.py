@@ -200,6 +200,50 @@ class DrafterTrain:
 
 
 @dataclass(frozen=True)
+class DrafterExport:
+    """Write a drafter as vLLM or SGLang loads it, with the command that serves it."""
+
+    drafter: Annotated[Positional[Path], arg(metavar="DIR")]
+    """Drafter folder, of tlt or of another trainer."""
+    target: Annotated[Path, arg(metavar="MODEL")]
+    """Hugging Face checkpoint folder of the model it drafts for; EAGLE-3 drafters carry rows of its head along."""
+    to: Path
+    """New folder."""
+    format: Literal["vllm-eagle", "vllm-eagle3", "sglang-eagle3", "speculators"]
+    """eagle drafters: vllm-eagle; eagle3 drafters: the others."""
+
+
+@dataclass(frozen=True)
+class DrafterEval:
+    """Measure how often a drafter's guesses are accepted: by position, by the target's entropy, by its own confidence."""
+
+    drafter: Annotated[Positional[Path], arg(metavar="DIR")]
+    """Drafter folder, of tlt or of another trainer."""
+    model: Path
+    """Hugging Face checkpoint folder of the target."""
+    prompts: Path
+    """JSONL: prompt (text), prompt_ids or messages (chat), and optionally problem_id."""
+    out: Annotated[Path | None, arg(metavar="PATH")] = None
+    """Write the whole result as JSON."""
+    depth: int = 3
+    """Guesses per verification, in a chain: what vLLM calls num_speculative_tokens."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    samples: int = 1
+    """Responses per prompt."""
+    max_tokens: int = 512
+    """Longest response."""
+    seed: int = 0
+    """Of the sampling."""
+    max_batch_size: int = 8
+    """Sequences decoded at a time."""
+    rounds: int = 2
+    """Timed rollouts with and without the drafter, in turns; 0 leaves them out."""
+    threads: int = 1
+    """CPU threads."""
+
+
+@dataclass(frozen=True)
 class BenchRollout:
     """Measure how fast a configuration's rollout is: speculation against none, strategy by strategy, and beside peers."""
 
@@ -283,6 +327,8 @@ COMMANDS: dict[str, type] = {
     "score": Score,
     "audit": Audit,
     "drafter train": DrafterTrain,
+    "drafter export": DrafterExport,
+    "drafter eval": DrafterEval,
     "bench rollout": BenchRollout,
     "bench train": BenchTrain,
     "bench geometry": BenchGeometry,
@@ -308,6 +354,10 @@ def run(command: Any, overrides: Sequence[str]) -> int:
             return _audit(command)
         case DrafterTrain():
             return _drafter_train(command)
+        case DrafterExport():
+            return _drafter_export(command)
+        case DrafterEval():
+            return _drafter_eval(command)
         case BenchRollout():
             return _bench_rollout(command, overrides)
         case BenchTrain():
@@ -437,6 +487,46 @@ def _drafter_train(command: DrafterTrain) -> int:
             print(f"drafter: {share:.0%} of the tokens, loss {loss:.4f}", file=sys.stderr, flush=True)
 
     return _print_json(commands.train_drafter(commands.DrafterTrainOptions(**vars(command)), show))
+
+
+def _drafter_export(command: DrafterExport) -> int:
+    from tlt import commands_drafter
+
+    return _print_json(commands_drafter.export(commands_drafter.ExportOptions(**vars(command))))
+
+
+def _drafter_eval(command: DrafterEval) -> int:
+    from tlt import commands_drafter
+
+    summary = commands_drafter.evaluate(commands_drafter.EvalOptions(**vars(command)))
+    _print_evaluation(summary)
+    return _print_json(summary)
+
+
+def _print_evaluation(summary: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(
+        f"{summary['form']} drafter, chains of {summary['depth']}, temperature {summary['temperature']:g}: accept length "
+        f"{summary['accept_length']:.2f} over {summary['num_verifications']} verifications of {summary['responses']} responses"
+    )
+    if (speed := summary.get("speedup")) is not None:
+        console.print(
+            f"speed over none, batch {speed['batch_size']}: {speed['mean']:.2f} ({speed['low']:.2f} – {speed['high']:.2f})"
+        )
+    positions = Table("position", "accepted", title="all guesses up to here", title_justify="left")
+    for position, share in enumerate(summary["by_position"], start=1):
+        positions.add_row(str(position), f"{share:.3f}")
+    console.print(positions)
+    error = f"confidence (mean error {summary['calibration_error']:.3f})"
+    for key, title in (("by_entropy", "target's entropy, nats"), ("by_confidence", error)):
+        table = Table("from", "to", "mean", "guesses", "accepted", title=title, title_justify="left")
+        for bucket in summary[key]:
+            bounds = (f"{bucket[name]:.2f}" for name in ("low", "high", "mean"))
+            table.add_row(*bounds, str(bucket["num_guesses"]), f"{bucket['accepted']:.3f}")
+        console.print(table)
 
 
 def _bench_rollout(command: BenchRollout, overrides: Sequence[str]) -> int:

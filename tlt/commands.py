@@ -202,17 +202,17 @@ def _make_engine(
     )
     engine.load_policy(tensors)
     if engine.tuner is not None:
-        learned = None if options.drafter is None else _load_drafter(options.drafter, engine, options.max_batch_size)
+        learned = None if options.drafter is None else _load_drafter(options.drafter, engine, tensors, options.max_batch_size)
         engine.load_drafter(make_drafter(learned, options.max_batch_size))
     return engine
 
 
-def _load_drafter(path: Path, engine: RolloutEngine, max_slots: int) -> LearnedDrafter:
+def _load_drafter(path: Path, engine: RolloutEngine, tensors: Mapping[str, Tensor], max_slots: int) -> LearnedDrafter:
     from tlt.drafting.export import load_drafter
     from tlt.models.drafter import PackedDrafter
     from tlt.rollout.drafters import LearnedDrafter
 
-    stored = load_drafter(path, engine.config)
+    stored = load_drafter(path, engine.config, tensors)
     packed = PackedDrafter.from_tensors(stored.config, stored.tensors, engine.model.dtype, engine.device)
     return LearnedDrafter(packed, engine.model, max_slots)
 
@@ -587,7 +587,7 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
         if model.config.is_reduced:
             model.set_vocabulary(most_frequent(rollouts, model.config.draft_vocab_size, config.vocab_size))
     else:
-        stored = load_drafter(options.init, config)
+        stored = load_drafter(options.init, config, tensors)
         choose_preset(options.preset, stored)
         model = DraftModel(stored.config)
         model.load_state_dict(stored.tensors)

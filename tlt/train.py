@@ -169,7 +169,7 @@ class Run:
         self.watch: DrafterWatch | None = None
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints")
         if self.engine.tuner is not None:
-            self._attach_drafter()
+            self._attach_drafter(initial)
         self._resume()
         self.publish(self.step)
         self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
@@ -196,11 +196,11 @@ class Run:
         policy.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
         return policy.to(self.world.device)
 
-    def _attach_drafter(self) -> None:
+    def _attach_drafter(self, initial: dict[str, torch.Tensor]) -> None:
         """What the engine drafts with, and who trains it."""
         settings, slots = self.config.drafter, self.config.rollout.max_batch_size
         if settings.path is not None:
-            stored = load_drafter(settings.path, self.model_config)
+            stored = load_drafter(settings.path, self.model_config, initial)
             model = DraftModel(stored.config).to(self.world.device)
             model.load_state_dict(stored.tensors)
             packed = PackedDrafter.from_tensors(model.config, model.state_dict(), self.engine.model.dtype, self.world.device)

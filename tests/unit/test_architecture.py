@@ -24,6 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"train", "audit", "integrations"}),
     frozenset({"bench"}),
     frozenset({"commands"}),
+    frozenset({"commands_drafter"}),
     frozenset({"cli"}),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}

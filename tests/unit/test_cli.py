@@ -105,7 +105,7 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     [
         (["gen"], "gen: unknown command; did you mean tlt generate?"),
         (["zzz"], f"zzz: unknown command; commands are {', '.join(cli.COMMANDS)}"),
-        (["drafter"], "drafter: incomplete command; write tlt drafter train"),
+        (["drafter"], "drafter: incomplete command; write tlt drafter train | tlt drafter export | tlt drafter eval"),
         (["generate"], "Missing from tlt generate: MODEL --prompts PATH --out PATH; see tlt generate --help"),
         (["generate", "m", "--prompts"], "Missing value for argument '--prompts'. Expected 1 values; see tlt generate --help"),
         (

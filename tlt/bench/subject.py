@@ -47,7 +47,7 @@ class Subject:
         master = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.tensors = load_tensors(config.model.path, self.model_config, master)
         path = config.drafter.path
-        self.drafter = None if path is None else load_drafter(path, self.model_config)
+        self.drafter = None if path is None else load_drafter(path, self.model_config, self.tensors)
         self.kinds = drafter_kinds(self.drafter is not None)
         self.problems = load_problems(config, "train")
         s = config.sampling

@@ -167,6 +167,7 @@ def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> N
             console.note(describe_round(turns))
         for run in runs.values():
             run.checkpoint()
+            run.checkpoints.wait()
 
 
 def one_round(runs: Mapping[str, Run], world: World) -> list[Turn]:

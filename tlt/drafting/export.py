@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
+from tlt.drafting.foreign import drop_repeated, read_directory
 from tlt.drafting.losses import DEFAULT_PRESET, PRESETS, Preset
 from tlt.files import replace_folder
 from tlt.models.checkpoint import config_to_hf, parse_config
@@ -58,21 +58,16 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def load_drafter(path: Path | str, target: ModelConfig) -> StoredDrafter:
-    """A drafter, checked against the target it is to draft for: UserError, one line, otherwise."""
+def load_drafter(path: Path | str, target: ModelConfig, target_tensors: Mapping[str, Tensor] | None = None) -> StoredDrafter:
+    """A drafter, checked against the target it is to draft for: UserError, one line, otherwise.
+
+    Other trainers' directories are read as well (foreign.py). Where they repeat the target's embedding or head, the target's
+    own is used; with `target_tensors` the two are compared first.
+    """
     path = Path(path)
-    for name in ("config.json", "model.safetensors"):
-        if not (path / name).is_file():
-            raise UserError(f"drafter {path}: {name} is missing; give a directory that tlt drafter train wrote")
-    try:
-        described = json.loads((path / "config.json").read_text())
-    except ValueError as error:
-        raise UserError(f"drafter {path}: config.json is not valid JSON ({error}); train or copy it again") from None
-    try:
-        tensors = load_file(path / "model.safetensors")
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"drafter {path}: model.safetensors cannot be read ({error}); train or copy it again") from None
-    config = read_config(path, described, target, owns_head="lm_head.weight" in tensors)
+    described, tensors = read_directory(path)
+    tensors = drop_repeated(path, tensors, described["method"], target.vocab_size, target_tensors)
+    config = read_config(path, described, target, tensors)
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in DraftModel(config).state_dict().items()}
     for name in sorted(expected.keys() | tensors.keys()):
@@ -102,20 +97,25 @@ def choose_preset(name: str | None, drafter: StoredDrafter, changes: Mapping[str
     return preset
 
 
-def read_config(path: Path, described: Mapping[str, Any], target: ModelConfig, owns_head: bool) -> DraftConfig:
-    """The drafter's shape from its config.json; what must agree with the target is checked."""
-    found = described.get("architectures")
-    method = ARCHITECTURES.get(found[0]) if isinstance(found, list) and len(found) == 1 else None
-    if method is None:
-        raise UserError(f"drafter {path}: architectures is {found}; only {list(ARCHITECTURES)} can be loaded")
-    as_llama = {**described, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    layer = parse_config(as_llama, f"drafter {path}")
-    for key in ("hidden_size", "vocab_size"):
-        theirs, ours = getattr(layer, key), getattr(target, key)
-        if theirs != ours:
-            raise UserError(f"drafter {path}: {key} is {theirs}, the target's is {ours}; train a drafter for this model")
-    vocab = described.get("draft_vocab_size") or target.vocab_size
-    config = drafter_config(target, method, vocab)
-    capture = described.get("eagle_aux_hidden_state_layer_ids") or config.capture
-    layer = dataclasses.replace(layer, num_layers=1, tie_embeddings=True, max_positions=target.max_positions)
-    return dataclasses.replace(config, layer=layer, capture=tuple(capture), owns_head=owns_head)
+def read_config(path: Path, described: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]) -> DraftConfig:
+    """The drafter's shape from its config.json and what it brought; what must agree with the target is checked."""
+    layer = parse_config(described, f"drafter {path}")
+    theirs = {"hidden_size": layer.hidden_size, "vocab_size": layer.vocab_size}
+    if described.get("target_hidden_size") is not None:
+        theirs["target_hidden_size"] = described["target_hidden_size"]
+    for key, value in theirs.items():
+        ours = getattr(target, key.removeprefix("target_"))
+        if value != ours:
+            raise UserError(f"drafter {path}: {key} is {value}, the target's is {ours}; train a drafter for this model")
+    config = drafter_config(target, described["method"], described.get("draft_vocab_size"))
+    capture = tuple(described.get("eagle_aux_hidden_state_layer_ids") or config.capture)
+    if list(capture) != sorted(set(capture)) or not 0 <= capture[0] <= capture[-1] <= target.num_layers:
+        remedy = f"it must name layers from 0 to {target.num_layers}, rising, so give the model it was trained for"
+        raise UserError(f"drafter {path}: eagle_aux_hidden_state_layer_ids is {list(capture)}; {remedy}")
+    return dataclasses.replace(
+        config,
+        layer=dataclasses.replace(layer, num_layers=1, tie_embeddings=True, max_positions=target.max_positions),
+        capture=capture,
+        owns_head="lm_head.weight" in tensors,
+        has_bias="fc.bias" in tensors,
+    )

