@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tlt.bench.longtail import read_workload
-from tlt.bench.rollout import environment
+from tlt.bench.report import environment
 from tlt.drafting.buffer import TrajectoryBuffer
 from tlt.drafting.export import choose_preset, load_drafter
 from tlt.drafting.spot import SpotTrainer

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from tlt.bench.longtail import LengthShape, read_workload
-from tlt.bench.rollout import environment
+from tlt.bench.report import environment
 from tlt.drafting.buffer import PackedBatch
 from tlt.drafting.export import choose_preset, load_drafter
 from tlt.drafting.trainer import DrafterTrainer
