@@ -205,6 +205,20 @@ def test_sampled_windows_are_aligned_at_any_offset(data: st.DataObject) -> None:
             assert torch.equal(window, window[0] + torch.arange(len(window)))
 
 
+def test_short_and_long_responses_are_trained_on_by_their_tokens() -> None:
+    """Tokens 0 to 19 are the short response's, then the long one's; a long one is not drawn more often and taken whole."""
+    buffer = TrajectoryBuffer(10**7, seed=3)
+    for first, length in ((0, 20), (20, 61)):
+        rollout = make_rollout(range(first, first + length), 1, name=str(first))
+        buffer.add(rollout, randn(length - 1, SIZE))
+    counts = torch.zeros(81)
+    for _ in range(600):
+        batch = buffer.sample(64)
+        assert batch is not None
+        counts += torch.bincount(batch.token_ids_N, minlength=81)
+    assert counts[:19].mean() / counts[25:75].mean() == pytest.approx(1.0, abs=0.35)
+
+
 def test_windows_lie_anywhere_in_a_trajectory() -> None:
     buffer = coded_buffer([(40, 2)], seed=3)
     starts = set()

@@ -130,7 +130,7 @@ class TrajectoryBuffer:
         return max(stale, key=lambda t: len(t.token_ids), default=None)
 
     def sample(self, token_budget: int, policy_version: int | None = None) -> PackedBatch | None:
-        """Windows drawn in proportion to length, packed up to the budget; None when no trajectory has features.
+        """Windows packed up to the budget, drawn so that every token is as likely; None when no trajectory has features.
 
         A window lies anywhere in its trajectory where it predicts a response token; a trajectory that fits the budget is
         taken whole.
@@ -138,7 +138,7 @@ class TrajectoryBuffer:
         ready = self.ready(policy_version)
         if not ready:
             return None
-        weights = [t.num_usable for t in ready]
+        weights = [max(t.num_usable, token_budget) for t in ready]  # what is taken whole need not be drawn more often
         tokens: list[int] = []
         features: list[Tensor] = []
         masks: list[Tensor] = []
