@@ -177,10 +177,18 @@ class DrafterTrain:
 
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
     """Hugging Face checkpoint folder of the target."""
-    responses: Path
-    """JSONL with prompt_ids and token_ids, as tlt generate writes it."""
     out: Path
     """Folder of the drafter; must not exist yet."""
+    responses: Annotated[Path | None, arg(metavar="PATH")] = None
+    """JSONL with prompt_ids and token_ids, as tlt generate writes it."""
+    prompts: Annotated[Path | None, arg(metavar="PATH")] = None
+    """Instead of responses: prompts as for tlt generate, which the model answers first."""
+    samples: int = 1
+    """Responses to each prompt."""
+    max_tokens: int = 2048
+    """Longest of these responses."""
+    temperature: float = 1.0
+    """They are sampled at."""
     init: Annotated[Path | None, arg(metavar="DIR")] = None
     """Start from this drafter instead of a random one."""
     preset: Literal["eagle", "hass", "eagle3"] = "hass"

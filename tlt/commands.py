@@ -541,7 +541,11 @@ class DrafterTrainOptions:
     """Everything `tlt drafter train` depends on."""
 
     model: Path
-    responses: Path
+    responses: Path | None
+    prompts: Path | None
+    samples: int
+    max_tokens: int
+    temperature: float
     out: Path
     init: Path | None
     preset: str
@@ -553,8 +557,12 @@ class DrafterTrainOptions:
     threads: int
 
 
+_ANSWERS_AT_A_TIME = 64
+
+
 def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, float], None]) -> Record:
-    """Trains a drafter on responses of the model `options.model` and writes it to the new folder `options.out`.
+    """Trains a drafter on responses of the model `options.model` (given, or made from prompts) and writes it to the new folder
+    `options.out`.
 
     on_progress: receives the share of the tokens done and the loss of the last step.
     """
@@ -576,9 +584,12 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
         raise UserError(
             f"--draft-vocab: {options.draft_vocab} must be more than 1 and less than the vocabulary, {config.vocab_size}"
         )
-    rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
     tensors = load_tensors(options.model, config)
     torch.set_num_threads(options.threads)
+    if options.responses is not None:
+        rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
+    else:
+        rollouts = _answer(options, config, tensors)
     target = PackedTransformer(config, torch.float32)
     target.load(tensors, version=0)
     preset = PRESETS[options.preset]
@@ -596,7 +607,8 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     for rollout in rollouts:
         buffer.add(rollout)
     if not len(buffer):
-        raise UserError(f"--responses: {options.responses} has no response of three tokens or more; give longer ones")
+        source = "--prompts: they have" if options.responses is None else f"--responses: {options.responses} has"
+        raise UserError(f"{source} no response of three tokens or more; give longer ones")
     trainer = DrafterTrainer(model, target, preset, options.learning_rate)
     wanted = max(int(options.epochs * buffer.num_tokens), 1)
     begin, num_steps, loss = time.perf_counter(), 0, float("nan")
@@ -637,6 +649,30 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     }
 
 
+def _answer(options: DrafterTrainOptions, config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[Rollout]:
+    """The model's own responses to the prompts, by adaptive speculation without a learned drafter."""
+    from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
+    from tlt.rollout.engine import RolloutEngine
+    from tlt.rollout.hybrid import drafter_kinds, make_drafter
+    from tlt.rollout.tuner import make_tuner
+
+    assert options.prompts is not None, "responses or prompts are given"
+    tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
+    stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(options.model)
+    prompts = read_prompts(options.prompts, tokenizer, vocab_size=config.vocab_size, window=config.max_positions)
+    params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=stop_ids, seed=options.seed)
+    engine = RolloutEngine(config, max_batch_size=_ANSWERS_AT_A_TIME, tuner=make_tuner("adaptive", drafter_kinds(False)))
+    engine.load_policy(tensors)
+    engine.load_drafter(make_drafter(None, _ANSWERS_AT_A_TIME))
+    requests = [
+        Request(prompt.problem_id, index, prompt.prompt_ids, params, purpose="generate")
+        for prompt in prompts
+        for index in range(options.samples)
+    ]
+    answered = {(rollout.problem_id, rollout.sample_index): rollout for rollout in engine.generate(requests)}
+    return [answered[request.problem_id, request.sample_index] for request in requests]
+
+
 def most_frequent(rollouts: Sequence[Rollout], num: int, vocab_size: int) -> Tensor:
     """The `num` token ids that responses hold most often, rising; among equals the lower id."""
     import torch
@@ -646,7 +682,16 @@ def most_frequent(rollouts: Sequence[Rollout], num: int, vocab_size: int) -> Ten
 
 
 def _check_drafter_train(options: DrafterTrainOptions) -> None:
-    for name, value in (("tokens-per-micro-step", options.tokens_per_micro_step), ("threads", options.threads)):
+    if (options.responses is None) == (options.prompts is None):
+        given = "neither" if options.responses is None else "both"
+        raise UserError(f"--responses, --prompts: {given} given; give one of them")
+    counts = {
+        "tokens-per-micro-step": options.tokens_per_micro_step,
+        "threads": options.threads,
+        "samples": options.samples,
+        "max-tokens": options.max_tokens,
+    }
+    for name, value in counts.items():
         if value < 1:
             raise UserError(f"--{name}: is {value}; it must be 1 or more")
     for name, rate in (("epochs", options.epochs), ("learning-rate", options.learning_rate)):

@@ -100,7 +100,7 @@ def test_in_its_first_rollout_the_cost_model_comes_close_to_the_best_arm_at_ever
 
 @pytest.mark.parametrize(("size", "num_steps"), [(1, 250), (8, 60), (64, 60)])
 def test_with_a_useless_drafter_the_cost_model_is_soon_at_off(size: int, num_steps: int) -> None:
-    """docs/tuner.md states these numbers of engine steps."""
+    """docs/rollout.md states these numbers of engine steps."""
     for seed in range(5):
         machine = Machine({"learned": 0.0, "ngram": 0.0, "hybrid": 0.0}, 25.0, seed)
         chosen = play(CostModel(ARMS), machine, [size] * 600)
