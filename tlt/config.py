@@ -180,6 +180,8 @@ class DrafterConfig(Section):
     """Candidates by log q / tau + the target's own noise, or by log q alone (EAGLE-2). Changes the speed alone."""
     coupling_temperature: PositiveFloat | None = None
     """tau; None: tuned while running."""
+    confidence_threshold: Annotated[float, Field(ge=0, lt=1)] = 0.4
+    """A drafted chain stops where the chance that all of it is accepted (mean of the batch) falls below this; 0: never."""
     feature_window: Annotated[int, Field(ge=256)] = 4096
     """Latest positions per sequence whose features are remembered for a later switch on."""
     ngram_tokens: NonNegativeInt = 200_000

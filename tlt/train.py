@@ -211,6 +211,7 @@ class Run:
                 slots,
                 ranking=settings.ranking,
                 tau=settings.coupling_temperature,
+                confidence_threshold=settings.confidence_threshold,
                 window=settings.feature_window,
                 keep_targets=settings.train,
             )
@@ -227,7 +228,7 @@ class Run:
                     self.timeline.add,
                     keeps_captured=settings.features == "captured",
                 )
-        drafter = make_drafter(self.learned, slots, settings.ngram_tokens)
+        drafter = make_drafter(self.learned, slots, settings.ngram_tokens, settings.confidence_threshold)
         self.engine.load_drafter(drafter)
         if self.learned is not None:
             assert isinstance(drafter, HybridDrafter), "a learned drafter has retrieval beside it"

@@ -35,6 +35,7 @@ def make_engine(
     max_batch_size: int = 8,
     ranking: str = "coupled",
     window: int = 4096,
+    confidence_threshold: float = 0.0,
 ) -> RolloutEngine:
     engine = RolloutEngine(policy.config, dtype=dtype, max_batch_size=max_batch_size, tuner=tuner)
     engine.load_policy(dict(policy.named_parameters()))
@@ -42,10 +43,17 @@ def make_engine(
         if drafter == "learned":
             model = DraftModel(drafter_config(policy.config)).initialize(2)
             packed = PackedDrafter.from_tensors(model.config, model.state_dict(), dtype)
-            learned = LearnedDrafter(packed, engine.model, max_batch_size, ranking=ranking, window=window)
-            engine.load_drafter(make_drafter(learned, max_batch_size))
+            learned = LearnedDrafter(
+                packed,
+                engine.model,
+                max_batch_size,
+                ranking=ranking,
+                window=window,
+                confidence_threshold=confidence_threshold,
+            )
+            engine.load_drafter(make_drafter(learned, max_batch_size, confidence_threshold=confidence_threshold))
         elif drafter == "ngram":
-            engine.load_drafter(make_drafter(None, max_batch_size))
+            engine.load_drafter(make_drafter(None, max_batch_size, confidence_threshold=confidence_threshold))
         else:
             engine.load_drafter(ArtificialDrafter(drafter))
     return engine

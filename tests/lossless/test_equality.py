@@ -66,6 +66,19 @@ def test_neither_plain_ranking_nor_a_short_memory_changes_a_token(strategy: Stra
     assert engine.stats.num_verifications > 0
 
 
+@pytest.mark.parametrize("kind", ["learned", "ngram", "hybrid"])
+@pytest.mark.parametrize("threshold", [0.03, 0.2])
+@pytest.mark.parametrize("max_batch_size", [1, 6])
+def test_chains_that_stop_when_they_become_unlikely_change_no_token(kind: str, threshold: float, max_batch_size: int) -> None:
+    """How far they go depends on the rest of the batch and on what was learned so far."""
+    widths = set()
+    engine = make_engine(POLICY, Fixed(Strategy(kind, 8, 1, 8)), max_batch_size=max_batch_size, confidence_threshold=threshold)
+    verify = engine.verify
+    engine.verify = lambda tree, *args: widths.add(tree.num_nodes) or verify(tree, *args)  # type: ignore[func-returns-value]
+    assert tokens_of(engine, REQUESTS) == OFF
+    assert len(widths) > 1
+
+
 @pytest.mark.parametrize("name", ["cost-model", "beg-mab"])
 @pytest.mark.parametrize("drafter", ["learned", "ngram"])
 def test_the_tuners_own_choices_change_no_token(name: str, drafter: str) -> None:

@@ -62,10 +62,10 @@ ONE_STEP = Preset("uneven", "eagle", 1, 1.0, 0.7, 1.3)
 
 
 def make_drafter(
-    max_slots: int = 4, target: PackedTransformer = TARGET, tau: float = 0.7, window: int = 4096
+    max_slots: int = 4, target: PackedTransformer = TARGET, tau: float = 0.7, window: int = 4096, threshold: float = 0.0
 ) -> LearnedDrafter:
     packed = PackedDrafter.from_tensors(MODEL.config, MODEL.state_dict(), torch.float64)
-    return LearnedDrafter(packed, target, max_slots, tau=tau, window=window, calibrate=False)
+    return LearnedDrafter(packed, target, max_slots, tau=tau, window=window, confidence_threshold=threshold, calibrate=False)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -313,6 +313,37 @@ def test_a_ragged_batch_drafts_what_each_sequence_drafts_alone(strategy: Strateg
             expected = alone[b].propose(context_of([rows[b][:length]], params[b : b + 1]), strategy, noise[b : b + 1])
             assert found.tokens_BN[b].tolist() == expected.tokens_BN[0].tolist()
             assert found.parents_BN[b].tolist() == expected.parents_BN[0].tolist()
+
+
+@pytest.mark.parametrize("elsewhere", [None, (0.9, 0.8, 0.7, 0.01, 0.0, 0.0)], ids=["learned", "one row elsewhere"])
+def test_a_chain_stops_where_the_batch_is_no_longer_likely_to_accept_it(elsewhere: tuple[float, ...] | None) -> None:
+    """Against the chain of full depth: its confidences, from the scores it ranked by, say where to stop."""
+    depth, rows = 6, [random_tokens(9, 1), random_tokens(12, 2), random_tokens(7, 3)]
+    strategy, noise = Strategy("learned", depth, 1, depth), randn(3, depth + 1, VOCAB, seed=9).float()
+    others = [None, elsewhere, None]
+
+    def propose(threshold: float) -> tuple[list[list[int]], Tensor]:
+        drafter = make_drafter(threshold=threshold)
+        for slot, row in enumerate(rows):
+            drafter.admit(slot, make_request(row[:1]))
+            remember(drafter, slot, randn(len(row), SIZE, seed=slot)[: len(row) - 1])
+        scores: list[Tensor] = []
+        rank = drafter._scores
+        drafter._scores = lambda *args: scores.append(rank(*args)) or scores[-1]  # type: ignore[func-returns-value,method-assign]
+        tree = drafter.propose(context_of(rows), strategy, noise, others)
+        return tree.tokens_BN.tolist(), torch.cat(scores, dim=1)
+
+    whole, scores_BDV = propose(0.0)
+    survival_BD = scores_BDV.log_softmax(-1).amax(-1).cumsum(1).exp()
+    if elsewhere is not None:
+        survival_BD[1] = torch.tensor(elsewhere)
+    means = survival_BD.mean(0).tolist()
+    assert len(whole[0]) == depth + 1
+    for threshold in (*(mean * 0.999 for mean in means), *(mean * 1.001 for mean in means)):
+        expected = next((d for d in range(1, depth) if means[d] < threshold), depth)  # the first is drafted in any case
+        found, scores = propose(threshold)
+        assert [row[: expected + 1] for row in whole] == found
+        assert scores.shape[1] == min(expected + 1, depth), "nothing is drafted beyond the stop"
 
 
 # ── 4. remembered features are those of the final tokens ─────────────────────────────────────────────────────────────

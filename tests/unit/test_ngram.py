@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.lossless.helpers import make_engine, make_policy
 from tlt.rollout import ngram
+from tlt.rollout.hybrid import HybridDrafter
 from tlt.rollout.ngram import ANCHORS, NgramDrafter, SuffixIndex, _match_bucket
 from tlt.rollout.tuner import Fixed, make_tuner
 from tlt.speculative.protocol import DraftContext
@@ -20,6 +21,11 @@ from tlt.types import DraftTree, Request, Rollout, SamplingParams, Strategy, Ver
 
 SHORT = ANCHORS[-1]
 CHAIN = Strategy("ngram", 4, 1, 4)
+
+
+def whole_drafts(max_slots: int = 1, max_tokens: int = 10**6) -> NgramDrafter:
+    """However unlikely they are to be accepted."""
+    return NgramDrafter(max_slots, max_tokens, confidence_threshold=0.0)
 
 
 def request(name: str = "p", index: int = 0, prompt: Sequence[int] = (1, 2)) -> Request:
@@ -35,6 +41,11 @@ def propose(drafter: NgramDrafter, rows: Sequence[Sequence[int]], strategy: Stra
     requests = [request(f"p{i}") for i in range(len(rows))]
     context = DraftContext(rows, requests, BatchParams([r.params for r in requests]))
     return drafter.propose(context, strategy, torch.full((len(rows), strategy.depth + 1, 99), noise))
+
+
+def verdict(said: Sequence[int], num_accepted: int | None = None) -> Verdict:
+    accepted = len(said) - 1 if num_accepted is None else num_accepted
+    return Verdict(tuple(said), accepted, tuple(range(accepted + 1)), (0.0,) * len(said))
 
 
 def longest_match(texts: Sequence[Sequence[int]], tokens: Sequence[int]) -> int:
@@ -68,14 +79,14 @@ def test_the_longest_match_is_the_one_that_trying_every_position_finds(data: st.
 
 
 def test_a_sequence_that_repeats_itself_is_continued() -> None:
-    drafter = NgramDrafter(1)
+    drafter = whole_drafts(1)
     drafter.admit(0, request("p0"))
     tokens = [1, 2, 5, 6, 7, 8, 9, 10, 11, 5, 6, 7, 8]
     assert propose(drafter, [tokens], CHAIN).tokens_BN.tolist() == [[8, 9, 10, 11, 5]]
 
 
 def test_siblings_are_read_while_they_run_and_other_problems_never() -> None:
-    drafter = NgramDrafter(3)
+    drafter = whole_drafts(3)
     for slot, name in enumerate(("a", "a", "b")):
         drafter.admit(slot, request(name, slot))
     leader, follower = [1, 2, 5, 6, 7, 8, 9, 10], [1, 2, 4, 5, 6, 7, 8]
@@ -85,7 +96,7 @@ def test_siblings_are_read_while_they_run_and_other_problems_never() -> None:
 
 
 def test_a_response_of_an_earlier_epoch_is_remembered_until_the_memory_is_full() -> None:
-    drafter = NgramDrafter(2, max_tokens=60)
+    drafter = whole_drafts(2, max_tokens=60)
     first = [1, 2, *range(10, 40)]
     asked = request("old")
     drafter.admit(0, asked)
@@ -101,7 +112,7 @@ def test_a_response_of_an_earlier_epoch_is_remembered_until_the_memory_is_full()
 
 
 def test_a_problem_with_running_sequences_is_never_forgotten() -> None:
-    drafter = NgramDrafter(2, max_tokens=10)
+    drafter = whole_drafts(2, max_tokens=10)
     drafter.admit(0, request("running"))
     drafter.admit(1, request("other"))
     drafter.finish(1, rollout_of(request("other"), list(range(40))))
@@ -126,7 +137,7 @@ def test_candidates_are_ranked_by_their_share_and_the_laws_noise() -> None:
     tokens = [1, 2, 5, 6, 7, 8, 30, 5, 6, 7, 8, 30, 5, 6, 7, 8, 40, 41, 5, 6, 7, 8]  # 30 followed twice, 40 once
     noise = torch.zeros(1, 5, 99)
     for favoured, value, expected in ((40, 0.0, 30), (40, 20.0, 40), (30, 20.0, 30)):
-        drafter = NgramDrafter(1)
+        drafter = whole_drafts(1)
         drafter.admit(0, request("p0"))
         noise.zero_()
         noise[0, 0, favoured] = value
@@ -140,7 +151,7 @@ def test_trees_are_well_formed(seed: int, shape: tuple[int, int, int]) -> None:
     rng = random.Random(seed)
     strategy = Strategy("ngram", *shape)
     rows = [[rng.randrange(3) for _ in range(rng.randint(2, 80))] for _ in range(3)]
-    drafter = NgramDrafter(3)
+    drafter = whole_drafts(3)
     for slot in range(3):
         drafter.admit(slot, request("same", slot))
     tree = propose(drafter, rows, strategy)
@@ -166,14 +177,55 @@ def test_confidence_in_a_match_is_learned_from_what_became_of_it() -> None:
     drafter.admit(0, request("p0"))
     tokens = [1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 5, 6, 7, 8]
     expected = []
-    for accepted in (4, 0):
+    widths = []
+    for said in ((9, 10, 11, 12, 99), (98,)):  # all of the draft and one more, none of it
         for _ in range(300):
             propose(drafter, [tokens], CHAIN)
-            drafter.observe([Verdict((0,) * (accepted + 1), accepted, tuple(range(accepted + 1)), (0.0,) * (accepted + 1))])
-        propose(drafter, [tokens], CHAIN)
-        expected.append(drafter.expected_accepted(0, 4))
+            drafter.observe([verdict(said)])
+        widths.append(propose(drafter, [tokens], CHAIN).num_nodes)
+        expected.append(sum(drafter.survival(0, 4)))
     assert expected[0] > 3.9
-    assert expected[1] < 1.0
+    assert expected[1] < 0.5
+    assert widths == [5, 2], "what is not likely to be accepted is not drafted, but for the first"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6))
+def test_retrieval_learns_from_texts_that_another_drafter_went_on_with(seed: int) -> None:
+    """Whatever was drafted: it is held against what the target said, up to where that is known."""
+    rng = random.Random(seed)
+    tokens = [1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 5, 6, 7, 8]
+    drafter = NgramDrafter(1, confidence_threshold=0.9)
+    drafter.admit(0, request("p0"))
+    said = tuple(token if rng.random() < 0.8 else 0 for token in (9, 10, 11, 12, 5)[: rng.randint(1, 5)])
+    drafter.retrieve(DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()])), CHAIN, torch.zeros(1, 5, 99))
+    before = list(drafter.hits[1])
+    drafter.observe([verdict(said, num_accepted=0)])
+    agreed = next((i for i, (a, b) in enumerate(zip(said, (9, 10, 11, 12), strict=False)) if a != b), min(len(said), 4))
+    has_failed = agreed < min(len(said), 4)
+    keep = ngram._KEEP
+    assert drafter.hits[1] == [keep * before[0] + agreed, keep * before[1] + agreed + has_failed]
+
+
+def test_the_hybrid_takes_up_retrieval_although_the_learned_drafter_was_better_at_first() -> None:
+    """What was retrieved is judged whether or not it was drafted; otherwise it could never show what it is worth."""
+    engine = make_engine(make_policy(std=0.05), Fixed(Strategy("hybrid", 6, 1, 6)))
+    assert isinstance(engine.drafter, HybridDrafter)
+    engine.drafter.learned_accepted = 2.5  # more than retrieval promises before it was ever judged
+    taken = []
+    choose = engine.drafter.propose
+
+    def propose(context: DraftContext, strategy: Strategy, noise_BDV: torch.Tensor) -> DraftTree:
+        tree = choose(context, strategy, noise_BDV)
+        taken.append(any(engine.drafter._is_retrieved))  # type: ignore[union-attr]
+        return tree
+
+    engine.drafter.propose = propose  # type: ignore[method-assign]
+    params = SamplingParams(temperature=0.0, max_tokens=120)  # a random model runs in circles
+    for _ in engine.generate([Request("p", 0, (3, 4, 5), params)]):
+        pass
+    assert not taken[0]
+    assert any(taken)
 
 
 def test_longer_matches_lie_in_later_buckets() -> None:

@@ -78,9 +78,11 @@ class _ObservedDrafter(LearnedDrafter):
 
     confidence_BD = torch.empty(0, 0)
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
+    def propose(
+        self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, elsewhere: Sequence[Sequence[float] | None] = ()
+    ) -> DraftTree:
         self._logprobs: list[Tensor] = []
-        tree = super().propose(context, strategy, noise_BDV)
+        tree = super().propose(context, strategy, noise_BDV, elsewhere)
         drafted_BD = tree.tokens_BN[:, 1:].contiguous()
         if self.model.token_ids is not None:
             drafted_BD = torch.searchsorted(self.model.token_ids, drafted_BD)
@@ -124,7 +126,7 @@ def observe(
         config, max_batch_size=max_batch_size, tuner=Fixed(Strategy("learned", depth, 1, depth)), verify=watch
     )
     engine.load_policy(policy)
-    observed = _ObservedDrafter(_packed(drafter), engine.model, max_batch_size)
+    observed = _ObservedDrafter(_packed(drafter), engine.model, max_batch_size, confidence_threshold=0.0)
     engine.load_drafter(observed)
     for _ in engine.generate(requests):
         pass
@@ -169,7 +171,7 @@ def speedup(
         engine = RolloutEngine(config, max_batch_size=max_batch_size, tuner=None if strategy is None else Fixed(strategy))
         engine.load_policy(policy)
         if strategy is not None:
-            engine.load_drafter(LearnedDrafter(_packed(drafter), engine.model, max_batch_size))
+            engine.load_drafter(LearnedDrafter(_packed(drafter), engine.model, max_batch_size, confidence_threshold=0.0))
         return engine
 
     variants = {"off": lambda: make(None), "chain": lambda: make(Strategy("learned", depth, 1, depth))}

@@ -67,7 +67,10 @@ class Subject:
         )
         engine.load_policy(self.tensors)
         if tuner is not None:
-            engine.load_drafter(make_drafter(self._learned(engine, max_batch_size, ranking), max_batch_size))
+            settings = self.config.drafter
+            learned = self._learned(engine, max_batch_size, ranking)
+            drafter = make_drafter(learned, max_batch_size, settings.ngram_tokens, settings.confidence_threshold)
+            engine.load_drafter(drafter)
         return engine
 
     def _learned(self, engine: RolloutEngine, max_slots: int, ranking: str) -> LearnedDrafter | None:
@@ -81,6 +84,7 @@ class Subject:
             max_slots,
             ranking=ranking,
             tau=settings.coupling_temperature,
+            confidence_threshold=settings.confidence_threshold,
             window=settings.feature_window,
         )
 

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from tlt.types import DraftTree, Verdict
 
+DEFAULT_CONFIDENCE_THRESHOLD = 0.4
+"""A drafted chain stops where the chance that all of it is accepted falls below this (docs/log.md)."""
+
 _EDGES = (-6.0, -4.0, -3.0, -2.3, -1.6, -1.2, -0.9, -0.65, -0.45, -0.3, -0.18, -0.1, -0.05, -0.02)
 """Borders of the bins of raw log-confidence; finer where candidates are likely."""
 

@@ -13,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.rollout.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.ngram import DEFAULT_MAX_TOKENS, NgramDrafter
 from tlt.speculative.protocol import DraftContext, Drafter
+from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
 
@@ -24,9 +26,15 @@ def drafter_kinds(has_learned: bool) -> tuple[str, ...]:
     return HybridDrafter.kinds if has_learned else NgramDrafter.kinds
 
 
-def make_drafter(learned: LearnedDrafter | None, max_slots: int, ngram_tokens: int = DEFAULT_MAX_TOKENS) -> Drafter:
-    """What an engine drafts with: the learned drafter, if there is one, beside retrieval."""
-    ngram = NgramDrafter(max_slots, ngram_tokens)
+def make_drafter(
+    learned: LearnedDrafter | None,
+    max_slots: int,
+    ngram_tokens: int = DEFAULT_MAX_TOKENS,
+    confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
+) -> Drafter:
+    """What an engine drafts with: the learned drafter, if there is one, beside retrieval. The threshold is retrieval's; the
+    learned drafter has its own."""
+    ngram = NgramDrafter(max_slots, ngram_tokens, confidence_threshold=confidence_threshold)
     return ngram if learned is None else HybridDrafter(learned, ngram)
 
 
@@ -91,16 +99,19 @@ class HybridDrafter:
                 return self.learned.propose(context, strategy, noise_BDV)
             case "ngram":
                 return self.ngram.propose(context, strategy, noise_BDV)
-        retrieved = self.ngram.propose(context, strategy, noise_BDV)
+        retrieved = self.ngram.retrieve(context, strategy, noise_BDV)
         rows = range(len(context.tokens))
-        self._is_retrieved = [self.ngram.expected_accepted(row, strategy.depth) > self.learned_accepted for row in rows]
+        survival = [self.ngram.survival(row, strategy.depth) for row in rows]
+        self._is_retrieved = [sum(survival[row]) > self.learned_accepted for row in rows]
         if all(self._is_retrieved):
-            return retrieved
-        self.ngram.forget_latest([row for row in rows if not self._is_retrieved[row]])
-        learned = self.learned.propose(context, strategy, noise_BDV)
+            return self.ngram.stop(retrieved, survival)
+        elsewhere = [survival[row] if self._is_retrieved[row] else None for row in rows]
+        learned = self.learned.propose(context, strategy, noise_BDV, elsewhere)
         if not any(self._is_retrieved):
             return learned
         self.learned.forget_latest([row for row in rows if self._is_retrieved[row]])
+        if learned.is_chain:
+            retrieved = chain(retrieved.tokens_BN[:, : learned.num_nodes])
         return _choose_rows(retrieved, learned, torch.tensor(self._is_retrieved, device=learned.tokens_BN.device))
 
 

@@ -16,10 +16,12 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
+from tlt.rollout.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
@@ -135,19 +137,28 @@ class NgramDrafter:
     """Retrieval over a problem's own responses. Of use from the first response on, before any drafter is trained.
 
     Candidates are ranked by log(weight share) / tau + the law's noise, like those of a learned drafter. How likely a draft is
-    to be accepted is learned by length of the match (`expected_accepted`).
+    to be accepted is learned by length of the match (`survival`).
+
+    confidence_threshold: as of `LearnedDrafter`.
     """
 
     kinds = ("ngram",)
     version = 0
     capture = ()
 
-    def __init__(self, max_slots: int, max_tokens: int = DEFAULT_MAX_TOKENS, tau: float = 0.7) -> None:
-        self.max_tokens, self.tau = max_tokens, tau
+    def __init__(
+        self,
+        max_slots: int,
+        max_tokens: int = DEFAULT_MAX_TOKENS,
+        *,
+        tau: float = 0.7,
+        confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
+    ) -> None:
+        self.max_tokens, self.tau, self.confidence_threshold = max_tokens, tau, confidence_threshold
         self.problems: OrderedDict[str, SuffixIndex] = OrderedDict()
         self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
         self.hits = [[1.0, 2.0] for _ in range(_match_bucket(_MAX_MATCH) + 1)]  # drafts accepted, drafts tried: a Beta(1, 1)
-        self._drafted: list[tuple[int, int]] = []  # per row of the latest proposal: bucket, drafted tokens
+        self._retrieved: list[tuple[int, list[tuple[int, int]]]] = []  # per row of the latest retrieval: bucket, nodes
 
     @property
     def num_tokens(self) -> int:
@@ -186,32 +197,40 @@ class NgramDrafter:
         self.slots = [None] * len(self.slots)
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
-        for (bucket, num_drafted), verdict in zip(self._drafted, verdicts, strict=True):
-            if num_drafted:
+        """Learns from what the target said, whether or not it was asked about the latest retrieval."""
+        for (bucket, nodes), verdict in zip(self._retrieved, verdicts, strict=True):
+            if nodes:
+                successes, has_failed = _walk(nodes, verdict.tokens)
                 accepted, tried = self.hits[bucket]
-                successes = min(verdict.num_accepted, num_drafted)
-                failures = float(verdict.num_accepted < num_drafted)  # the walk ends at the first refusal
-                self.hits[bucket] = [_KEEP * accepted + successes, _KEEP * tried + successes + failures]
-        self._drafted = []
-
-    def forget_latest(self, rows: Sequence[int]) -> None:
-        """These rows of the latest proposal were not used."""
-        for row in rows:
-            self._drafted[row] = (0, 0)
+                self.hits[bucket] = [_KEEP * accepted + successes, _KEEP * tried + successes + has_failed]
+        self._retrieved = []
 
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def expected_accepted(self, row: int, depth: int) -> float:
-        """Drafted tokens of this row of the latest proposal that are likely to be accepted."""
-        bucket, num_drafted = self._drafted[row]
+    def survival(self, row: int, depth: int) -> list[float]:
+        """How likely this row of the latest retrieval is to be accepted to depth 1, 2, ... `depth`."""
+        bucket, nodes = self._retrieved[row]
         accepted, tried = self.hits[bucket]
-        return sum((accepted / tried) ** d for d in range(1, min(num_drafted, depth) + 1))
+        return [(accepted / tried) ** d if d <= len(nodes) else 0.0 for d in range(1, depth + 1)]
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
+        tree = self.retrieve(context, strategy, noise_BDV)
+        return self.stop(tree, [self.survival(row, strategy.depth) for row in range(len(context.tokens))])
+
+    def stop(self, tree: DraftTree, survival: Sequence[Sequence[float]]) -> DraftTree:
+        """A chain ends where the mean of its rows' survival falls below the threshold."""
+        if not tree.is_chain:
+            return tree
+        means = (sum(row) / len(row) for row in zip(*survival, strict=True))
+        depth = sum(1 for _ in takewhile(lambda mean: mean >= self.confidence_threshold, means))
+        return chain(tree.tokens_BN[:, : max(depth, 1) + 1])
+
+    def retrieve(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
+        """Whole drafts, however likely."""
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
         self._fetch_noise([trie for trie, _ in tries], noise_BDV)
         rows = [_grow(trie, strategy, self.tau) for trie, _ in tries]
-        self._drafted = [(_match_bucket(length), len(nodes)) for nodes, (_, length) in zip(rows, tries, strict=True)]
+        self._retrieved = [(_match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True)]
         num_nodes = 1 + max(len(nodes) for nodes in rows)
         tokens_BN, parents_BN = [], []
         for committed, nodes in zip(context.tokens, rows, strict=True):
@@ -278,6 +297,21 @@ def count_retrieved(group: Sequence[Rollout], counts: Sequence[int]) -> int:
                     votes[token] += length * length
             num_retrieved += bool(votes) and votes.most_common(1)[0][0] == text[end]
     return num_retrieved
+
+
+def _walk(nodes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> tuple[int, bool]:
+    """How far `tokens` lead down a tree of (token, parent column), and whether its nodes, not its end, stopped them."""
+    children: dict[int, dict[int, int]] = {}
+    for column, (token, parent) in enumerate(nodes, start=1):
+        children.setdefault(parent, {})[token] = column
+    node = 0
+    for depth, token in enumerate(tokens):
+        if node not in children:
+            return depth, False
+        if token not in children[node]:
+            return depth, True
+        node = children[node][token]
+    return len(tokens), False
 
 
 def _match_bucket(length: int) -> int:
