@@ -7,8 +7,8 @@
     recipe   30 steps of the quickstart, with half its responses
     shift    240 small steps at three times the learning rate; in the middle the puzzles become harder, so that the policy moves
 
-Drafts are chains of six everywhere: a tuner would choose other strategies for other drafters, and accept lengths would not
-compare. Seconds are therefore not the best that each drafter allows.
+Drafts are chains of six everywhere, none cut short: a tuner would choose other strategies for other drafters, and accept
+lengths would not compare. Seconds are therefore not the best that each drafter allows.
 
     python benchmarks/ablation.py recipe --minutes 14
     python benchmarks/ablation.py shift --minutes 14        # again: continues where the time was over
@@ -76,7 +76,8 @@ def main() -> int:
     num_steps = options.steps or part.num_steps
     out = options.out or Path("benchmarks/results") / f"ablation-{options.part}"
     check_plots()
-    config = load_config(options.config, ["--run.out_dir", f"runs/ablation-{options.part}", *part.overrides, *overrides])
+    always = ["--run.out_dir", f"runs/ablation-{options.part}", "--drafter.confidence_threshold=0"]
+    config = load_config(options.config, [*always, *part.overrides, *overrides])
     preflight(config)
     config.run.out_dir.mkdir(parents=True, exist_ok=True)
     shift = None if part.later_options is None else (num_steps // 2, part.later_options)

@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +282,45 @@ def test_responses_without_advantage_get_no_backward_pass_yet_count_as_tokens() 
         run([make_batch()])
     assert all(("p1" in problems) != needs_grad for needs_grad, problems in calls)
     assert any(not needs_grad for needs_grad, _ in calls)
+
+
+def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same gradient and token count; entropy and gap are those of the others, and of the sampled ones weighted by tokens."""
+    rollouts, rewards = make_batch()
+    rewards = [Reward(0.5, False) if r.problem_id in ("p1", "p3") else w for r, w in zip(rollouts, rewards, strict=True)]
+    whole, metrics = run([(rollouts, rewards)])
+    seen: list[policy.Response] = []
+    measure = policy.response_logprobs
+    exact: dict[Rollout, tuple[Tensor, Tensor]] = {}
+
+    def spy(model: Transformer, batch: Sequence[policy.Response], temperature: float) -> tuple[Tensor, Tensor]:
+        seen.extend(batch)
+        result = measure(model, batch, temperature)
+        sizes = [r.num_tokens for r in batch]
+        for r, *values in zip(batch, *(part.detach().split(sizes) for part in result), strict=True):
+            exact[r.rollout] = (values[0], values[1])
+        return result
+
+    monkeypatch.setattr(policy, "response_logprobs", spy)
+    monkeypatch.setattr(policy, "SAMPLED_TOKENS", 30)
+    sampled, estimates = run([(rollouts, rewards)])
+    assert difference(sampled, whole) < 1e-12
+    assert estimates[0].loss == pytest.approx(metrics[0].loss, abs=1e-12)
+    assert estimates[0].num_tokens == metrics[0].num_tokens
+    flat = [r for r in rollouts if r.problem_id in ("p1", "p3")]
+    kept = [r.rollout for r in seen if not r.needs_grad]
+    assert len(kept) < len(flat)
+    num_flat, num_kept = (sum(len(r.token_ids) for r in group) for group in (flat, kept))
+    assert 30 <= num_kept < 30 + max(len(r.token_ids) for r in flat)
+
+    def mean(value: Callable[[Rollout], float]) -> float:
+        total = sum(value(r.rollout) for r in seen if r.needs_grad) + sum(map(value, kept)) * num_flat / num_kept
+        return total / metrics[0].num_tokens
+
+    assert estimates[0].entropy == pytest.approx(mean(lambda r: float(exact[r][1].sum())))
+    gap = mean(lambda r: float((exact[r][0] - torch.tensor(r.logprobs, dtype=torch.float64)).abs().sum()))
+    assert estimates[0].engine_trainer_logprob_gap == pytest.approx(gap)
+    assert estimates[0].entropy != metrics[0].entropy
 
 
 def test_a_batch_without_any_advantage_still_reports() -> None:

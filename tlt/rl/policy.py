@@ -15,7 +15,9 @@ Axes: R responses · N tokens of a flat batch · T response tokens of it · E hi
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import random
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +39,10 @@ from tlt.types import Reward, Rollout, UserError
 LOGITS_PER_CHUNK = 2**24
 """Elements of logits alive at a time: with a large vocabulary the head runs in chunks, and once more in the backward pass."""
 
+SAMPLED_TOKENS = 4096
+"""Of responses without advantage, whose gradient is exactly 0: so many tokens, in whole responses drawn at random, stand for
+all of them in the means."""
+
 
 class NonFiniteUpdate(ArithmeticError):
     """The loss or a gradient was not finite. Raised on every rank, before the optimizer could spread it to the weights."""
@@ -45,7 +51,8 @@ class NonFiniteUpdate(ArithmeticError):
 @dataclass(frozen=True)
 class UpdateMetrics:
     """One update. Means are over all response tokens of all ranks; `loss`, `grad_norm` (before clipping), `clip_fraction`
-    and `kl` also over the optimizer steps; `entropy` and the gaps are those of the policy before the update.
+    and `kl` also over the optimizer steps; `entropy` and the gaps are those of the policy before the update, and estimates
+    where there are more than `SAMPLED_TOKENS` tokens without advantage.
 
     kl: None when there is no reference policy (its coefficient is 0).
     engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|; `_max` the largest.
@@ -66,11 +73,13 @@ class UpdateMetrics:
 
 @dataclass(frozen=True)
 class Response:
-    """A rollout as the update sees it: with its advantage, and whether it needs a backward pass."""
+    """A rollout as the update sees it: with its advantage, whether it needs a backward pass, and for how many responses like
+    itself it stands in the means (0: another one stands for it)."""
 
     rollout: Rollout
     advantage: float
     needs_grad: bool
+    weight: float = 1.0
 
     @property
     def num_tokens(self) -> int:
@@ -95,6 +104,21 @@ class MicroBatch:
 
 
 # ── who computes what ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def thin_out(responses: Sequence[Response], max_tokens: int) -> list[Response]:
+    """The same responses; of those without a gradient only some keep a weight, which is then that of all of them by tokens."""
+    flat = [i for i, r in enumerate(responses) if not r.needs_grad]
+    num_flat = sum(responses[i].num_tokens for i in flat)
+    if num_flat <= max_tokens:
+        return list(responses)
+    order = random.Random(num_flat).sample(flat, len(flat))  # a function of the tokens, like all of the update
+    sampled, num_sampled = set[int](), 0
+    while num_sampled < max_tokens:
+        sampled.add(order[len(sampled)])
+        num_sampled += responses[order[len(sampled) - 1]].num_tokens
+    weights = {i: num_flat / num_sampled if i in sampled else 0.0 for i in flat}
+    return [dataclasses.replace(r, weight=weights.get(i, 1.0)) for i, r in enumerate(responses)]
 
 
 def sequence_cost(length: int, config: ModelConfig) -> float:
@@ -133,7 +157,8 @@ def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def plan_share(responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int) -> list[MicroBatch]:
     """The micro-batches of one rank. Responses that need a gradient share none with those that do not: a forward pass
-    alone costs a third."""
+    alone costs a third. Those without weight are left out."""
+    responses = [r for r in responses if r.weight]
     costs = [sequence_cost(r.length, config) * (1 if r.needs_grad else 1 / 3) for r in responses]
     mine = [responses[i] for i in sorted(plan_ranks(costs, num_ranks)[rank])]
     share: list[MicroBatch] = []
@@ -261,6 +286,7 @@ class PolicyTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         a = self.algorithm
+        responses = thin_out(responses, SAMPLED_TOKENS)
         minibatches = [responses[i :: a.minibatches] for i in range(a.minibatches)]
         shares = [
             plan_share(minibatch, self.model.config, a.tokens_per_micro_batch, self.num_ranks, self.rank)
@@ -371,7 +397,9 @@ class PolicyTrainer:
         if batch.needs_grad:
             loss.backward()
         gap_T = (engine_T - old_T).abs()
-        sums = torch.stack([loss.detach(), entropy_T.sum(), is_clipped_T.sum(), kl_T.detach().sum(), gap_T.sum(), gap_T.max()])
+        weight = batch.responses[0].weight  # one for all: of responses with a gradient 1
+        means = [entropy_T.sum() * weight, is_clipped_T.sum(), kl_T.detach().sum(), gap_T.sum() * weight]
+        sums = torch.stack([loss.detach(), *means, gap_T.max()])
         return Totals(*sums.tolist())
 
     @contextmanager
