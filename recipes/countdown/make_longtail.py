@@ -27,7 +27,7 @@ BATCH_SIZE = 64
 
 def make_engine(model: Path, drafter: Path) -> RolloutEngine:
     config = load_config(model)
-    engine = RolloutEngine(config, max_batch_size=BATCH_SIZE, tuner=make_tuner("adaptive"))
+    engine = RolloutEngine(config, max_batch_size=BATCH_SIZE, tuner=make_tuner("adaptive", LearnedDrafter.kinds))
     engine.load_policy(load_tensors(model, config))
     stored = load_drafter(drafter, config)
     packed = PackedDrafter.from_tensors(stored.config, stored.tensors, engine.model.dtype, engine.device)

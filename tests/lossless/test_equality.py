@@ -21,7 +21,9 @@ from tests.lossless.helpers import (
     to_transformers,
     tokens_of,
 )
+from tlt.models import attention
 from tlt.models.attention import PackedCausal
+from tlt.rollout.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.rollout.hybrid import HybridDrafter
 from tlt.rollout.ngram import NgramDrafter
 from tlt.rollout.tuner import Fixed, default_arms, make_tuner
@@ -49,6 +51,12 @@ def test_chains_and_trees_of_every_drafter_change_no_token(strategy: Strategy, m
     engine = make_engine(POLICY, Fixed(strategy), max_batch_size=max_batch_size)
     assert tokens_of(engine, REQUESTS) == OFF
     assert engine.stats.num_verifications > 0
+
+
+@pytest.mark.parametrize("strategy", [Strategy.OFF, Strategy("learned", 4, 1, 4), Strategy("learned", 3, 2, 6)], ids=str)
+def test_attending_sequence_by_sequence_changes_no_token(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_MIN_WASTE", -1)
+    assert tokens_of(make_engine(POLICY, Fixed(strategy), max_batch_size=5), REQUESTS) == OFF
 
 
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if not arm.is_off and arm not in STRATEGIES + RETRIEVING], ids=str)
@@ -84,7 +92,8 @@ def test_chains_that_stop_when_they_become_unlikely_change_no_token(kind: str, t
 def test_the_tuners_own_choices_change_no_token(name: str, drafter: str) -> None:
     """They depend on clocks, so these switches are never the same twice; the tokens always are."""
     kinds = HybridDrafter.kinds if drafter == "learned" else NgramDrafter.kinds
-    engine = make_engine(POLICY, make_tuner("adaptive", kinds, name), drafter=drafter, max_batch_size=5)
+    tuner = make_tuner("adaptive", kinds, name)
+    engine = make_engine(POLICY, tuner, drafter=drafter, max_batch_size=5, confidence_threshold=DEFAULT_CONFIDENCE_THRESHOLD)
     for _ in range(2):
         assert tokens_of(engine, REQUESTS) == OFF
     assert len(engine.stats.by_strategy) > 2

@@ -34,12 +34,24 @@ from tlt.models.checkpoint import content_hash
 from tlt.models.drafter import DraftModel, Method, PackedDrafter, align, drafter_config
 from tlt.models.transformer import PackedTransformer, Transformer
 from tlt.rollout import drafters as drafters_module
+from tlt.rollout.calibration import Calibration
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.tuner import Fixed
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
-from tlt.types import DrafterReport, DraftTree, Request, Rollout, SamplingParams, Span, Strategy, StrategyTuner, UserError
+from tlt.types import (
+    DrafterReport,
+    DraftTree,
+    Request,
+    Rollout,
+    SamplingParams,
+    Span,
+    Strategy,
+    StrategyTuner,
+    UserError,
+    Verdict,
+)
 
 SIZE = CONFIG.hidden_size
 POLICY = make_policy()
@@ -340,10 +352,35 @@ def test_a_chain_stops_where_the_batch_is_no_longer_likely_to_accept_it(elsewher
     means = survival_BD.mean(0).tolist()
     assert len(whole[0]) == depth + 1
     for threshold in (*(mean * 0.999 for mean in means), *(mean * 1.001 for mean in means)):
-        expected = next((d for d in range(1, depth) if means[d] < threshold), depth)  # the first is drafted in any case
+        stop = next((d for d in range(depth) if means[d] < threshold), depth)
         found, scores = propose(threshold)
-        assert [row[: expected + 1] for row in whole] == found
-        assert scores.shape[1] == min(expected + 1, depth), "nothing is drafted beyond the stop"
+        assert [row[: max(stop, 1) + 1] for row in whole] == found  # the first token is drafted in any case
+        assert scores.shape[1] == min(stop + 1, depth), "nothing is drafted beyond the stop"
+
+
+def test_a_chain_that_stopped_learns_from_the_targets_word_about_the_token_that_was_not_drafted() -> None:
+    """Otherwise a confidence once too low would never be looked at again."""
+    strategy, noise, tokens = Strategy("learned", 2, 1, 2), randn(1, 3, VOCAB, seed=9).float(), [random_tokens(9, 1)]
+
+    def propose(*survival: float) -> tuple[LearnedDrafter, list[int]]:
+        drafter = make_drafter(threshold=0.4)
+        drafter.calibration = Calibration(torch.device("cpu"))
+        drafter.admit(0, make_request(tokens[0][:1]))
+        remember(drafter, 0, randn(9, SIZE, seed=0)[:8])
+        with patch.object(LearnedDrafter, "_mean_survival", side_effect=survival):
+            return drafter, drafter.propose(context_of(tokens), strategy, noise).tokens_BN[0, 1:].tolist()
+
+    _, (first, second) = propose(0.9, 0.9)
+    for said in ((first, second), (first, second + 1), (first + 1,)):
+        drafter, drafted = propose(0.9, 0.1)
+        assert drafted == [first]
+        assert drafter.calibration is not None
+        seen, accepted = sum(drafter.calibration.seen), sum(drafter.calibration.accepted)
+        num_accepted = int(said[0] == first)
+        drafter.observe([Verdict(said, num_accepted, tuple(range(num_accepted + 1)), (0.0,) * len(said))])
+        assert sum(drafter.calibration.seen) - seen == len(said)
+        agreed = [a == b for a, b in zip(said, (first, second), strict=False)]
+        assert sum(drafter.calibration.accepted) - accepted == pytest.approx(sum(agreed))
 
 
 # ── 4. remembered features are those of the final tokens ─────────────────────────────────────────────────────────────

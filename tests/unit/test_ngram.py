@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -226,6 +228,68 @@ def test_the_hybrid_takes_up_retrieval_although_the_learned_drafter_was_better_a
         pass
     assert not taken[0]
     assert any(taken)
+
+
+def test_a_retrieved_chain_stops_where_the_batch_is_no_longer_likely_to_accept_it() -> None:
+    repeats, fresh = [1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 5, 6, 7, 8], [1, 2, 3]
+    drafter = NgramDrafter(2, confidence_threshold=0.4)
+    drafter.hits = [[9.0, 10.0]] * len(drafter.hits)
+    for rows, depth in (([repeats], 4), ([repeats, fresh], 2), ([fresh, fresh], 1)):  # 0.9 ** 2 / 2 is just above 0.4
+        for slot in range(len(rows)):
+            drafter.admit(slot, request(f"p{slot}"))
+        nodes = propose(drafter, rows, CHAIN).num_nodes
+        assert nodes - 1 == min(depth, 4 if repeats in rows else 0)
+
+
+def test_a_text_leads_down_a_retrieved_tree_as_far_as_it_agrees() -> None:
+    nodes = [(10, 0), (11, 0), (12, 1), (13, 2), (14, 4)]  # 10 - 12, 11 - 13 - 14
+    for said, expected in (
+        ((10, 12, 99), (2, False)),  # beyond a leaf nothing was retrieved
+        ((11, 13, 14), (3, False)),
+        ((11, 13, 99), (2, True)),
+        ((11, 12), (1, True)),
+        ((11,), (1, False)),
+        ((99, 11), (0, True)),
+    ):
+        assert ngram._walk(nodes, said) == expected
+    assert ngram._Retrieved(1, nodes).depth == 3
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("threshold", [0.0, 0.999])
+def test_rows_of_a_hybrid_batch_draft_each_in_their_own_way(width: int, threshold: float) -> None:
+    """A row that repeats itself beside one that does not, with the learned chain whole, and cut to its first token."""
+    engine = make_engine(make_policy(), Fixed(Strategy("hybrid", 4, width, 8)))
+    hybrid = engine.drafter
+    assert isinstance(hybrid, HybridDrafter)
+    hybrid.learned.confidence_threshold = threshold
+    hybrid.ngram.hits = [[98.0, 100.0]] * len(hybrid.ngram.hits)
+    retrieve, choose = hybrid.ngram.retrieve, hybrid.propose
+    retrieved: list[DraftTree] = []
+    mixed: list[tuple[DraftTree, int, DraftTree]] = []
+
+    def keep(*args: Any) -> DraftTree:
+        retrieved.append(retrieve(*args))
+        return retrieved[-1]
+
+    def propose(*args: Any) -> DraftTree:
+        tree = choose(*args)
+        if len(set(hybrid._is_retrieved)) == 2:
+            mixed.append((tree, hybrid._is_retrieved.index(True), retrieved[-1]))
+        return tree
+
+    hybrid.ngram.retrieve, hybrid.propose = keep, propose  # type: ignore[method-assign]
+    params = SamplingParams(temperature=1.0, max_tokens=60)
+    prompts = [(3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7), (30, 31, 32, 33, 34)]
+    for _ in engine.generate([Request(str(i), 0, prompt, params) for i, prompt in enumerate(prompts)]):
+        pass
+    assert mixed
+    for tree, row, found in mixed:
+        common = min(tree.num_nodes, found.num_nodes)
+        assert tree.tokens_BN[row, :common].tolist() == found.tokens_BN[row, :common].tolist()
+        assert tree.is_chain == (width == 1)
+    if width == 1:
+        assert {tree.num_nodes for tree, _, _ in mixed} == ({5} if threshold == 0 else {2})
 
 
 def test_longer_matches_lie_in_later_buckets() -> None:

@@ -310,11 +310,10 @@ def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pyt
     flat = [r for r in rollouts if r.problem_id in ("p1", "p3")]
     kept = [r.rollout for r in seen if not r.needs_grad]
     assert len(kept) < len(flat)
-    num_flat, num_kept = (sum(len(r.token_ids) for r in group) for group in (flat, kept))
-    assert 30 <= num_kept < 30 + max(len(r.token_ids) for r in flat)
+    assert len(kept) == math.ceil(30 / (sum(len(r.token_ids) for r in flat) / len(flat)))
 
     def mean(value: Callable[[Rollout], float]) -> float:
-        total = sum(value(r.rollout) for r in seen if r.needs_grad) + sum(map(value, kept)) * num_flat / num_kept
+        total = sum(value(r.rollout) for r in seen if r.needs_grad) + sum(map(value, kept)) * len(flat) / len(kept)
         return total / metrics[0].num_tokens
 
     assert estimates[0].entropy == pytest.approx(mean(lambda r: float(exact[r][1].sum())))

@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
+from tlt.models import attention
 from tlt.models.attention import Cached, PackedCausal, StoringPrefill, padding_mask
 from tlt.models.checkpoint import parse_config
 from tlt.models.transformer import Linear, ModelConfig, PackedLinear, PackedTransformer, Transformer, rope_inverse_frequencies
+from tlt.speculative.tree import chain_mask
 
 VOCAB = 61
 PROMPTS = ((7, 3, 44, 9, 60), (1,), (12, 12, 5, 33, 28, 2, 0, 59, 17))
@@ -303,6 +305,25 @@ def test_one_forward_over_a_tree_equals_decoding_each_of_its_paths(case: str, se
                 torch.testing.assert_close(verified_BNV[b, column], sequential[0], atol=1e-10, rtol=0)
             expected = referee_logits(model, [*prompt, *tokens_BN[b, path].tolist()])[len(prompt) :]
             torch.testing.assert_close(verified_BNV[b, path], expected, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("num_new", [1, 5])
+def test_a_ragged_batch_sequence_by_sequence_equals_the_padded_one(num_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, lengths = ModelConfig("llama", VOCAB, 32, 64, 1, 4, 2, 8, tie_embeddings=True, max_positions=160), [37, 2, 90, 11]
+    generator = torch.Generator().manual_seed(num_new)
+    qkv_NSD = torch.randn(4 * num_new, config.num_qkv, config.head_dim, generator=generator, dtype=torch.float64)
+    prefix_B, length = torch.tensor(lengths), max(lengths) + num_new
+    mask = chain_mask(num_new, prefix_B, length, torch.float64)
+    columns_BT, outputs, calls = prefix_B[:, None] + torch.arange(num_new), [], []
+    row = Cached._row
+    monkeypatch.setattr(Cached, "_row", lambda self, *args: calls.append(args[0]) or row(self, *args))
+    for waste in (10**9, -1):
+        monkeypatch.setattr(attention, "_MIN_WASTE", waste)
+        cache = stale_cache(config, 4, length + 7, torch.float64)
+        attend = Cached(config, cache, columns_BT, length, mask, [n + num_new for n in lengths])
+        outputs.append(attend(0, qkv_NSD.clone()))
+    assert calls == [0, 1, 2, 3]
+    torch.testing.assert_close(outputs[0], outputs[1], atol=0, rtol=1e-12)
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:

@@ -211,6 +211,16 @@ def test_the_hybrid_is_expected_to_accept_what_the_learned_drafter_does_until_it
     assert expected(acceptance, hybrid)[0] < 1.5
 
 
+def test_a_tree_is_not_expected_to_stop_where_chains_do() -> None:
+    """Chains of eight that stopped after two, both tokens accepted: as a chain worth three tokens, as a tree more."""
+    acceptance, chain = Acceptance(), Strategy("learned", 8, 1, 8)
+    for _ in range(50):
+        acceptance.observe(chain, [2, 2, 2, 2], num_drafted=2)
+    assert expected(acceptance, chain)[0] == pytest.approx(3.0, rel=0.1)
+    assert expected(acceptance, Strategy("hybrid", 8, 1, 8))[0] == pytest.approx(3.0, rel=0.1)
+    assert expected(acceptance, Strategy("learned", 5, 2, 10))[0] > 4.5
+
+
 def test_a_new_version_of_policy_or_drafter_makes_acceptance_less_certain() -> None:
     for changed in ((1, 0), (0, 1)):
         tuner = CostModel(ARMS)

@@ -79,10 +79,14 @@ class _ObservedDrafter(LearnedDrafter):
     confidence_BD = torch.empty(0, 0)
 
     def propose(
-        self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, elsewhere: Sequence[Sequence[float] | None] = ()
+        self,
+        context: DraftContext,
+        strategy: Strategy,
+        noise_BDV: Tensor,
+        other_survival: Sequence[Sequence[float] | None] = (),
     ) -> DraftTree:
         self._logprobs: list[Tensor] = []
-        tree = super().propose(context, strategy, noise_BDV, elsewhere)
+        tree = super().propose(context, strategy, noise_BDV, other_survival)
         drafted_BD = tree.tokens_BN[:, 1:].contiguous()
         if self.model.token_ids is not None:
             drafted_BD = torch.searchsorted(self.model.token_ids, drafted_BD)

@@ -133,16 +133,30 @@ class StoringPrefill(PackedCausal):
         return super().__call__(layer, qkv_NSD)
 
 
+_MIN_WASTE = 300_000
+"""Multiplications with keys that nobody may see, per sequence, from which a call for each sequence is cheaper (docs/log.md)."""
+_QUERIES_PER_READ = 6
+"""Reading a key from memory takes as long as so many queries to it."""
+
+
 class Cached:
     """T new tokens for each of B sequences against their cache; writes the new keys and values first.
 
     layers_SKLD: per layer, [slots, 2 × kv heads, length, head dim], keys before values.
     The sequences lie in slots 0..B-1. `columns_BT` says where the new entries go; `mask_BTL` (additive, or None when
     every new token may see all of `length`) who sees what. Heads that share keys are folded into the query length.
+    lengths: per sequence, the columns that any of its tokens may see. On a CPU a very ragged batch then goes sequence by
+        sequence instead of paying for its longest one everywhere.
     """
 
     def __init__(
-        self, config: ModelConfig, layers_SKLD: Sequence[Tensor], columns_BT: Tensor, length: int, mask_BTL: Tensor | None
+        self,
+        config: ModelConfig,
+        layers_SKLD: Sequence[Tensor],
+        columns_BT: Tensor,
+        length: int,
+        mask_BTL: Tensor | None,
+        lengths: Sequence[int] | None = None,
     ) -> None:
         self.layers, self.length = layers_SKLD, length
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
@@ -151,6 +165,12 @@ class Cached:
         self.columns_BT = columns_BT
         self.rows_B1 = torch.arange(self.batch, device=columns_BT.device)[:, None]
         self.mask = None if mask_BTL is None else mask_BTL.repeat(1, self.group, 1)[:, None]
+        self.lengths: Sequence[int] | None = None
+        if lengths is not None and columns_BT.device.type == "cpu":
+            num_queries = max(self.num_new, _QUERIES_PER_READ) * config.num_heads
+            wasted = sum(length - n for n in lengths) * num_queries * config.head_dim
+            if wasted > _MIN_WASTE * self.batch:
+                self.lengths = lengths
 
     def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
         B, T, K, G = self.batch, self.num_new, self.num_kv_heads, self.group
@@ -159,8 +179,17 @@ class Cached:
         cache_SKLD[self.rows_B1, :, self.columns_BT] = qkv_BTSD[:, :, self.num_heads :]
         live_BKLD = cache_SKLD[:B, :, : self.length]
         q_BKTD = qkv_BTSD[:, :, : self.num_heads].unflatten(2, (K, G)).permute(0, 2, 3, 1, 4).reshape(B, K, G * T, -1)
-        out_BKTD = F.scaled_dot_product_attention(q_BKTD, live_BKLD[:, :K], live_BKLD[:, K:], attn_mask=self.mask)
+        if self.lengths is None:
+            out_BKTD = F.scaled_dot_product_attention(q_BKTD, live_BKLD[:, :K], live_BKLD[:, K:], attn_mask=self.mask)
+        else:
+            out_BKTD = torch.cat([self._row(b, n, q_BKTD, live_BKLD) for b, n in enumerate(self.lengths)])
         return out_BKTD.view(B, K, G, T, -1).permute(0, 3, 1, 2, 4).reshape(B * T, -1)
+
+    def _row(self, row: int, length: int, q_BKTD: Tensor, live_BKLD: Tensor) -> Tensor:
+        live_KLD = live_BKLD[row : row + 1, :, :length]
+        mask = None if self.mask is None or self.num_new == 1 else self.mask[row : row + 1, ..., :length]
+        k_1KLD, v_1KLD = live_KLD.chunk(2, dim=1)
+        return F.scaled_dot_product_attention(q_BKTD[row : row + 1], k_1KLD, v_1KLD, attn_mask=mask)
 
 
 def padding_mask(lengths_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:

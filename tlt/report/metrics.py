@@ -45,7 +45,8 @@ class StepRecord:
 
     reward_mean, solve_rate: of this step's responses, as sampled for training.
     truncated_share: of responses that reached their token limit.  zero_variance_groups: groups that give no gradient.
-    engine_trainer_logprob_gap: mean |log-probability by the engine - by the trainer| over response tokens.
+    engine_trainer_logprob_gap: mean |log-probability by the engine - by the trainer| over response tokens. Like `entropy` an
+        estimate where most responses have no advantage (rl/policy.py, SAMPLED_TOKENS).
     cpu_seconds: processor time of all ranks.
     idle_seconds: from a replica's last token to the last token of all, summed.
     drafter_train_seconds: of those, spent training the drafter.  harvested_share: their quotient.
@@ -54,7 +55,7 @@ class StepRecord:
     drafter_refreshes: drafters in training that engines took up within the rollout.
     preemption_seconds: from the last response's end to the return of the drafter's trainer, for every rank that trained then.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
-    accept_by_depth: unconditional survival to depth 1, 2, …
+    accept_by_depth: survival to depth 1, 2, …, of the verifications that drafted so deep
     strategy_seconds: engine seconds under each strategy, "off" included.
     strategy_speed: tokens per second of the engine steps under each.  strategy_predicted: what the tuner expected of them.
     tokens_per_second: response tokens / rollout seconds.

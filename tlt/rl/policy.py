@@ -40,8 +40,8 @@ LOGITS_PER_CHUNK = 2**24
 """Elements of logits alive at a time: with a large vocabulary the head runs in chunks, and once more in the backward pass."""
 
 SAMPLED_TOKENS = 4096
-"""Of responses without advantage, whose gradient is exactly 0: so many tokens, in whole responses drawn at random, stand for
-all of them in the means."""
+"""Of responses without advantage, whose gradient is exactly 0: about so many tokens, in whole responses drawn at random, stand
+for all of them in the means."""
 
 
 class NonFiniteUpdate(ArithmeticError):
@@ -51,11 +51,11 @@ class NonFiniteUpdate(ArithmeticError):
 @dataclass(frozen=True)
 class UpdateMetrics:
     """One update. Means are over all response tokens of all ranks; `loss`, `grad_norm` (before clipping), `clip_fraction`
-    and `kl` also over the optimizer steps; `entropy` and the gaps are those of the policy before the update, and estimates
-    where there are more than `SAMPLED_TOKENS` tokens without advantage.
+    and `kl` also over the optimizer steps; `entropy` and the gaps are those of the policy before the update; from a
+    sample, unbiased, where there are more than `SAMPLED_TOKENS` tokens without advantage.
 
     kl: None when there is no reference policy (its coefficient is 0).
-    engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|; `_max` the largest.
+    engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|; `_max` the largest computed.
     """
 
     loss: float
@@ -106,18 +106,15 @@ class MicroBatch:
 # ── who computes what ────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def thin_out(responses: Sequence[Response], max_tokens: int) -> list[Response]:
-    """The same responses; of those without a gradient only some keep a weight, which is then that of all of them by tokens."""
+def sample_flat(responses: Sequence[Response], num_tokens: int) -> list[Response]:
+    """The same responses; of those without a gradient about `num_tokens` tokens keep a weight, so that sums stay unbiased."""
     flat = [i for i, r in enumerate(responses) if not r.needs_grad]
     num_flat = sum(responses[i].num_tokens for i in flat)
-    if num_flat <= max_tokens:
+    if num_flat <= num_tokens:
         return list(responses)
-    order = random.Random(num_flat).sample(flat, len(flat))  # a function of the tokens, like all of the update
-    sampled, num_sampled = set[int](), 0
-    while num_sampled < max_tokens:
-        sampled.add(order[len(sampled)])
-        num_sampled += responses[order[len(sampled) - 1]].num_tokens
-    weights = {i: num_flat / num_sampled if i in sampled else 0.0 for i in flat}
+    count = math.ceil(len(flat) * num_tokens / num_flat)
+    sampled = set(random.Random(num_flat).sample(flat, count))  # a function of the tokens, like all of the update
+    weights = {i: len(flat) / count if i in sampled else 0.0 for i in flat}
     return [dataclasses.replace(r, weight=weights.get(i, 1.0)) for i, r in enumerate(responses)]
 
 
@@ -286,7 +283,7 @@ class PolicyTrainer:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         a = self.algorithm
-        responses = thin_out(responses, SAMPLED_TOKENS)
+        responses = sample_flat(responses, SAMPLED_TOKENS)
         minibatches = [responses[i :: a.minibatches] for i in range(a.minibatches)]
         shares = [
             plan_share(minibatch, self.model.config, a.tokens_per_micro_batch, self.num_ranks, self.rank)

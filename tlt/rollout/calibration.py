@@ -62,14 +62,22 @@ class Calibration:
         return cells_BFW, self.table[cells_BFW]
 
     def observe(self, tree: DraftTree, cells_BN: Tensor, verdicts: Sequence[Verdict]) -> None:
-        """`cells_BN` holds the cells of the tree's nodes, the root left out."""
+        """`cells_BN` holds the cells of the tree's nodes, the root left out. The tree may reach further than what was verified:
+        every node counts whose rival, what the target said, is known."""
         rows = slice(0, _OBSERVED_ROWS)
-        for parents, cells, verdict in zip(tree.parents_BN[rows].tolist(), cells_BN[rows].tolist(), verdicts, strict=False):
-            on_path = set(verdict.path)
+        columns = zip(tree.tokens_BN[rows].tolist(), tree.parents_BN[rows].tolist(), cells_BN[rows].tolist(), strict=True)
+        for (tokens, parents, cells), verdict in zip(columns, verdicts, strict=False):
+            path = [0]
             for node, cell in enumerate(cells, start=1):
-                if cell != self.UNUSED and parents[node] in on_path:
+                depth = path.index(parents[node]) if parents[node] in path else len(verdict.tokens)
+                if depth == len(verdict.tokens):
+                    continue
+                is_accepted = tokens[node] == verdict.tokens[depth]
+                if is_accepted:
+                    path.append(node)
+                if cell != self.UNUSED:
                     self.seen[cell] += 1.0
-                    self.accepted[cell] += float(node in on_path)
+                    self.accepted[cell] += float(is_accepted)
                     self._num_new += 1
         if self._num_new >= _REFRESH_EVERY:
             self._refresh()

@@ -45,7 +45,8 @@ class Acceptance:
 
     The texts that are left in the tail are not those of the beginning, so a batch size has a curve of its own per doubling;
     what was seen at others counts as at most `_WORTH_ELSEWHERE` verifications there. A depth seen rarely leans on the one
-    before it; a tree on the chain of its drafter, and the hybrid on the learned chain, of which it keeps what it can.
+    before it, and the hybrid on the learned chain, of which it keeps what it can. Where a chain stopped, its walk did not
+    survive; a tree, which never stops, leans on what chains of its drafter accepted where they did draft.
     """
 
     def __init__(self) -> None:
@@ -53,18 +54,22 @@ class Acceptance:
         self.survived: dict[_Curve, Array] = {}
         self._hazards: dict[_Curve, list[tuple[float, float]]] = {}
 
-    def observe(self, strategy: Strategy, accepted: Sequence[int]) -> None:
+    def observe(self, strategy: Strategy, accepted: Sequence[int], num_drafted: int = Strategy.MAX_DEPTH) -> None:
+        """`num_drafted` levels at most were drafted; a chain may have stopped before its depth."""
         self._hazards.clear()
         fade = math.exp(-len(accepted) / _ACCEPTANCE_MEMORY)
         came_B = np.minimum(np.asarray(accepted), strategy.depth)
         exactly = np.bincount(came_B, minlength=strategy.depth + 1)
         reached = exactly[::-1].cumsum()[::-1]  # walks that came to depth d or further
         for octave in (_ANY, _octave(len(accepted))):
-            curve = _curve(strategy, octave)
-            for counts, new in ((self.tried, reached[:-1]), (self.survived, reached[1:])):
-                counts.setdefault(curve, np.zeros(Strategy.MAX_DEPTH))
-                counts[curve] *= fade
-                counts[curve][: strategy.depth] += new
+            curves = [(_curve(strategy, octave), strategy.depth)]
+            if strategy.width == 1:
+                curves.append(((strategy.drafter, *_DRAFTED, octave), min(strategy.depth, num_drafted)))
+            for curve, depth in curves:
+                for counts, new in ((self.tried, reached[:depth]), (self.survived, reached[1 : depth + 1])):
+                    counts.setdefault(curve, np.zeros(Strategy.MAX_DEPTH))
+                    counts[curve] *= fade
+                    counts[curve][:depth] += new
 
     def age(self, worth: float = _WORTH_AT_NEW_VERSION) -> None:
         self._hazards.clear()
@@ -80,7 +85,8 @@ class Acceptance:
         drafter, width, _, octave = curve
         prior = None
         if width > 1 or drafter == "hybrid":
-            prior = self.hazards(("learned" if drafter == "hybrid" else drafter, 1, 0, octave))
+            shape = _DRAFTED if width > 1 else (1, 0)
+            prior = self.hazards(("learned" if drafter == "hybrid" else drafter, *shape, octave))
         anywhere = (*curve[:3], _ANY)
         tried, survived, all_tried, all_survived = (
             counts[c].tolist() if c in counts else _NOTHING for c in (curve, anywhere) for counts in (self.tried, self.survived)
@@ -115,6 +121,8 @@ class Acceptance:
 
 _Curve = tuple[str, int, int, int]
 """Drafter, width, budget (1 and 0 for all chains) and the octave of the batch size."""
+_DRAFTED = (1, 1)
+"""Instead of (1, 0): of chains, where they did draft."""
 _ANY = -1
 """Instead of an octave: all batch sizes."""
 _NOTHING = [0.0] * Strategy.MAX_DEPTH
@@ -331,7 +339,7 @@ class CostModel:
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         self._seconds_since += outcome.seconds
         if outcome.accepted:
-            self.acceptance.observe(strategy, outcome.accepted)
+            self.acceptance.observe(strategy, outcome.accepted, outcome.num_nodes - 1)
         if not _switches_on(self._previous, strategy):  # that step also catches up with what was decoded plainly
             weight = _WEIGHT_OF_ADMISSION if batch.num_admitted else 1.0
             expected = self._expected_seconds if strategy == self._choice else None

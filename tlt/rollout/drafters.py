@@ -42,8 +42,8 @@ DEFAULT_WINDOW = 4096
 @dataclass(frozen=True)
 class _Front:
     """Where a proposal starts from. Row b has `num_pairs[b]` pairs in columns 0 .. of the drafter's cache, the first of them
-    at rotary position `offsets[b]`; `hidden_BE` is the output of the last. `elsewhere_BD` says of rows that draft otherwise how
-    likely their drafts are to survive to each depth, and is negative in the others."""
+    at rotary position `offsets[b]`; `hidden_BE` is the output of the last. `other_survival_BD` says of rows that draft
+    otherwise how likely their drafts are to survive to each depth, and is negative in the others."""
 
     params_scale: Callable[[Tensor], Tensor]
     strategy: Strategy
@@ -52,7 +52,7 @@ class _Front:
     num_pairs: list[int]
     offsets_B1: Tensor | None
     hidden_BE: Tensor
-    elsewhere_BD: Tensor | None
+    other_survival_BD: Tensor | None
 
 
 class LearnedDrafter:
@@ -60,8 +60,9 @@ class LearnedDrafter:
 
     ranking: "coupled" ranks candidates by log q / tau + the target's own noise, q being the draft distribution at the
         sequence's own temperature (DESIGN §2); "top-k" by log q alone (EAGLE-2, arXiv 2406.16858).
-    confidence_threshold: a chain stops where the chance that it is accepted so far, averaged over the batch, falls below this
-        (as DISCO, arXiv 2405.04304, stops a single sequence), read back once per level; 0: never.
+    confidence_threshold: a chain stops before the token with which the chance that all of it is accepted, averaged over the
+        batch, falls below this (SpecDec++, arXiv 2405.19715, stops so by a trained head); its first token is always drafted.
+        Reads one number back per level. 0: never; trees never stop.
     window: positions whose features are remembered per sequence; what lies further back when speculation is switched on
         is not seen by the drafter.
     keep_targets: also remember what training matches (models/drafter.py, training_capture).
@@ -155,9 +156,13 @@ class LearnedDrafter:
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def propose(
-        self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, elsewhere: Sequence[Sequence[float] | None] = ()
+        self,
+        context: DraftContext,
+        strategy: Strategy,
+        noise_BDV: Tensor,
+        other_survival: Sequence[Sequence[float] | None] = (),
     ) -> DraftTree:
-        """elsewhere: of rows that will draft otherwise, how likely their drafts are to survive to each depth (None in the
+        """other_survival: of rows that will draft otherwise, how likely their drafts are to survive to each depth (None in the
         others): a chain goes on as long as that is good for all of them."""
         num_rows = len(context.tokens)
         starts = self._enter(context)
@@ -169,11 +174,11 @@ class LearnedDrafter:
         hidden_BE = self._catch_up(context, starts, num_pairs, offsets_B1)
         self.counts[:num_rows] = num_pairs
         roots_B1 = torch.tensor([[tokens[-1]] for tokens in context.tokens], device=self.model.device)
-        elsewhere_BD = None
-        if any(survival is not None for survival in elsewhere):
-            filled = [[-1.0] * strategy.depth if survival is None else list(survival) for survival in elsewhere]
-            elsewhere_BD = torch.tensor(filled, device=self.model.device)
-        front = _Front(context.params.scale, strategy, noise_BDV, roots_B1, num_pairs, offsets_B1, hidden_BE, elsewhere_BD)
+        other_survival_BD = None
+        if any(survival is not None for survival in other_survival):
+            filled = [[-1.0] * strategy.depth if survival is None else list(survival) for survival in other_survival]
+            other_survival_BD = torch.tensor(filled, device=self.model.device)
+        front = _Front(context.params.scale, strategy, noise_BDV, roots_B1, num_pairs, offsets_B1, hidden_BE, other_survival_BD)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
     def _enter(self, context: DraftContext) -> list[int]:
@@ -285,40 +290,36 @@ class LearnedDrafter:
         ends_B = torch.tensor(front.num_pairs, device=self.model.device)
         is_even = min(front.num_pairs) == max(front.num_pairs)
         survival_B = torch.zeros(len(front.num_pairs), device=self.model.device)  # logarithm
+        is_likely = True
         for depth in range(front.strategy.depth):
-            scores_B1V = self._scores(front, hidden_B1E, depth)
-            token_B1 = scores_B1V.argmax(dim=-1)
-            if self.confidence_threshold:
-                cells_B, logprob_B = self._confidence(scores_B1V[:, 0], depth)
-                survival_B = survival_B + logprob_B
-                if depth and self._mean_survival(front, survival_B, depth) < self.confidence_threshold:
-                    break
-                cells.append(cells_B)
-            tokens.append(self._token_ids(token_B1))
-            if depth + 1 < front.strategy.depth:
-                columns_B1 = ends_B[:, None] + depth
-                length = max(front.num_pairs) + depth + 1
-                mask = None if is_even else padding_mask(ends_B + depth + 1, length, self.model.dtype)
+            if depth:
+                columns_B1 = ends_B[:, None] + depth - 1
+                length = max(front.num_pairs) + depth
+                mask = None if is_even else padding_mask(ends_B + depth, length, self.model.dtype)
                 hidden_B1E = self._forward(tokens[-1], hidden_B1E, columns_B1, columns_B1, front.offsets_B1, length, mask)
-        tree = chain(torch.cat(tokens, dim=1))
-        if cells and self.calibration is not None:
-            self._tree, self._cells_BN = tree, torch.stack(cells, dim=1)
-        return tree
-
-    def _confidence(self, scores_BV: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-        """(calibration cells, log chance of being accepted) of each row's best candidate."""
-        best_B1 = scores_BV.float().log_softmax(dim=-1).amax(dim=-1, keepdim=True)
-        if self.calibration is None:
-            return best_B1[:, 0], best_B1[:, 0]
-        cells_B1, best_B1 = self.calibration(depth, best_B1)
-        return cells_B1[:, 0], best_B1[:, 0]
+            scores_B1V = self._scores(front, hidden_B1E, depth)
+            best_B1, token_B1 = scores_B1V.max(dim=-1)
+            tokens.append(self._token_ids(token_B1))
+            if self.confidence_threshold:
+                logprob_B1 = (best_B1 - scores_B1V.logsumexp(dim=-1)).float()
+                if self.calibration is not None:
+                    cells_B1, logprob_B1 = self.calibration(depth, logprob_B1)
+                    cells.append(cells_B1)
+                survival_B = survival_B + logprob_B1[:, 0]
+                is_likely = self._mean_survival(front, survival_B, depth) >= self.confidence_threshold
+                if not is_likely:
+                    break
+        whole = chain(torch.cat(tokens, dim=1))
+        if cells:
+            self._tree, self._cells_BN = whole, torch.cat(cells, dim=1)
+        return whole if is_likely or len(tokens) == 2 else chain(whole.tokens_BN[:, :-1])  # one token at least
 
     @staticmethod
     def _mean_survival(front: _Front, log_survival_B: Tensor, depth: int) -> float:
         survival_B = log_survival_B.exp()
-        if front.elsewhere_BD is not None:
-            elsewhere_B = front.elsewhere_BD[:, depth]
-            survival_B = torch.where(elsewhere_B < 0, survival_B, elsewhere_B)
+        if front.other_survival_BD is not None:
+            other_B = front.other_survival_BD[:, depth]
+            survival_B = torch.where(other_B < 0, survival_B, other_B)
         return survival_B.mean().item()
 
     def _branch(self, front: _Front) -> DraftTree:

@@ -232,7 +232,7 @@ class RolloutEngine:
             num_kept = sequence.commit(verdict)
             num_tokens += num_kept
             if not strategy.is_off:
-                self.stats.record_verification(strategy.depth, verdict.num_accepted, num_kept)
+                self.stats.record_verification(min(strategy.depth, tree.num_nodes - 1), verdict.num_accepted, num_kept)
         if self.drafter is not None:
             self._inform_drafter(self.drafter, strategy, tree, captured_BNF, prefixes, verdicts)
         end = time.perf_counter()
@@ -325,7 +325,7 @@ class RolloutEngine:
             positions_BN = prefix_B[:, None] + depths_BN
             noise_BNV = noise_BDV[torch.arange(B, device=self.device)[:, None], depths_BN]
             mask = tree_mask(seen_BNN, prefix_B, length, self.model.dtype)
-        attend = Cached(self.config, self.cache.layers, columns_BN, length, mask)
+        attend = Cached(self.config, self.cache.layers, columns_BN, length, mask, [prefix + N for prefix in prefixes])
         positions_N = positions_BN.flatten()
         if length > self.config.max_positions:
             positions_N = positions_N.clamp_max(self.config.max_positions - 1)  # drafts beyond the window are never kept

@@ -102,11 +102,12 @@ class HybridDrafter:
         retrieved = self.ngram.retrieve(context, strategy, noise_BDV)
         rows = range(len(context.tokens))
         survival = [self.ngram.survival(row, strategy.depth) for row in rows]
-        self._is_retrieved = [sum(survival[row]) > self.learned_accepted for row in rows]
+        sure = self.ngram.confidence_threshold if strategy.width == 1 else 0.0  # a chain goes no further
+        self._is_retrieved = [sum(s for s in survival[row] if s >= sure) > self.learned_accepted for row in rows]
         if all(self._is_retrieved):
             return self.ngram.stop(retrieved, survival)
-        elsewhere = [survival[row] if self._is_retrieved[row] else None for row in rows]
-        learned = self.learned.propose(context, strategy, noise_BDV, elsewhere)
+        other_survival = [survival[row] if self._is_retrieved[row] else None for row in rows]
+        learned = self.learned.propose(context, strategy, noise_BDV, other_survival)
         if not any(self._is_retrieved):
             return learned
         self.learned.forget_latest([row for row in rows if self._is_retrieved[row]])

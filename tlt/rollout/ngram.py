@@ -133,6 +133,21 @@ class _Node:
     noise: float = 0.0
 
 
+@dataclass(frozen=True)
+class _Retrieved:
+    """A tree of (token, parent column), the root (column 0) left out, and the bucket of the match that led to it."""
+
+    bucket: int
+    nodes: list[tuple[int, int]]
+
+    @property
+    def depth(self) -> int:
+        depths = [0]
+        for _, parent in self.nodes:
+            depths.append(depths[parent] + 1)
+        return max(depths)
+
+
 class NgramDrafter:
     """Retrieval over a problem's own responses. Of use from the first response on, before any drafter is trained.
 
@@ -158,7 +173,7 @@ class NgramDrafter:
         self.problems: OrderedDict[str, SuffixIndex] = OrderedDict()
         self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
         self.hits = [[1.0, 2.0] for _ in range(_match_bucket(_MAX_MATCH) + 1)]  # drafts accepted, drafts tried: a Beta(1, 1)
-        self._retrieved: list[tuple[int, list[tuple[int, int]]]] = []  # per row of the latest retrieval: bucket, nodes
+        self._retrieved: list[_Retrieved] = []  # per row of the latest retrieval
 
     @property
     def num_tokens(self) -> int:
@@ -198,20 +213,20 @@ class NgramDrafter:
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         """Learns from what the target said, whether or not it was asked about the latest retrieval."""
-        for (bucket, nodes), verdict in zip(self._retrieved, verdicts, strict=True):
-            if nodes:
-                successes, has_failed = _walk(nodes, verdict.tokens)
-                accepted, tried = self.hits[bucket]
-                self.hits[bucket] = [_KEEP * accepted + successes, _KEEP * tried + successes + has_failed]
+        for row, verdict in zip(self._retrieved, verdicts, strict=True):
+            if row.nodes:
+                successes, has_failed = _walk(row.nodes, verdict.tokens)
+                accepted, tried = self.hits[row.bucket]
+                self.hits[row.bucket] = [_KEEP * accepted + successes, _KEEP * tried + successes + has_failed]
         self._retrieved = []
 
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def survival(self, row: int, depth: int) -> list[float]:
         """How likely this row of the latest retrieval is to be accepted to depth 1, 2, ... `depth`."""
-        bucket, nodes = self._retrieved[row]
-        accepted, tried = self.hits[bucket]
-        return [(accepted / tried) ** d if d <= len(nodes) else 0.0 for d in range(1, depth + 1)]
+        retrieved = self._retrieved[row]
+        accepted, tried = self.hits[retrieved.bucket]
+        return [(accepted / tried) ** d if d <= retrieved.depth else 0.0 for d in range(1, depth + 1)]
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
         tree = self.retrieve(context, strategy, noise_BDV)
@@ -230,7 +245,7 @@ class NgramDrafter:
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
         self._fetch_noise([trie for trie, _ in tries], noise_BDV)
         rows = [_grow(trie, strategy, self.tau) for trie, _ in tries]
-        self._retrieved = [(_match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True)]
+        self._retrieved = [_Retrieved(_match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True)]
         num_nodes = 1 + max(len(nodes) for nodes in rows)
         tokens_BN, parents_BN = [], []
         for committed, nodes in zip(context.tokens, rows, strict=True):
