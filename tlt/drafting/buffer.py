@@ -53,8 +53,9 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Windows of several trajectories, packed. `weight_M` marks the pairs that predict a response token
-    (see models.drafter.align for what a pair is). num_captured: pairs whose features the engine captured."""
+    """Windows of several trajectories, packed: features on the target's device, all else on the CPU. `weight_M` marks the pairs
+    that predict a response token (see models.drafter.align for what a pair is). num_captured: pairs whose features the engine
+    captured."""
 
     token_ids_N: Tensor
     features_NE: Tensor
