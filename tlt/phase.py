@@ -29,7 +29,7 @@ from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import EngineStats, RolloutEngine
-from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams
+from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams, SpanName
 
 POLL_SECONDS = 0.002
 
@@ -193,12 +193,12 @@ class RolloutPhase:
             if watch is not None:
                 watch.abandon()
             raise StopRequested(f"during {purpose} {step}")
-        with self.timeline.span("score"):
+        with self.timeline.span(SpanName.SCORE):
             own_rewards = self.scorers.drain()
         num_refreshes = refresh.num_refreshes if refresh is not None else 0
         end = time.perf_counter()
         replica = ReplicaReport(start, last_token, end, self.engine.stats, report, num_refreshes)
-        with self.timeline.span("wait"):
+        with self.timeline.span(SpanName.WAIT):
             gathered = gather_objects(
                 self.world, (rollouts, [own_rewards[r.problem_id, r.sample_index] for r in rollouts], replica)
             )
@@ -207,13 +207,13 @@ class RolloutPhase:
         rollouts, rewards = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         check = None
         if watch is not None:
-            with self.timeline.span("check drafter"):
+            with self.timeline.span(SpanName.CHECK_DRAFTER):
                 check = watch.end_step(rollouts, report.num_tokens, params.temperature)
         result = PhaseResult(rollouts, rewards, [rank[2] for rank in gathered], check)
         if self.spot is not None and train_drafter:
             self.spot.end_step(rollouts, result.seconds)
         if (seconds := replica.preemption_seconds(result.last_token)) is not None:
-            self.timeline.record("preempt", result.last_token, result.last_token + seconds)
+            self.timeline.record(SpanName.PREEMPT, result.last_token, result.last_token + seconds)
         return result
 
     def _generate(
@@ -254,7 +254,7 @@ class RolloutPhase:
             elif self.coordinator.has_work():
                 queue_is_empty = False
             elif spot is None or (session := self._train_drafter(spot, publish)).num_micro_steps == 0:
-                with self.timeline.span("wait"):
+                with self.timeline.span(SpanName.WAIT):
                     time.sleep(POLL_SECONDS)
             else:
                 report = report.plus(session)

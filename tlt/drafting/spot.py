@@ -24,7 +24,7 @@ from tlt.models.attention import Cached
 from tlt.models.drafter import DraftModel
 from tlt.models.transformer import PackedTransformer
 from tlt.speculative.tree import chain_mask
-from tlt.types import DrafterReport, Rollout, Span
+from tlt.types import DrafterReport, Rollout, Span, SpanName
 
 RECOMPUTE_TOKENS = 128
 """Target tokens per chunk where nobody waits for its end."""
@@ -178,7 +178,7 @@ class SpotTrainer:
 
     def _note(self, start: float, end: float) -> None:
         if self.on_span is not None:
-            self.on_span(Span("train drafter", start, end))
+            self.on_span(Span(SpanName.TRAIN_DRAFTER, start, end))
 
     # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
 
