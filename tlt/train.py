@@ -250,7 +250,8 @@ class Run:
         settings = self.config.drafter
         if self.learned is None or self.spot is None or self.world.group is None or not settings.refresh_during_rollout:
             return None
-        return DrafterRefresh(connect_mailbox(self.world.store, "drafter"), self.learned, settings.refresh_seconds)
+        mailbox = connect_mailbox(self.world.store, f"drafter of {self.out_dir}")  # runs side by side share the store
+        return DrafterRefresh(mailbox, self.learned, settings.refresh_seconds)
 
     # ── the steps of the loop ────────────────────────────────────────────────────────────────────────────────────────
 

@@ -5,11 +5,14 @@ Replicas are threads that share a store; they wait for events of each other, nev
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +35,7 @@ from tlt.report.timeline import Timeline
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import EngineStats, RolloutEngine
 from tlt.rollout.tuner import Fixed
+from tlt.train import Run
 from tlt.types import DrafterReport, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
 PARAMS = SamplingParams(temperature=0.7, max_tokens=24)
@@ -332,18 +336,23 @@ def test_a_drafter_loaded_between_two_engine_steps_drafts_as_if_it_had_always_be
     assert all(drafts[0][tokens] == drafts[1][tokens] for tokens in common)
 
 
-def run_with_refresh(is_published: bool, rollout: int = 7) -> tuple[PhaseResult, LearnedDrafter]:
-    """A replica that generates alone, and an idle one that may have published its drafter."""
+def run_with_refresh(
+    is_published: bool, rollout: str = "rollout 0", version: int = 7, fault: float = 0.0
+) -> tuple[PhaseResult, LearnedDrafter]:
+    """A replica that generates alone, and an idle one that may have published its drafter, with a fault added to a weight."""
     engine, learned = make_engine()
     store = HashStore()
     refresh = DrafterRefresh(Mailbox(store), learned, seconds=1e-9)
     spot = SpotTrainer(DrafterTrainer(make_model(2), engine.model, PRESETS["hass"]), TrajectoryBuffer(10**6), 48)
     if is_published:
         _, other = make_engine()
-        other.model.version = rollout
+        other.model.version = version
         sender = DrafterRefresh(Mailbox(store), other, seconds=1e-9)
-        sender.begin()
-        sender.publish(make_model(3))
+        sender.begin(rollout)
+        model = make_model(3)
+        with torch.no_grad():
+            model.fc.weight[2, 1] += fault
+        sender.publish(model)
     (coordinator,) = make_coordinators(1)
     phase = make_phase(engine, coordinator, learned, spot, make_watch(engine, learned, spot), refresh)
     problems = make_problems(6)
@@ -360,10 +369,31 @@ def test_a_published_drafter_is_taken_up_once_and_changes_no_token() -> None:
     assert predicts_like(learned, make_model(2))
 
 
-def test_a_drafter_published_in_another_rollout_is_not_taken_up() -> None:
-    result, learned = run_with_refresh(is_published=True, rollout=6)
+@pytest.mark.parametrize("rollout", ["rollout 1", "rollout 00", "rollout", "evaluation 0"])
+def test_a_drafter_published_in_another_rollout_is_not_taken_up(rollout: str) -> None:
+    """Though the engine had the same version then: that rollout's update was undone."""
+    result, learned = run_with_refresh(is_published=True, rollout=rollout)
     assert result.replicas[0].num_refreshes == 0
     assert learned.version == 8, "the average alone"
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf])
+def test_a_drafter_that_is_not_finite_is_not_sent(fault: float) -> None:
+    result, learned = run_with_refresh(is_published=True, fault=fault)
+    assert result.replicas[0].num_refreshes == 0
+    assert learned.version == 8, "the average alone"
+
+
+def test_runs_side_by_side_have_mailboxes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    monkeypatch.setattr("tlt.train.connect_mailbox", lambda store, name: names.append(name))
+    for folder in ("a", "b"):
+        settings = SimpleNamespace(refresh_during_rollout=True, refresh_seconds=1.0)
+        world = SimpleNamespace(store=None, group=object())
+        run: Any = SimpleNamespace(config=SimpleNamespace(drafter=settings), world=world, out_dir=Path("runs") / folder)
+        run.learned = run.spot = object()
+        assert Run._make_refresh(run) is not None
+    assert len(set(names)) == 2
 
 
 def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above_all_others() -> None:
