@@ -500,7 +500,10 @@ def _drafter_train(command: DrafterTrain) -> int:
 def _drafter_export(command: DrafterExport) -> int:
     from tlt import commands_drafter
 
-    return _print_json(commands_drafter.export(commands_drafter.ExportOptions(**vars(command))))
+    def warn(line: str) -> None:
+        print(f"tlt drafter export: warning: {line}", file=sys.stderr)
+
+    return _print_json(commands_drafter.export(commands_drafter.ExportOptions(**vars(command)), warn))
 
 
 def _drafter_eval(command: DrafterEval) -> int:
