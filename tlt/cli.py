@@ -191,8 +191,8 @@ class DrafterTrain:
     """They are sampled at."""
     init: Annotated[Path | None, arg(metavar="DIR")] = None
     """Start from this drafter instead of a random one."""
-    preset: Literal["eagle", "hass", "eagle3"] = "hass"
-    """How it is trained, and in which form: docs/drafter.md."""
+    preset: Literal["eagle", "hass", "eagle3"] | None = None
+    """How it is trained, and in which form: docs/drafter.md. Without it that of --init, else hass."""
     draft_vocab: Annotated[int | None, arg(metavar="N")] = None
     """eagle3: propose only the N most frequent tokens of the responses."""
     epochs: float = 1.0

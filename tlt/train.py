@@ -105,7 +105,8 @@ def preflight(config: Config) -> None:
     """Everything that can be refused before a process is started: UserError, one line."""
     model_config = load_model_config(config.model.path)
     if config.drafter.path is not None:
-        choose_preset(config.drafter.preset, load_drafter(config.drafter.path, model_config))
+        stored = load_drafter(config.drafter.path, model_config)
+        choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
     load_problems(config, "train")
     if config.evaluation.num_problems:
         load_problems(config, "test")

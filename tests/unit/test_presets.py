@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, to_transformers
+from tlt.config import Config
 from tlt.drafting.buffer import PackedBatch
 from tlt.drafting.export import choose_preset, load_drafter, save_drafter
 from tlt.drafting.losses import PRESETS
@@ -21,6 +22,7 @@ from tlt.models.transformer import PackedTransformer, Transformer
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.tuner import Fixed
+from tlt.train import preflight
 from tlt.types import Request, SamplingParams, Strategy, UserError
 
 DEEP = replace(CONFIG, num_layers=5)
@@ -271,3 +273,14 @@ def test_constants_of_a_preset_can_be_set_and_no_feature_loss_is_asked_of_eagle3
     assert (changed.unrolled_steps, changed.step_decay) == (4, PRESETS["eagle3"].step_decay)
     with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
         choose_preset(None, stored, {"feature_weight": 1.0})
+
+
+def test_a_constant_that_the_drafters_form_does_not_have_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
+    drafter = {"path": tmp_path, "train": True, "feature_weight": 1.0}
+    config = Config.model_validate({"model": {"path": tmp_path}, "task": {"name": "countdown"}, "drafter": drafter})
+    monkeypatch.setattr("tlt.train.load_model_config", lambda path: DEEP)
+    with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
+        preflight(config)
