@@ -197,6 +197,8 @@ class RolloutPhase:
             self.scorers.abandon()
             if watch is not None:
                 watch.abandon()
+            if self.spot is not None and train_drafter:
+                self.spot.abandon()
             raise StopRequested(f"during {purpose} {step}")
         with self.timeline.span(SpanName.SCORE):
             own_rewards = self.scorers.drain()

@@ -143,6 +143,11 @@ class SpotTrainer:
         self.step_seconds = seconds
         self.buffer.carry_over(rollouts, self.carry_longest)
 
+    def abandon(self) -> None:
+        """The step was broken off: its responses will be generated again."""
+        self._recompute = None
+        self.buffer.abandon()
+
     def micro_step(self) -> DrafterReport | None:
         """One unit of work and what it did (its seconds are the caller's to measure); None when there is nothing to do.
 
@@ -193,6 +198,6 @@ class SpotTrainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.trainer.load_state_dict(state["trainer"])
-        self.buffer.trajectories = [Trajectory(tuple(token_ids), num) for token_ids, num in state["trajectories"]]
+        self.buffer.restore(state["trajectories"])
         self.step_seconds = state["step_seconds"]
         self.train_size.seconds_per_token, self.recompute_size.seconds_per_token = state["seconds_per_token"]
