@@ -182,8 +182,8 @@ class RolloutPhase:
         ]
         watch = self.watch if train_drafter else None
         spot = self.spot if watch is not None and watch.trains else None
-        if self.learned is not None:  # only what the drafter is trained for is kept to train on
-            self.learned.on_finish = None if spot is None else spot.add
+        if self.learned is not None:  # features are read out only where they are trained on
+            self.learned.on_finish = spot.add if spot is not None and spot.keeps_captured else None
         refresh = self.refresh if train_drafter else None
         if refresh is not None:
             refresh.begin(f"{purpose} {step}")
@@ -248,6 +248,8 @@ class RolloutPhase:
                 last_token = time.perf_counter()
                 for rollout in finished:
                     rollouts.append(rollout)
+                    if spot is not None and not spot.keeps_captured:
+                        spot.add(rollout, None)
                     key = (rollout.problem_id, rollout.sample_index)
                     self.scorers.submit(key, data_of[rollout.problem_id], self.decode(rollout.token_ids))
                     open_samples[rollout.problem_id] -= 1

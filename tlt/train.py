@@ -214,7 +214,7 @@ class Run:
                 tau=settings.coupling_temperature,
                 confidence_threshold=settings.confidence_threshold,
                 window=settings.feature_window,
-                keep_targets=settings.train,
+                keep_targets=settings.train and settings.features == "captured",
             )
             if settings.train:
                 seed = self.config.run.seed * self.world.world_size + self.world.rank  # ranks draw different windows
