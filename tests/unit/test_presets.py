@@ -93,24 +93,28 @@ def test_three_layers_are_captured_where_engines_expect_them() -> None:
 @forms
 def test_a_step_in_training_equals_the_draft_from_there(method: Method, draft_vocab: int | None) -> None:
     """Brute force: for every pair and step, a plain causal forward over the true pairs up to it and its own states since."""
-    model, steps, length = make_model(method, draft_vocab), 4, 9
-    batch = make_batch(model, (length, 6))
-    pairs, attend = align(batch.lengths), Unrolled(model.config.layer, (length - 1, 5))
+    model, steps = make_model(method, draft_vocab), 4
+    batch = make_batch(model, (9, 6, 4))
+    pairs = align(batch.lengths)
+    attend = Unrolled(model.config.layer, pairs.lengths)
     true_hidden = model.fuse(batch.features_NE[pairs.feature_index_M])
     hidden, states = true_hidden, []
     for step in range(steps):
         index, _ = pairs.ahead(step)
         hidden = model(TARGET.embed(batch.token_ids_N[index]), hidden, pairs.positions_M + step, attend)
         states.append(hidden)
-    embeddings = TARGET.embed(batch.token_ids_N[:length])
-    for t in range(length - 1):
-        inputs = list(true_hidden[: t + 1])
-        for step in range(min(steps, length - 1 - t)):
-            count = len(inputs)
-            plain = PackedCausal(model.config.layer, [count])
-            out = model(embeddings[1 : count + 1], torch.stack(inputs), torch.arange(count), plain)
-            torch.testing.assert_close(states[step][t], out[-1], rtol=0, atol=1e-10)
-            inputs.append(out[-1])
+    first_token, first_pair = 0, 0
+    for length in batch.lengths:
+        embeddings = TARGET.embed(batch.token_ids_N[first_token : first_token + length])
+        for t in range(length - 1):
+            inputs = list(true_hidden[first_pair : first_pair + t + 1])
+            for step in range(min(steps, length - 1 - t)):
+                count = len(inputs)
+                plain = PackedCausal(model.config.layer, [count])
+                out = model(embeddings[1 : count + 1], torch.stack(inputs), torch.arange(count), plain)
+                torch.testing.assert_close(states[step][first_pair + t], out[-1], rtol=0, atol=1e-10)
+                inputs.append(out[-1])
+        first_token, first_pair = first_token + length, first_pair + length - 1
 
 
 @pytest.mark.parametrize("num_own", [1, 3])
@@ -154,6 +158,33 @@ def test_the_loss_is_its_sum_over_steps_and_pairs(method: Method, draft_vocab: i
             total += preset.step_decay**step * torch.stack(losses).mean().item()
     found = DrafterTrainer(model, TARGET, preset).loss(batch).item()
     assert found == pytest.approx(total, abs=1e-10)
+
+
+@forms
+def test_the_loss_and_gradient_of_a_packed_batch_are_those_of_its_sequences_alone(
+    method: Method, draft_vocab: int | None
+) -> None:
+    """Step by step: each takes its mean over the pairs that still have a token to read, so sequences weigh by those."""
+    model = make_model(method, draft_vocab)
+    preset = PRESETS["hass" if method == "eagle" else "eagle3"]
+    batch, parameters = make_batch(model), list(model.parameters())
+    tokens, features = batch.token_ids_N.split(batch.lengths), batch.features_NE.split(batch.lengths)
+    weights = batch.weight_M.split([n - 1 for n in batch.lengths])
+    parts = [PackedBatch(t, f, (len(t),), w) for t, f, w in zip(tokens, features, weights, strict=True)]
+    alone = torch.zeros((), dtype=torch.float64)
+    for step in range(preset.unrolled_steps):
+        counts = [float(part.weight_M[step:].sum()) for part in parts]
+        for part, count in zip(parts, counts, strict=True):
+            if count:
+                losses = [
+                    DrafterTrainer(model, TARGET, replace(preset, unrolled_steps=num)).loss(part) for num in (step, step + 1)
+                ]
+                alone = alone + (losses[1] - losses[0]) * (count / sum(counts))
+    packed = DrafterTrainer(model, TARGET, preset).loss(batch)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-11)
+    gradients = (torch.autograd.grad(loss, parameters) for loss in (packed, alone))
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 @forms
