@@ -191,8 +191,8 @@ class DrafterTrain:
     """They are sampled at."""
     init: Annotated[Path | None, arg(metavar="DIR")] = None
     """Start from this drafter instead of a random one."""
-    preset: Literal["eagle", "hass", "eagle3"] = "hass"
-    """How it is trained, and in which form: docs/drafter.md."""
+    preset: Literal["eagle", "hass", "eagle3"] | None = None
+    """How it is trained, and in which form: docs/drafter.md. Without it that of --init, else hass."""
     draft_vocab: Annotated[int | None, arg(metavar="N")] = None
     """eagle3: propose only the N most frequent tokens of the responses."""
     epochs: float = 1.0
@@ -500,7 +500,10 @@ def _drafter_train(command: DrafterTrain) -> int:
 def _drafter_export(command: DrafterExport) -> int:
     from tlt import commands_drafter
 
-    return _print_json(commands_drafter.export(commands_drafter.ExportOptions(**vars(command))))
+    def warn(line: str) -> None:
+        print(f"tlt drafter export: warning: {line}", file=sys.stderr)
+
+    return _print_json(commands_drafter.export(commands_drafter.ExportOptions(**vars(command)), warn))
 
 
 def _drafter_eval(command: DrafterEval) -> int:

@@ -548,7 +548,7 @@ class DrafterTrainOptions:
     temperature: float
     out: Path
     init: Path | None
-    preset: str
+    preset: str | None
     draft_vocab: int | None
     epochs: float
     learning_rate: float
@@ -585,6 +585,8 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
             f"--draft-vocab: {options.draft_vocab} must be more than 1 and less than the vocabulary, {config.vocab_size}"
         )
     tensors = load_tensors(options.model, config)
+    stored = None if options.init is None else load_drafter(options.init, config, tensors)
+    preset = PRESETS[options.preset or "hass"] if stored is None else choose_preset(options.preset, stored)
     torch.set_num_threads(options.threads)
     if options.responses is not None:
         rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
@@ -592,14 +594,11 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
         rollouts = _answer(options, config, tensors)
     target = PackedTransformer(config, torch.float32)
     target.load(tensors, version=0)
-    preset = PRESETS[options.preset]
-    if options.init is None:
+    if stored is None:
         model = DraftModel(drafter_config(config, preset.method, options.draft_vocab)).initialize(options.seed)
         if model.config.is_reduced:
             model.set_vocabulary(most_frequent(rollouts, model.config.draft_vocab_size, config.vocab_size))
     else:
-        stored = load_drafter(options.init, config, tensors)
-        choose_preset(options.preset, stored)
         model = DraftModel(stored.config)
         model.load_state_dict(stored.tensors)
 
@@ -627,7 +626,7 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     seconds = time.perf_counter() - begin
 
     about = {
-        "preset": options.preset,
+        "preset": preset.name,
         "target": content_hash(tensors),
         "num_tokens": trainer.num_tokens,
         "init": str(options.init or "random"),
@@ -697,6 +696,8 @@ def _check_drafter_train(options: DrafterTrainOptions) -> None:
     for name, rate in (("epochs", options.epochs), ("learning-rate", options.learning_rate)):
         if not 0 < rate < float("inf"):
             raise UserError(f"--{name}: is {rate}; it must be more than 0")
+    if options.draft_vocab is not None and options.init is not None:
+        raise UserError(f"--draft-vocab: {options.draft_vocab} given, but the drafter of --init brings its own; leave one out")
     if options.draft_vocab is not None and options.preset != "eagle3":
         raise UserError(f"--draft-vocab: {options.draft_vocab} needs --preset eagle3; other drafters use the target's head")
     if options.out.exists():

@@ -7,6 +7,7 @@ drafter/ ──export──▶ a directory that vLLM or SGLang serves
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -22,11 +23,11 @@ class ExportOptions:
     target: Path
 
 
-def export(options: ExportOptions) -> Record:
-    """Writes the new folder `options.to` (see drafting/formats.py)."""
+def export(options: ExportOptions, warn: Callable[[str], None]) -> Record:
+    """Writes the new folder `options.to` (see drafting/formats.py). `warn` hears of weights that do not belong together."""
     from tlt.drafting.export import load_drafter
-    from tlt.drafting.formats import FORMATS, Target, export_drafter
-    from tlt.models.checkpoint import config_to_hf, load_config, load_tensors
+    from tlt.drafting.formats import FORMATS, Target, export_drafter, mismatch
+    from tlt.models.checkpoint import config_to_hf, content_hash, load_config, load_tensors
 
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new folder")
@@ -36,7 +37,10 @@ def export(options: ExportOptions) -> Record:
     drafter = load_drafter(options.drafter, config, tensors)
     (architecture,) = config_to_hf(config, drafter.tensors["fc.weight"].dtype)["architectures"]
     head_VE = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
-    export_drafter(drafter, options.format, Target(str(options.target), architecture, head_VE), options.to)
+    target = Target(str(options.target), architecture, head_VE, content_hash(tensors))
+    if (warning := mismatch(drafter, target)) is not None:
+        warn(warning)
+    export_drafter(drafter, options.format, target, options.to)
     return {"format": options.format, "engine": FORMATS[options.format].engine, "out": str(options.to)}
 
 

@@ -29,7 +29,7 @@ from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import EngineStats, RolloutEngine
-from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams
+from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams, SpanName
 
 POLL_SECONDS = 0.002
 
@@ -105,26 +105,31 @@ class PhaseResult:
 
 class DrafterRefresh:
     """Takes drafters from replicas that train to engines that still generate, within one rollout: at most one in `seconds`, on
-    either side. What a rollout publishes is of no use to the next one, which starts with the average."""
+    either side. What a rollout publishes is of no use to the next one, which starts with the average.
+
+    mailbox: the run's own.
+    """
 
     def __init__(self, mailbox: Mailbox, learned: LearnedDrafter, seconds: float) -> None:
         self.mailbox, self.learned, self.seconds = mailbox, learned, seconds
 
-    def begin(self) -> None:
-        """A rollout starts, on all replicas with the same drafter."""
-        self._rollout = self.learned.version.to_bytes(8)
+    def begin(self, rollout: str) -> None:
+        """A rollout starts, under a name of its own in this run. A version is none: after an undone update it comes again."""
+        self._header = f"{rollout}\n".encode()
         self._next = time.perf_counter() + self.seconds
         self.num_refreshes = 0
 
     def publish(self, model: DraftModel) -> None:
+        """Sends the drafter, unless it holds a number that is not finite: that the end of the step deals with."""
         if self._is_due():
             tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-            self.mailbox.send(self._rollout + save(tensors))
+            if all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+                self.mailbox.send(self._header + save(tensors))
 
     def refresh(self) -> None:
         """Between engine steps: what the engine drafts with becomes the latest that another replica has published."""
-        if self._is_due() and (message := self.mailbox.receive()) is not None and message[:8] == self._rollout:
-            self.learned.load(load(message[8:]), self.learned.version + 1)
+        if self._is_due() and (message := self.mailbox.receive()) is not None and message.startswith(self._header):
+            self.learned.load(load(message[len(self._header) :]), self.learned.version + 1)
             self.num_refreshes += 1
 
     def _is_due(self) -> bool:
@@ -177,11 +182,11 @@ class RolloutPhase:
         ]
         watch = self.watch if train_drafter else None
         spot = self.spot if watch is not None and watch.trains else None
-        if self.learned is not None:  # only what the drafter is trained for is kept to train on
-            self.learned.on_finish = None if spot is None else spot.add
+        if self.learned is not None:  # features are read out only where they are trained on
+            self.learned.on_finish = spot.add if spot is not None and spot.keeps_captured else None
         refresh = self.refresh if train_drafter else None
         if refresh is not None:
-            refresh.begin()
+            refresh.begin(f"{purpose} {step}")
         self.coordinator.begin(f"{purpose} {step}", len(problems))
         self.engine.stats = EngineStats()
         start = time.perf_counter()
@@ -192,13 +197,15 @@ class RolloutPhase:
             self.scorers.abandon()
             if watch is not None:
                 watch.abandon()
+            if self.spot is not None and train_drafter:
+                self.spot.abandon()
             raise StopRequested(f"during {purpose} {step}")
-        with self.timeline.span("score"):
+        with self.timeline.span(SpanName.SCORE):
             own_rewards = self.scorers.drain()
         num_refreshes = refresh.num_refreshes if refresh is not None else 0
         end = time.perf_counter()
         replica = ReplicaReport(start, last_token, end, self.engine.stats, report, num_refreshes)
-        with self.timeline.span("wait"):
+        with self.timeline.span(SpanName.WAIT):
             gathered = gather_objects(
                 self.world, (rollouts, [own_rewards[r.problem_id, r.sample_index] for r in rollouts], replica)
             )
@@ -207,13 +214,13 @@ class RolloutPhase:
         rollouts, rewards = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         check = None
         if watch is not None:
-            with self.timeline.span("check drafter"):
+            with self.timeline.span(SpanName.CHECK_DRAFTER):
                 check = watch.end_step(rollouts, report.num_tokens, params.temperature)
         result = PhaseResult(rollouts, rewards, [rank[2] for rank in gathered], check)
         if self.spot is not None and train_drafter:
             self.spot.end_step(rollouts, result.seconds)
         if (seconds := replica.preemption_seconds(result.last_token)) is not None:
-            self.timeline.record("preempt", result.last_token, result.last_token + seconds)
+            self.timeline.record(SpanName.PREEMPT, result.last_token, result.last_token + seconds)
         return result
 
     def _generate(
@@ -241,6 +248,8 @@ class RolloutPhase:
                 last_token = time.perf_counter()
                 for rollout in finished:
                     rollouts.append(rollout)
+                    if spot is not None and not spot.keeps_captured:
+                        spot.add(rollout, None)
                     key = (rollout.problem_id, rollout.sample_index)
                     self.scorers.submit(key, data_of[rollout.problem_id], self.decode(rollout.token_ids))
                     open_samples[rollout.problem_id] -= 1
@@ -254,7 +263,7 @@ class RolloutPhase:
             elif self.coordinator.has_work():
                 queue_is_empty = False
             elif spot is None or (session := self._train_drafter(spot, publish)).num_micro_steps == 0:
-                with self.timeline.span("wait"):
+                with self.timeline.span(SpanName.WAIT):
                     time.sleep(POLL_SECONDS)
             else:
                 report = report.plus(session)

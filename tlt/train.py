@@ -56,7 +56,7 @@ from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.hybrid import HybridDrafter, drafter_kinds, make_drafter
 from tlt.rollout.ngram import count_retrieved
 from tlt.rollout.tuner import make_tuner
-from tlt.types import Problem, SamplingParams, UserError, resolve_dtype
+from tlt.types import Problem, SamplingParams, SpanName, UserError, resolve_dtype
 
 if TYPE_CHECKING:
     from tlt.distributed.launch import StopRequest
@@ -105,7 +105,8 @@ def preflight(config: Config) -> None:
     """Everything that can be refused before a process is started: UserError, one line."""
     model_config = load_model_config(config.model.path)
     if config.drafter.path is not None:
-        choose_preset(config.drafter.preset, load_drafter(config.drafter.path, model_config))
+        stored = load_drafter(config.drafter.path, model_config)
+        choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
     load_problems(config, "train")
     if config.evaluation.num_problems:
         load_problems(config, "test")
@@ -213,7 +214,7 @@ class Run:
                 tau=settings.coupling_temperature,
                 confidence_threshold=settings.confidence_threshold,
                 window=settings.feature_window,
-                keep_targets=settings.train,
+                keep_targets=settings.train and settings.features == "captured",
             )
             if settings.train:
                 seed = self.config.run.seed * self.world.world_size + self.world.rank  # ranks draw different windows
@@ -250,7 +251,8 @@ class Run:
         settings = self.config.drafter
         if self.learned is None or self.spot is None or self.world.group is None or not settings.refresh_during_rollout:
             return None
-        return DrafterRefresh(connect_mailbox(self.world.store, "drafter"), self.learned, settings.refresh_seconds)
+        mailbox = connect_mailbox(self.world.store, f"drafter of {self.out_dir}")  # runs side by side share the store
+        return DrafterRefresh(mailbox, self.learned, settings.refresh_seconds)
 
     # ── the steps of the loop ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -262,17 +264,17 @@ class Run:
         return self.phase.run(problems, self.config.rollout.samples_per_problem, self.sampling_params(), "rollout", self.step)
 
     def update(self, phase: PhaseResult) -> UpdateMetrics:
-        with self.timeline.span("update"):
+        with self.timeline.span(SpanName.UPDATE):
             return self.trainer.update(phase.rollouts, phase.rewards, self.step)
 
     def publish(self, version: int) -> None:
         """The engine gets the policy as it is now; its version is the number of updates behind it."""
-        with self.timeline.span("publish"):
+        with self.timeline.span(SpanName.PUBLISH):
             self.engine.load_policy(dict(self.policy.named_parameters()), version)
 
     def record(self, phase: PhaseResult, update: UpdateMetrics, step_seconds: float) -> None:
         """One line of metrics.jsonl and of the table. From here on the step counts as done."""
-        self.timeline.record("step", self.step_started, time.perf_counter())
+        self.timeline.record(SpanName.STEP, self.step_started, time.perf_counter())
         cpu_seconds = sum(gather_objects(self.world, time.process_time() - self.cpu_started))
         record = step_record(self.step, phase, update, step_seconds, cpu_seconds)
         if self.metrics is not None:
@@ -294,7 +296,10 @@ class Run:
         if not self.held_out or any(e["step"] == self.step for e in self._evaluations()):
             return
         params = dataclasses.replace(self.sampling_params(), temperature=settings.temperature)
-        with self.timeline.span("evaluate"), self.console.status(f"evaluating on {len(self.held_out)} held-out problems"):
+        with (
+            self.timeline.span(SpanName.EVALUATE),
+            self.console.status(f"evaluating on {len(self.held_out)} held-out problems"),
+        ):
             phase = self.phase.run(self.held_out, settings.samples_per_problem, params, "evaluation", 0, train_drafter=False)
         self.evaluation_seconds = phase.seconds
         scores: dict[str, list[float]] = {}
@@ -337,7 +342,7 @@ class Run:
         if self.spot is not None:
             training["drafter"] = self.spot.state_dict()
             drafter = self._trained_drafter()
-        with self.timeline.span("checkpoint"):
+        with self.timeline.span(SpanName.CHECKPOINT):
             self.checkpoints.save(Checkpoint(state, self.policy.state_dict(), drafter, training))
 
     def _trained_drafter(self) -> dict[str, torch.Tensor]:

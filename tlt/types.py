@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -232,6 +233,25 @@ class Reward:
     value: float
     is_solved: bool
     error: str = ""
+
+
+class SpanName(StrEnum):
+    """All that a rank's time is recorded under, in the order in which a table shows it. Steps and evaluations hold others;
+    `preempt` says how late drafter training ended, which lies within it."""
+
+    STEP = "step"
+    PREFILL = "prefill"
+    DECODE = "decode"
+    SPECULATE = "speculate"
+    TRAIN_DRAFTER = "train drafter"
+    PREEMPT = "preempt"
+    SCORE = "score"
+    WAIT = "wait"
+    CHECK_DRAFTER = "check drafter"
+    UPDATE = "update"
+    PUBLISH = "publish"
+    EVALUATE = "evaluate"
+    CHECKPOINT = "checkpoint"
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from tlt import cli
 from tlt.bench.acceptance import Acceptance, observe, speedup
 from tlt.drafting.export import StoredDrafter, save_drafter
 from tlt.models.attention import PackedCausal
-from tlt.models.checkpoint import save_checkpoint
+from tlt.models.checkpoint import content_hash, save_checkpoint
 from tlt.models.drafter import DraftModel, Method, align, drafter_config
 from tlt.models.transformer import ModelConfig, Transformer
 from tlt.types import Request, SamplingParams
@@ -93,11 +93,37 @@ def test_the_timing_gives_a_ratio_per_round_and_equal_responses() -> None:
     assert num_different == 0
 
 
+def _export_says_whose_drafter_it_is(
+    folder: Path, model: Path, draft_model: DraftModel, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The hash of what a run or tlt drafter train had in memory is that of the checkpoint it saved."""
+    own = content_hash(Transformer(DEEP).initialize(1, 0.3).state_dict())
+    cases = [
+        ({"policy_hash": own}, 0),
+        ({"target": own}, 0),
+        ({}, 0),
+        ({"policy_hash": "e" * 64}, 1),
+        ({"target": "e" * 64}, 1),
+    ]
+    for index, (about, num_lines) in enumerate(cases):
+        drafter, out = folder / f"of{index}", folder / f"out{index}"
+        save_drafter(drafter, draft_model, torch.float32, about)
+        arguments = ["drafter", "export", str(drafter), "--target", str(model), "--to", str(out), "--format", "vllm-eagle3"]
+        assert cli.main(arguments) == 0
+        error = capsys.readouterr().err
+        assert error.count("\n") == num_lines
+        assert ("trained for policy eeeeeeeeeeee, this target is " + own[:12] in error) == bool(num_lines)
+        readme = (out / "README.md").read_text()
+        assert own in readme
+        assert all(recorded in readme for recorded in about.values())
+
+
 def test_the_commands_export_and_evaluate_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, drafter, out = tmp_path / "model", tmp_path / "drafter", tmp_path / "out.json"
     save_checkpoint(model, DEEP, tensors(Transformer(DEEP).initialize(1, 0.3)), dtype=torch.float32, source=None)
     draft_model = DraftModel(drafter_config(DEEP, "eagle3")).initialize(2)
     save_drafter(drafter, draft_model, torch.float32)
+    _export_says_whose_drafter_it_is(tmp_path, model, draft_model, capsys)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": [1, 2, 3]}) + "\n")
     exported = ["--target", str(model), "--to", str(tmp_path / "served"), "--format", "vllm-eagle3"]
     assert cli.main(["drafter", "export", str(drafter), *exported]) == 0

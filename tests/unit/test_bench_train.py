@@ -5,19 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
 
+import tlt
 from tests.unit.test_report import record
 from tlt.bench.plots import plot_runs
 from tlt.bench.report import header
-from tlt.bench.train import Turn, ceiling, phase_seconds, summarize, to_markdown
+from tlt.bench.train import Turn, _place, ceiling, phase_seconds, summarize, to_markdown
 from tlt.cli import main
 from tlt.config import load_config
 from tlt.report.metrics import MetricsWriter
 from tlt.report.timeline import Timeline, rank_path
-from tlt.types import Span, UserError
+from tlt.types import Span, SpanName, UserError
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "countdown"
 
@@ -40,6 +42,27 @@ def test_phases_are_means_over_ranks_and_steps_and_what_no_span_covers_is_other(
     ]
     seconds = phase_seconds({0: first, 1: second})
     assert seconds == {"decode": 12 / 4, "update": 2 / 4, "train drafter": 4 / 4, "other": (2 + 4 + 4 + 0) / 4}
+
+
+def test_what_is_covered_twice_is_missing_from_other_once() -> None:
+    spans = [Span("train drafter", 0, 6), Span("preempt", 5, 6), Span("check drafter", 6, 8), Span("step", 0, 10)]
+    seconds = phase_seconds({0: spans})
+    assert seconds == {"train drafter": 6, "preempt": 1, "check drafter": 2, "other": 2}
+
+
+def test_the_table_of_phases_has_every_name_that_occurs_and_other_last() -> None:
+    names = ["other", "record", "brew tea", *reversed(SpanName)]
+    assert sorted(names, key=_place) == [*SpanName, "brew tea", "record", "other"]
+
+
+def test_spans_have_no_name_that_is_not_listed() -> None:
+    """Read in the source: names given as text to whatever makes a span."""
+    calls = re.compile(r"""(?:\bSpan\(|\.span\(|timeline\.record\()[^,\n)]*""")
+    package = Path(tlt.__file__).parent
+    found = [call for path in package.rglob("*.py") for call in calls.findall(path.read_text())]
+    literal = {name for call in found for name in re.findall(r'"([^"]+)"', call)}
+    assert len(found) > 10
+    assert literal <= set(SpanName), f"not in SpanName: {sorted(literal - set(SpanName))}"
 
 
 def write_run(folder: Path, name: str, rollouts: list[float], accept_length: float, num_different: list[int]) -> None:

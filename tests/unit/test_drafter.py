@@ -22,6 +22,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, Switching, make_policy
 from tlt.drafting.buffer import TOKEN_ID_BYTES, PackedBatch, TrajectoryBuffer
@@ -852,6 +854,43 @@ def test_captured_features_are_trained_on_only_where_the_configuration_says_so()
         assert report.num_tokens > 0
         assert (report.captured_tokens > 0) == keeps_captured
         assert report.recomputed_tokens == (0 if keeps_captured else 3 * 59)
+
+
+class OneDevice(TorchDispatchMode):
+    """Refuses what mixes devices, as a GPU does; numbers of the device `meta`, which has none, read as 1."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if func is torch.ops.aten._local_scalar_dense.default and tensors[0].is_meta:
+            return 1
+        if func not in (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default):
+            devices = {tensor.device.type for tensor in tensors if tensor.dim()}
+            assert len(devices) <= 1, f"{func} of {devices}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("preset", "draft_vocab"), [("eagle", None), ("hass", None), ("eagle3", VOCAB - 9)])
+def test_training_and_recomputing_mix_no_devices(preset: str, draft_vocab: int | None) -> None:
+    config = replace(CONFIG, num_layers=4)
+    with OneDevice():
+        target = PackedTransformer(config, torch.float32, "meta")
+        with torch.device("meta"):
+            model = DraftModel(drafter_config(config, PRESETS[preset].method, draft_vocab))
+        trainer = DrafterTrainer(model, target, PRESETS[preset])
+        buffer = TrajectoryBuffer(10**9)
+        for length in (20, 30):
+            buffer.add(make_rollout([1] * length, 4))
+            recompute = FeatureRecompute(target, trainer.capture, buffer.trajectories[-1])
+            while not recompute.advance(16):
+                pass
+        batch = buffer.sample(60)
+        assert batch is not None
+        assert batch.features_NE.is_meta
+        with torch.enable_grad():
+            trainer.loss(batch).backward()
+        assert all(p.grad is not None and p.grad.is_meta for p in trainer.parameters)
+        shared = trainer.shared_tensors()
+        assert {tensor.device.type for tensor in shared} == {"cpu", "meta"}, "AdamW counts its steps on the CPU"
 
 
 # ── 9. the target stays what it is, and nothing is skipped in silence ────────────────────────────────────────────────

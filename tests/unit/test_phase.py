@@ -5,11 +5,14 @@ Replicas are threads that share a store; they wait for events of each other, nev
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,11 +30,12 @@ from tlt.drafting.trainer import DrafterTrainer
 from tlt.drafting.watch import DrafterWatch
 from tlt.models.attention import PackedCausal
 from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
-from tlt.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase
+from tlt.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase, StopRequested
 from tlt.report.timeline import Timeline
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import EngineStats, RolloutEngine
 from tlt.rollout.tuner import Fixed
+from tlt.train import Run
 from tlt.types import DrafterReport, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
 PARAMS = SamplingParams(temperature=0.7, max_tokens=24)
@@ -84,7 +88,7 @@ class ScriptedSpot:
     """A spot trainer whose micro-steps are the test's."""
 
     def __init__(self, micro_step: Callable[[], None], events: list[str]) -> None:
-        self.micro_step, self.events = micro_step, events
+        self.micro_step, self.events, self.keeps_captured = micro_step, events, True
 
     def run(self, should_stop: Callable[[], bool], publish: Any = None) -> DrafterReport:
         num_micro_steps = 0
@@ -332,18 +336,23 @@ def test_a_drafter_loaded_between_two_engine_steps_drafts_as_if_it_had_always_be
     assert all(drafts[0][tokens] == drafts[1][tokens] for tokens in common)
 
 
-def run_with_refresh(is_published: bool, rollout: int = 7) -> tuple[PhaseResult, LearnedDrafter]:
-    """A replica that generates alone, and an idle one that may have published its drafter."""
+def run_with_refresh(
+    is_published: bool, rollout: str = "rollout 0", version: int = 7, fault: float = 0.0
+) -> tuple[PhaseResult, LearnedDrafter]:
+    """A replica that generates alone, and an idle one that may have published its drafter, with a fault added to a weight."""
     engine, learned = make_engine()
     store = HashStore()
     refresh = DrafterRefresh(Mailbox(store), learned, seconds=1e-9)
     spot = SpotTrainer(DrafterTrainer(make_model(2), engine.model, PRESETS["hass"]), TrajectoryBuffer(10**6), 48)
     if is_published:
         _, other = make_engine()
-        other.model.version = rollout
+        other.model.version = version
         sender = DrafterRefresh(Mailbox(store), other, seconds=1e-9)
-        sender.begin()
-        sender.publish(make_model(3))
+        sender.begin(rollout)
+        model = make_model(3)
+        with torch.no_grad():
+            model.fc.weight[2, 1] += fault
+        sender.publish(model)
     (coordinator,) = make_coordinators(1)
     phase = make_phase(engine, coordinator, learned, spot, make_watch(engine, learned, spot), refresh)
     problems = make_problems(6)
@@ -360,10 +369,31 @@ def test_a_published_drafter_is_taken_up_once_and_changes_no_token() -> None:
     assert predicts_like(learned, make_model(2))
 
 
-def test_a_drafter_published_in_another_rollout_is_not_taken_up() -> None:
-    result, learned = run_with_refresh(is_published=True, rollout=6)
+@pytest.mark.parametrize("rollout", ["rollout 1", "rollout 00", "rollout", "evaluation 0"])
+def test_a_drafter_published_in_another_rollout_is_not_taken_up(rollout: str) -> None:
+    """Though the engine had the same version then: that rollout's update was undone."""
+    result, learned = run_with_refresh(is_published=True, rollout=rollout)
     assert result.replicas[0].num_refreshes == 0
     assert learned.version == 8, "the average alone"
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf])
+def test_a_drafter_that_is_not_finite_is_not_sent(fault: float) -> None:
+    result, learned = run_with_refresh(is_published=True, fault=fault)
+    assert result.replicas[0].num_refreshes == 0
+    assert learned.version == 8, "the average alone"
+
+
+def test_runs_side_by_side_have_mailboxes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = []
+    monkeypatch.setattr("tlt.train.connect_mailbox", lambda store, name: names.append(name))
+    for folder in ("a", "b"):
+        settings = SimpleNamespace(refresh_during_rollout=True, refresh_seconds=1.0)
+        world = SimpleNamespace(store=None, group=object())
+        run: Any = SimpleNamespace(config=SimpleNamespace(drafter=settings), world=world, out_dir=Path("runs") / folder)
+        run.learned = run.spot = object()
+        assert Run._make_refresh(run) is not None
+    assert len(set(names)) == 2
 
 
 def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above_all_others() -> None:
@@ -386,3 +416,56 @@ def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above
     assert predicts_like(learned, average)
     assert len(spot.buffer) == 4, "and the longest responses for the next step"
     assert spot.step_seconds == result.seconds
+
+
+# ── what a step leaves to train on ───────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("keeps_captured", [True, False])
+def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on(keeps_captured: bool) -> None:
+    engine, learned = make_engine()
+    trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
+    carried = [Rollout("before", 0, (3, 4), (5, 6, 7), (0.0,) * 3, "stop", 0)]
+    spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured)
+    spot.end_step(carried, 1.0)
+    started = [t.token_ids for t in spot.buffer.trajectories]
+    (coordinator,) = make_coordinators(1)
+    phase = make_phase(engine, coordinator, learned, spot, make_watch(engine, learned, spot))
+    phase.should_stop = lambda: len(spot.buffer) > 3
+    with pytest.raises(StopRequested):
+        phase.run(make_problems(6), 2, PARAMS, "rollout", 0)
+    assert [t.token_ids for t in spot.buffer.trajectories] == started == [(3, 4, 5, 6, 7)]
+    assert spot.state_dict()["trajectories"] == [((3, 4, 5, 6, 7), 2)]
+
+
+def test_what_a_broken_off_step_pushed_out_of_the_buffer_comes_back() -> None:
+    def rollout(name: str, length: int) -> Rollout:
+        return Rollout(name, 0, (3, 4), (5,) * length, (0.0,) * length, "stop", 0)
+
+    buffer = TrajectoryBuffer(8 * 20)
+    buffer.carry_over([rollout("before", 10)], 1)
+    buffer.add(rollout("new", 17))
+    assert [len(t.token_ids) for t in buffer.trajectories] == [19]
+    buffer.abandon()
+    assert [len(t.token_ids) for t in buffer.trajectories] == [12]
+
+
+def test_features_are_read_out_only_where_they_are_trained_on() -> None:
+    reads = []
+    for keeps_captured in (True, False):
+        engine, learned = make_engine()
+        read = learned.history.read
+        num_reads: list[int] = []
+        learned.history.read = lambda s, f, t, read=read, n=num_reads: (f == [0] and n.append(1)) or read(s, f, t)  # type: ignore
+        trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
+        spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured)
+        (coordinator,) = make_coordinators(1)
+        phase = make_phase(engine, coordinator, learned, spot, make_watch(engine, learned, spot))
+        finished: list[str] = []
+        add = spot.add
+        spot.add = lambda r, f, add=add, done=finished: done.append(r.problem_id) or add(r, f)  # type: ignore
+        phase.run(make_problems(2), 1, PARAMS, "rollout", 0)
+        assert sorted(finished) == ["p0", "p1"]
+        assert (learned.on_finish is not None) == keeps_captured
+        reads.append(len(num_reads))
+    assert reads[0] >= reads[1] + 2

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, to_transformers
+from tlt.config import Config
 from tlt.drafting.buffer import PackedBatch
 from tlt.drafting.export import choose_preset, load_drafter, save_drafter
 from tlt.drafting.losses import PRESETS
@@ -21,6 +22,7 @@ from tlt.models.transformer import PackedTransformer, Transformer
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.tuner import Fixed
+from tlt.train import preflight
 from tlt.types import Request, SamplingParams, Strategy, UserError
 
 DEEP = replace(CONFIG, num_layers=5)
@@ -91,24 +93,28 @@ def test_three_layers_are_captured_where_engines_expect_them() -> None:
 @forms
 def test_a_step_in_training_equals_the_draft_from_there(method: Method, draft_vocab: int | None) -> None:
     """Brute force: for every pair and step, a plain causal forward over the true pairs up to it and its own states since."""
-    model, steps, length = make_model(method, draft_vocab), 4, 9
-    batch = make_batch(model, (length, 6))
-    pairs, attend = align(batch.lengths), Unrolled(model.config.layer, (length - 1, 5))
+    model, steps = make_model(method, draft_vocab), 4
+    batch = make_batch(model, (9, 6, 4))
+    pairs = align(batch.lengths)
+    attend = Unrolled(model.config.layer, pairs.lengths)
     true_hidden = model.fuse(batch.features_NE[pairs.feature_index_M])
     hidden, states = true_hidden, []
     for step in range(steps):
         index, _ = pairs.ahead(step)
         hidden = model(TARGET.embed(batch.token_ids_N[index]), hidden, pairs.positions_M + step, attend)
         states.append(hidden)
-    embeddings = TARGET.embed(batch.token_ids_N[:length])
-    for t in range(length - 1):
-        inputs = list(true_hidden[: t + 1])
-        for step in range(min(steps, length - 1 - t)):
-            count = len(inputs)
-            plain = PackedCausal(model.config.layer, [count])
-            out = model(embeddings[1 : count + 1], torch.stack(inputs), torch.arange(count), plain)
-            torch.testing.assert_close(states[step][t], out[-1], rtol=0, atol=1e-10)
-            inputs.append(out[-1])
+    first_token, first_pair = 0, 0
+    for length in batch.lengths:
+        embeddings = TARGET.embed(batch.token_ids_N[first_token : first_token + length])
+        for t in range(length - 1):
+            inputs = list(true_hidden[first_pair : first_pair + t + 1])
+            for step in range(min(steps, length - 1 - t)):
+                count = len(inputs)
+                plain = PackedCausal(model.config.layer, [count])
+                out = model(embeddings[1 : count + 1], torch.stack(inputs), torch.arange(count), plain)
+                torch.testing.assert_close(states[step][first_pair + t], out[-1], rtol=0, atol=1e-10)
+                inputs.append(out[-1])
+        first_token, first_pair = first_token + length, first_pair + length - 1
 
 
 @pytest.mark.parametrize("num_own", [1, 3])
@@ -152,6 +158,33 @@ def test_the_loss_is_its_sum_over_steps_and_pairs(method: Method, draft_vocab: i
             total += preset.step_decay**step * torch.stack(losses).mean().item()
     found = DrafterTrainer(model, TARGET, preset).loss(batch).item()
     assert found == pytest.approx(total, abs=1e-10)
+
+
+@forms
+def test_the_loss_and_gradient_of_a_packed_batch_are_those_of_its_sequences_alone(
+    method: Method, draft_vocab: int | None
+) -> None:
+    """Step by step: each takes its mean over the pairs that still have a token to read, so sequences weigh by those."""
+    model = make_model(method, draft_vocab)
+    preset = PRESETS["hass" if method == "eagle" else "eagle3"]
+    batch, parameters = make_batch(model), list(model.parameters())
+    tokens, features = batch.token_ids_N.split(batch.lengths), batch.features_NE.split(batch.lengths)
+    weights = batch.weight_M.split([n - 1 for n in batch.lengths])
+    parts = [PackedBatch(t, f, (len(t),), w) for t, f, w in zip(tokens, features, weights, strict=True)]
+    alone = torch.zeros((), dtype=torch.float64)
+    for step in range(preset.unrolled_steps):
+        counts = [float(part.weight_M[step:].sum()) for part in parts]
+        for part, count in zip(parts, counts, strict=True):
+            if count:
+                losses = [
+                    DrafterTrainer(model, TARGET, replace(preset, unrolled_steps=num)).loss(part) for num in (step, step + 1)
+                ]
+                alone = alone + (losses[1] - losses[0]) * (count / sum(counts))
+    packed = DrafterTrainer(model, TARGET, preset).loss(batch)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-11)
+    gradients = (torch.autograd.grad(loss, parameters) for loss in (packed, alone))
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 @forms
@@ -271,3 +304,14 @@ def test_constants_of_a_preset_can_be_set_and_no_feature_loss_is_asked_of_eagle3
     assert (changed.unrolled_steps, changed.step_decay) == (4, PRESETS["eagle3"].step_decay)
     with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
         choose_preset(None, stored, {"feature_weight": 1.0})
+
+
+def test_a_constant_that_the_drafters_form_does_not_have_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
+    drafter = {"path": tmp_path, "train": True, "feature_weight": 1.0}
+    config = Config.model_validate({"model": {"path": tmp_path}, "task": {"name": "countdown"}, "drafter": drafter})
+    monkeypatch.setattr("tlt.train.load_model_config", lambda path: DEEP)
+    with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
+        preflight(config)

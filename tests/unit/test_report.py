@@ -247,8 +247,9 @@ def test_the_critical_path_share_counts_only_training_after_the_last_response() 
 def test_of_several_replicas_the_one_that_trains_longest_counts_once() -> None:
     also = [Span("decode", 0.0, 2.0), Span("train drafter", 2.0, 6.1), Span("train drafter", 6.1, 6.3)]
     assert critical_path_share(SYNTHETIC | {2: also}) == pytest.approx(0.3 / 10)
-    averaging = {rank: [*spans, Span("average drafters", 6.1, 6.5)] for rank, spans in SYNTHETIC.items()}
-    assert critical_path_share(averaging, {"train drafter", "average drafters"}) == pytest.approx(0.5 / 10)
+    checked = {rank: [*spans, Span("check drafter", 6.1, 6.5)] for rank, spans in SYNTHETIC.items()}
+    assert critical_path_share(checked) == pytest.approx(0.5 / 10)
+    assert critical_path_share(checked, "train drafter") == pytest.approx(0.2 / 10)
 
 
 def test_each_step_has_its_own_last_response_and_evaluation_is_none() -> None:

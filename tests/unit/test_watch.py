@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,20 @@ def test_the_sample_stays_within_its_tokens_and_prefers_no_response() -> None:
     seen = set()
     for seed in range(40):
         counts = draw(rollouts, 60, random.Random(seed))
-        assert sum(4 + count - 1 for count in counts.values()) <= 60
+        assert sum(counts.values()) == 60
         seen |= counts.keys()
     assert seen == set(range(10))
+
+
+def test_a_prompt_longer_than_the_sample_leaves_something_to_measure() -> None:
+    (rollout,) = make_rollouts(1)
+    counts = draw([replace(rollout, prompt_ids=(3, 4) * 400)] * 2, 30, random.Random(0))
+    assert sorted(counts.values()) == [6, 24]
+    parts, prompt_ids = Parts(), tuple(range(1, 61)) * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tlt.drafting.watch.CANARY_TOKENS", 30)
+        check = parts.watch.end_step([replace(r, prompt_ids=prompt_ids) for r in make_rollouts(2)], 0, 1.0)
+    assert 0 < check.acceptance < 1
 
 
 def test_the_engines_copy_and_the_trainers_say_the_same() -> None:

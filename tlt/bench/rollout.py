@@ -42,7 +42,7 @@ from tlt.rollout.costs import CostModel
 from tlt.rollout.engine import EngineStats
 from tlt.rollout.tuner import BegMab, default_arms, default_groups
 from tlt.train import Run, device_name, problems_of_step
-from tlt.types import Rollout, Strategy, StrategyTuner
+from tlt.types import Rollout, SpanName, Strategy, StrategyTuner
 
 if TYPE_CHECKING:
     from tlt.distributed.launch import StopRequest
@@ -294,7 +294,7 @@ def workload(config: Config, world: World, stop: StopRequest, num_steps: int) ->
         for name in ("off", "on") if step % 2 == 0 else ("on", "off"):
             started = time.perf_counter()
             results[name] = runs[name].phase.run(problems, config.rollout.samples_per_problem, params, "rollout", step)
-            runs[name].timeline.record("step", started, time.perf_counter())
+            runs[name].timeline.record(SpanName.STEP, started, time.perf_counter())
         on, off = results["on"], results["off"]
         pairs.append(_pair(off.rollouts, on.rollouts, _generation_seconds(off), _generation_seconds(on), on.stats))
         idle, harvested = idle + on.idle_seconds, harvested + on.drafter_seconds
@@ -305,7 +305,7 @@ def workload(config: Config, world: World, stop: StopRequest, num_steps: int) ->
     details = {
         "idle_seconds": idle,
         "harvested_share": harvested / idle if idle else None,
-        "drafter_training_on_critical_path": critical_path_share(spans, ("train drafter", "average drafters")),
+        "drafter_training_on_critical_path": critical_path_share(spans),
     }
     return Measurement(f"workload of {config.task.name}, {world.world_size} ranks", tuple(pairs), details)
 

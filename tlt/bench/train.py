@@ -39,9 +39,9 @@ from tlt.distributed.coordinator import connect_coordinator
 from tlt.phase import PhaseResult, StopRequested
 from tlt.report.console import Console
 from tlt.report.metrics import StepRecord, read_metrics
-from tlt.report.timeline import critical_path_share, read_spans
+from tlt.report.timeline import covered_seconds, critical_path_share, read_spans
 from tlt.train import Run, advance, device_name, load_problems
-from tlt.types import Problem, Span, UserError
+from tlt.types import Problem, Span, SpanName, UserError
 
 if TYPE_CHECKING:
     from tlt.distributed.launch import StopRequest
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
 OFF: Changes = {"rollout": {"speculation": "off"}, "drafter": {"path": None, "train": False}}
 """The same system without TLT."""
 FROZEN: Changes = {"drafter": {"train": False}}
-DRAFTER_TRAINING = ("train drafter", "average drafters")
 _PLAN = "TLT_BENCH_TRAIN"
 
 
@@ -241,17 +240,18 @@ def read_turns(path: Path, names: Iterable[str]) -> dict[str, list[Turn]]:
 
 
 def phase_seconds(spans_by_rank: Mapping[int, Sequence[Span]]) -> dict[str, float]:
-    """Seconds per step under each name, mean over ranks; `other` is what no span covers."""
+    """Seconds per step under each name, mean over ranks; `other` is what no span covers. Spans may overlap: what several
+    cover (training that is preempted) counts under each of their names."""
     seconds: dict[str, float] = defaultdict(float)
     num_steps = 0
     for spans in spans_by_rank.values():
-        for step in (span for span in spans if span.name == "step"):
+        for step in (span for span in spans if span.name == SpanName.STEP):
             num_steps += 1
-            seconds["other"] += step.end - step.start
-            for span in spans:
-                if span.name != "step" and step.start <= span.start and span.end <= step.end:
-                    seconds[span.name] += span.end - span.start
-                    seconds["other"] -= span.end - span.start
+            within = [s for s in spans if s.name != SpanName.STEP and step.start <= s.start and s.end <= step.end]
+            for span in within:
+                seconds[span.name] += span.end - span.start
+            covered = covered_seconds(within, {span.name for span in within}, step.start, step.end)
+            seconds["other"] += step.end - step.start - covered
     return {name: value / num_steps for name, value in seconds.items()}
 
 
@@ -305,7 +305,7 @@ def summarize_run(records: Sequence[StepRecord], turns: Sequence[Turn], spans: M
         "accept_length": statistics.mean(lengths) if lengths else None,
         "idle_seconds": idle_seconds / num_steps,
         "harvested_share": sum(record.drafter_train_seconds for record in records) / idle_seconds if idle_seconds else None,
-        "drafter_training_on_critical_path": critical_path_share(spans, DRAFTER_TRAINING),
+        "drafter_training_on_critical_path": critical_path_share(spans),
         "num_different": sum(turn.num_different for turn in turns),
         "first_different_step": next((turn.step for turn in turns if turn.num_different), None),
         "num_steps_with_same_weights": sum(turn.same_weights for turn in turns),
@@ -362,7 +362,7 @@ def to_markdown(title: str, report: Mapping[str, Any]) -> str:
         values("first step with a difference", "first_different_step", "d"),
         values(f"steps that end with {reference}'s very weights", "num_steps_with_same_weights", "d"),
     ]
-    names = [name for name in _PHASES if any(name in run["phase_seconds"] for run in runs.values())]
+    names = sorted({name for run in runs.values() for name in run["phase_seconds"]}, key=_place)
     phases = [[name, *(number(run["phase_seconds"].get(name), ".3f") for run in runs.values())] for name in names]
     described = (
         f"{report['num_steps']} steps of {off['num_responses'] // report['num_steps']} responses"
@@ -376,17 +376,7 @@ def to_markdown(title: str, report: Mapping[str, Any]) -> str:
     return "\n\n".join(blocks) + "\n"
 
 
-_PHASES = (
-    "prefill",
-    "decode",
-    "speculate",
-    "train drafter",
-    "score",
-    "wait",
-    "average drafters",
-    "update",
-    "publish",
-    "other",
-    "record",
-)
-"""In the order of a step."""
+def _place(phase: str) -> tuple[int, str]:
+    """Where a phase stands in the table: in the order of a step, unknown names after it, what no span covers last."""
+    order = [*SpanName, "unknown", "record", "other"]
+    return order.index(phase if phase in order else "unknown"), phase

@@ -90,7 +90,8 @@ def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> 
 
     With a total of 0 nothing changes. A rank of weight 0 contributes nothing, not even its NaNs; a rank that has all the
     weight passes its tensors on bit for bit (weights are normalized first: a factor of exactly 1). The tensors travel as one
-    flat bucket, in float64 if any is float64 and in float32 otherwise; shapes and order must agree over the ranks.
+    flat bucket on the first one's device, in float64 if any is float64 and in float32 otherwise; shapes and order must agree
+    over the ranks. They may lie on several devices (AdamW counts its steps on the CPU).
     """
     assert weight >= 0, f"weight {weight}"
     assert all(tensor.is_floating_point() for tensor in tensors), "only floating-point tensors have an average"
@@ -98,14 +99,15 @@ def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> 
         return weight
     weights = torch.zeros(world.world_size, dtype=torch.float64)
     weights[world.rank] = weight
-    weights = weights.to(_bucket_device(tensors))
+    device = _bucket_device(tensors)
+    weights = weights.to(device)
     dist.all_reduce(weights, group=world.group)
     total = float(weights.sum())
     if total == 0 or not tensors:
         return total
     wide = torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
     with torch.no_grad():
-        bucket = torch.cat([tensor.detach().reshape(-1).to(wide) for tensor in tensors])
+        bucket = torch.cat([tensor.detach().reshape(-1).to(device, wide) for tensor in tensors])
         bucket = bucket * (weight / total) if weight > 0 else torch.zeros_like(bucket)
         dist.all_reduce(bucket, group=world.group)
         for tensor, part in zip(tensors, bucket.split([tensor.numel() for tensor in tensors]), strict=True):

@@ -11,7 +11,7 @@ tokens as long as the policy that made them is current; all others are recompute
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,8 +53,9 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """Windows of several trajectories, packed. `weight_M` marks the pairs that predict a response token
-    (see models.drafter.align for what a pair is). num_captured: pairs whose features the engine captured."""
+    """Windows of several trajectories, packed: features on the target's device, all else on the CPU. `weight_M` marks the pairs
+    that predict a response token (see models.drafter.align for what a pair is). num_captured: pairs whose features the engine
+    captured."""
 
     token_ids_N: Tensor
     features_NE: Tensor
@@ -73,6 +74,7 @@ class TrajectoryBuffer:
     def __init__(self, max_bytes: int, seed: int = 0) -> None:
         self.max_bytes = max_bytes
         self.trajectories: list[Trajectory] = []
+        self._carried: list[Trajectory] = []  # what the step started with
         self.random = random.Random(seed)
 
     def __len__(self) -> int:
@@ -118,6 +120,16 @@ class TrajectoryBuffer:
         longest = sorted(rollouts, key=lambda r: (-len(r.token_ids), r.problem_id, r.sample_index))[:num_longest]
         for rollout in reversed(longest):
             self.add(rollout)
+        self._carried = list(self.trajectories)
+
+    def restore(self, carried: Iterable[tuple[tuple[int, ...], int]]) -> None:
+        """Starts a step with these (token ids, length of the prompt), carried over before a restart."""
+        self.trajectories = [Trajectory(tuple(token_ids), num_prompt) for token_ids, num_prompt in carried]
+        self._carried = list(self.trajectories)
+
+    def abandon(self) -> None:
+        """The step was broken off: what it added goes, and what it started with comes back, even where it had to make room."""
+        self.restore((t.token_ids, t.num_prompt) for t in self._carried)
 
     def ready(self, policy_version: int | None = None) -> list[Trajectory]:
         """Trajectories that can be trained on as they are: with features, of this policy (None: of any)."""

@@ -32,6 +32,12 @@ class StoredDrafter:
     tensors: dict[str, Tensor]
     about: Mapping[str, Any]
 
+    @property
+    def policy_hash(self) -> str | None:
+        """Content hash of the policy it was trained for (a run's last, or tlt drafter train's target); None: not recorded."""
+        known: str | None = self.about.get("policy_hash", self.about.get("target"))
+        return known
+
 
 def save_drafter(path: Path, model: DraftModel, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> None:
     """Writes the drafter, whole or not at all; a folder that is there is replaced. `about` (what it was trained for and on, the

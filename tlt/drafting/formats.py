@@ -56,11 +56,13 @@ FORMATS: Mapping[str, Format] = {
 
 @dataclass(frozen=True)
 class Target:
-    """The model to draft for: how users call it, its architecture, and its head, whose rows EAGLE-3 drafters carry along."""
+    """The model to draft for: how users call it, its architecture, and its head, whose rows EAGLE-3 drafters carry along.
+    policy_hash: content hash of its tensors; None: not known."""
 
     name: str
     architecture: str
     head_VE: Tensor
+    policy_hash: str | None = None
 
 
 def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path) -> None:
@@ -89,6 +91,17 @@ def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+
+
+def mismatch(drafter: StoredDrafter, target: Target) -> str | None:
+    """One line where the drafter was trained for other weights than the target's; None: for these, or nobody knows."""
+    trained_for, found = drafter.policy_hash, target.policy_hash
+    if trained_for is None or found is None or trained_for == found:
+        return None
+    return (
+        f"drafter was trained for policy {trained_for[:12]}, this target is {found[:12]}; responses stay right, but fewer "
+        "guesses are accepted: give the policy it was trained for, or train it on"
+    )
 
 
 def check_format(drafter: StoredDrafter, name: str) -> None:
@@ -139,7 +152,8 @@ def _readme(drafter: StoredDrafter, name: str, target: Target, out: Path) -> str
     facts = {
         "Format": f"{name}, for {form.engine}",
         "Drafts for": target.name,
-        "Policy's content hash": about.get("policy_hash", about.get("target", "not recorded")),
+        "Policy's content hash": drafter.policy_hash or "not recorded",
+        "Target's content hash": target.policy_hash or "not recorded",
         "Policy's step": about.get("policy_step", "not recorded"),
         "Preset": about.get("preset", "not recorded"),
         "Draft vocabulary": f"{drafter.config.draft_vocab_size} of {drafter.config.layer.vocab_size} tokens",

@@ -24,7 +24,7 @@ from tlt.models.attention import Cached
 from tlt.models.drafter import DraftModel
 from tlt.models.transformer import PackedTransformer
 from tlt.speculative.tree import chain_mask
-from tlt.types import DrafterReport, Rollout, Span
+from tlt.types import DrafterReport, Rollout, Span, SpanName
 
 RECOMPUTE_TOKENS = 128
 """Target tokens per chunk where nobody waits for its end."""
@@ -79,7 +79,7 @@ class FeatureRecompute:
         columns_1T = torch.arange(self.done, end, device=self.target.device)[None]
         mask = chain_mask(end - self.done, columns_1T[:, 0], end, self.target.dtype)
         attend = Cached(self.target.config, self.layers, columns_1T, end, mask)
-        tokens_T = torch.tensor(self.trajectory.token_ids[self.done : end])
+        tokens_T = torch.tensor(self.trajectory.token_ids[self.done : end], device=self.target.device)
         self.chunks.append(self.target.forward_capturing(tokens_T, columns_1T[0], attend, self.capture)[1])
         self.done = end
         if end < self.trajectory.num_usable:
@@ -143,6 +143,11 @@ class SpotTrainer:
         self.step_seconds = seconds
         self.buffer.carry_over(rollouts, self.carry_longest)
 
+    def abandon(self) -> None:
+        """The step was broken off: its responses will be generated again."""
+        self._recompute = None
+        self.buffer.abandon()
+
     def micro_step(self) -> DrafterReport | None:
         """One unit of work and what it did (its seconds are the caller's to measure); None when there is nothing to do.
 
@@ -178,7 +183,7 @@ class SpotTrainer:
 
     def _note(self, start: float, end: float) -> None:
         if self.on_span is not None:
-            self.on_span(Span("train drafter", start, end))
+            self.on_span(Span(SpanName.TRAIN_DRAFTER, start, end))
 
     # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -193,6 +198,6 @@ class SpotTrainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.trainer.load_state_dict(state["trainer"])
-        self.buffer.trajectories = [Trajectory(tuple(token_ids), num) for token_ids, num in state["trajectories"]]
+        self.buffer.restore(state["trajectories"])
         self.step_seconds = state["step_seconds"]
         self.train_size.seconds_per_token, self.recompute_size.seconds_per_token = state["seconds_per_token"]

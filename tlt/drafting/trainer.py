@@ -58,10 +58,11 @@ class DrafterTrainer:
 
     def loss(self, batch: PackedBatch) -> Tensor:
         """The preset's, summed over steps: every pair drafts from where it stands, and reads the true next tokens and its
-        own hidden states, as it does while drafting something that is accepted."""
-        model, preset, dtype = self.model, self.preset, self.parameters[0].dtype
-        pairs = align(batch.lengths)
-        features_NF = batch.features_NE.to(dtype)
+        own hidden states, as it does while drafting something that is accepted. The batch may lie on another device."""
+        model, preset, dtype, device = self.model, self.preset, self.parameters[0].dtype, self.parameters[0].device
+        pairs = align(batch.lengths, device)
+        token_ids_N, features_NF = batch.token_ids_N.to(device), batch.features_NE.to(device, dtype)
+        first_weight_M = batch.weight_M.to(device, dtype)
         feature_NE = features_NF[:, -self.target.config.hidden_size :]
         target_rows_VE = model.restrict(self.target.head_VE.to(dtype))
         rows_VE = model.lm_head.weight if model.config.owns_head else target_rows_VE
@@ -69,13 +70,13 @@ class DrafterTrainer:
             target_NV = F.linear(feature_NE, target_rows_VE).softmax(dim=-1)
         attend = Unrolled(model.config.layer, pairs.lengths)
         hidden_ME = model.fuse(features_NF[pairs.feature_index_M])
-        total = torch.zeros((), dtype=dtype, device=hidden_ME.device)
+        total = torch.zeros((), dtype=dtype, device=device)
         for step in range(preset.unrolled_steps):
             index_M, exists_M = pairs.ahead(step)
-            weight_M = batch.weight_M.roll(-step).to(dtype) * exists_M  # pair t now does what pair t + step did at first
+            weight_M = first_weight_M.roll(-step) * exists_M  # pair t now does what pair t + step did at first
             if not weight_M.any():
                 break
-            embeddings_ME = self.target.embed(batch.token_ids_N[index_M]).to(dtype)
+            embeddings_ME = self.target.embed(token_ids_N[index_M]).to(dtype)
             hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M + step * exists_M, attend)
             logits_MV = model.logits(hidden_ME, rows_VE)
             step_loss = draft_loss(hidden_ME, feature_NE[index_M], logits_MV, target_NV[index_M], weight_M, preset)
@@ -90,12 +91,13 @@ class DrafterTrainer:
         self.num_tokens = state["num_tokens"]
 
     def shared_tensors(self) -> list[Tensor]:
-        """Weights and Adam moments, in a fixed order: what replicas average. Moments exist from here on, if only as zeros."""
+        """Weights, Adam moments and step counts (these on the CPU), in a fixed order: what replicas average. Moments exist from
+        here on, if only as zeros."""
         tensors: list[Tensor] = []
         for parameter in self.parameters:
             state = self.optimizer.state[parameter]
             if not state:
-                state["step"] = torch.zeros(())
+                state["step"] = torch.zeros(())  # on the CPU, where AdamW keeps it
                 state["exp_avg"] = torch.zeros_like(parameter)
                 state["exp_avg_sq"] = torch.zeros_like(parameter)
             tensors += [parameter.data, state["exp_avg"], state["exp_avg_sq"], state["step"]]

@@ -33,7 +33,7 @@ from tlt.models.transformer import PackedTransformer
 from tlt.types import DrafterCheck, DrafterReport, Rollout
 
 CANARY_TOKENS = 512
-"""Tokens of responses (with their prompts) that each rank measures per step."""
+"""Tokens of responses that each rank measures per step; their prompts are read besides."""
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Relative distance allowed between the logits of the engine's copy, by its dtype, and of the trainer's float32 copy."""
@@ -57,14 +57,14 @@ Retrieve = Callable[[Sequence[Rollout], Sequence[int]], int]
 
 @dataclass(frozen=True)
 class Sample:
-    """Some responses that have gone through the target. `is_response_M` marks the pairs that predict a token of a response
-    (models.drafter.align says what a pair is); target_MV is the distribution that token was drawn from."""
+    """Some responses that have gone through the target. `is_response_M` marks the R pairs that predict a token of a response
+    (models.drafter.align says what a pair is); target_RV is the distribution that token was drawn from."""
 
     token_ids_N: Tensor
     captured_NF: Tensor
     lengths: tuple[int, ...]
     is_response_M: Tensor
-    target_MV: Tensor
+    target_RV: Tensor
 
 
 @dataclass(frozen=True)
@@ -225,22 +225,21 @@ class DrafterWatch:
             return Tally(checksum=checksum)
         chosen = [(rollouts[index], count) for index, count in counts.items()]
         sample = read(chosen, self.target, training_capture(self.model.config, self.target.config.num_layers), temperature)
-        ours_MV, theirs_MV = (
+        ours_RV, theirs_RV = (
             engine_logits(self.served.model, self.target, sample),
             trainer_logits(self.model, self.target, sample),
         )
-        is_sound = bool(theirs_MV.isfinite().all())  # where not even the trainer's are, nothing can be told from a distance
-        distance = float((ours_MV - theirs_MV).norm() / theirs_MV.norm()) if is_sound else 0.0
+        is_sound = bool(theirs_RV.isfinite().all())  # where not even the trainer's are, nothing can be told from a distance
+        distance = float((ours_RV - theirs_RV).norm() / theirs_RV.norm()) if is_sound else 0.0
         kept = self.served.model.token_ids
-        target_MV = sample.target_MV if kept is None else sample.target_MV[:, kept]
-        overlap_M = torch.minimum(target_MV, distribution(ours_MV, temperature)).sum(dim=-1)
+        target_RV = sample.target_RV if kept is None else sample.target_RV[:, kept]
+        overlap = torch.minimum(target_RV, distribution(ours_RV, temperature)).sum()
         groups: dict[str, list[tuple[Rollout, int]]] = {}
         for index, rollout in enumerate(rollouts):
             groups.setdefault(rollout.problem_id, []).append((rollout, counts.get(index, 0)))
         drawn = [group for group in groups.values() if any(count for _, count in group)]
         retrieved = sum(self.retrieve([r for r, _ in group], [count for _, count in group]) for group in drawn)
-        is_response_M = sample.is_response_M
-        return Tally(int(is_response_M.sum()), float(overlap_M[is_response_M].sum()), retrieved, distance, checksum)
+        return Tally(len(sample.target_RV), float(overlap), retrieved, distance, checksum)
 
     # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -268,15 +267,15 @@ def judge(acceptance: float, retrieval: float) -> str:
 
 
 def draw(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random) -> dict[int, int]:
-    """Index of each chosen response → how many of its tokens count: whole responses until the tokens, prompts included, are
-    used up; what does not fit is cut off. A prompt of one token has no pair for the first response token; it is not chosen."""
+    """Index of each chosen response → how many of its tokens count: whole responses until the tokens are used up; what does not
+    fit is cut off. Prompts are free: however long they are, something is measured. A prompt of one token has no pair for the
+    first response token; it is not chosen."""
     counts: dict[int, int] = {}
     for index in rng.sample(range(len(rollouts)), len(rollouts)):
-        num_prompt = len(rollouts[index].prompt_ids)
-        count = min(len(rollouts[index].token_ids), max_tokens - num_prompt + 1)  # the last one is predicted, not read
-        if count > 0 and num_prompt > 1:
+        count = min(len(rollouts[index].token_ids), max_tokens)
+        if count > 0 and len(rollouts[index].prompt_ids) > 1:
             counts[index] = count
-            max_tokens -= num_prompt + count - 1
+            max_tokens -= count
     return counts
 
 
@@ -288,11 +287,12 @@ def read(
     token_ids_N = torch.tensor([token for row in rows for token in row], device=target.device)
     attend = PackedCausal(target.config, [len(row) for row in rows])
     features_NE, captured_NF = target.forward_capturing(token_ids_N, attend.positions(target.device), attend, capture)
-    pairs = align([len(row) for row in rows])
-    target_MV = distribution(target.logits(features_NE[pairs.token_index_M]), temperature)
+    pairs = align([len(row) for row in rows], target.device)
     first = [len(rollout.prompt_ids) - 2 for rollout, _ in chosen]  # pair t predicts token t + 2
     is_response_M = torch.cat([torch.arange(len(row) - 1) >= start for row, start in zip(rows, first, strict=True)])
-    return Sample(token_ids_N, captured_NF, tuple(len(row) for row in rows), is_response_M.to(target.device), target_MV)
+    is_response_M = is_response_M.to(target.device)
+    target_RV = distribution(target.logits(features_NE[pairs.token_index_M[is_response_M]]), temperature)
+    return Sample(token_ids_N, captured_NF, tuple(len(row) for row in rows), is_response_M, target_RV)
 
 
 def distribution(logits: Tensor, temperature: float) -> Tensor:
@@ -303,24 +303,24 @@ def distribution(logits: Tensor, temperature: float) -> Tensor:
 
 
 def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sample) -> Tensor:
-    """Of every pair, over the draft vocabulary, float64."""
-    pairs = align(sample.lengths)
+    """[R, draft vocabulary], float64."""
+    pairs = align(sample.lengths, target.device)
     embeddings_ME = target.embed(sample.token_ids_N[pairs.token_index_M])
     hidden_ME = drafter.fuse(sample.captured_NF[pairs.feature_index_M])
     attend = PackedCausal(drafter.config.layer, pairs.lengths)
-    hidden_ME = drafter.forward(embeddings_ME, hidden_ME, pairs.positions_M.to(target.device), attend)
-    return drafter.logits(hidden_ME, target).double()
+    hidden_ME = drafter.forward(embeddings_ME, hidden_ME, pairs.positions_M, attend)
+    return drafter.logits(hidden_ME[sample.is_response_M], target).double()
 
 
 def trainer_logits(model: DraftModel, target: PackedTransformer, sample: Sample) -> Tensor:
     """The same of the copy that is trained, in its own dtype."""
-    pairs, dtype = align(sample.lengths), next(model.parameters()).dtype
+    pairs, dtype = align(sample.lengths, target.device), next(model.parameters()).dtype
     embeddings_ME = target.embed(sample.token_ids_N[pairs.token_index_M]).to(dtype)
     hidden_ME = model.fuse(sample.captured_NF[pairs.feature_index_M].to(dtype))
     attend = PackedCausal(model.config.layer, pairs.lengths)
-    hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M.to(target.device), attend)
+    hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M, attend)
     head_VE = model.lm_head.weight if model.config.owns_head else model.restrict(target.head_VE.to(dtype))
-    return model.logits(hidden_ME, head_VE).double()
+    return model.logits(hidden_ME[sample.is_response_M], head_VE).double()
 
 
 def _check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> None:

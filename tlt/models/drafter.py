@@ -54,18 +54,18 @@ class Alignment:
     def ahead(self, num_steps: int) -> tuple[Tensor, Tensor]:
         """(token index, whether it exists) of the pairs after each has drafted `num_steps` times: it reads a token so much
         further on, and predicts the feature of that token. Beyond the sequence's end its last token stands in."""
-        last_M = torch.repeat_interleave(
-            torch.tensor(self.lengths).cumsum(0) + torch.arange(len(self.lengths)), torch.tensor(self.lengths)
-        )
+        lengths_S = torch.tensor(self.lengths, device=self.token_index_M.device)
+        last_S = lengths_S.cumsum(0) + torch.arange(len(lengths_S), device=lengths_S.device)
+        last_M = torch.repeat_interleave(last_S, lengths_S, output_size=len(self.token_index_M))
         index_M = self.token_index_M + num_steps
         return torch.minimum(index_M, last_M), index_M <= last_M
 
 
-def align(lengths: Sequence[int]) -> Alignment:
-    """Pairs of sequences packed one after the other: a sequence of n tokens has n - 1."""
+def align(lengths: Sequence[int], device: torch.device | str = "cpu") -> Alignment:
+    """Pairs of sequences packed one after the other: a sequence of n tokens has n - 1. device: where their indices lie."""
     features, positions, start = [], [], 0
     for length in lengths:
-        pairs = torch.arange(length - TOKEN_AHEAD)
+        pairs = torch.arange(length - TOKEN_AHEAD, device=device)
         positions.append(pairs)
         features.append(pairs + start)
         start += length

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from tlt.report.metrics import replace_text
-from tlt.types import Span
+from tlt.types import Span, SpanName
 
-GENERATION = frozenset({"prefill", "decode", "speculate"})
+GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
+DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
+"""Training itself, and what ends it: averaging, publishing and measuring."""
 MERGE_GAP_SECONDS = 0.001
 """Adjacent spans of one name are one where at most this lies between them (an engine step follows another)."""
 
@@ -170,7 +172,7 @@ def _microseconds(seconds: float) -> float:
 
 
 def critical_path_share(
-    spans_by_rank: Mapping[int, Sequence[Span]], names: str | Collection[str] = "train drafter", step_name: str = "step"
+    spans_by_rank: Mapping[int, Sequence[Span]], names: str | Collection[str] = DRAFTER_TRAINING, step_name: str = SpanName.STEP
 ) -> float:
     """What the named work (drafter training) adds to the critical path, as a share of the steps' seconds.
 
@@ -181,7 +183,7 @@ def critical_path_share(
     names = {names} if isinstance(names, str) else set(names)
     all_steps = ([span for span in spans if span.name == step_name] for spans in spans_by_rank.values())
     steps = next((steps for steps in all_steps if steps), [])
-    evaluations = [span for spans in spans_by_rank.values() for span in spans if span.name == "evaluate"]
+    evaluations = [span for spans in spans_by_rank.values() for span in spans if span.name == SpanName.EVALUATE]
     added = 0.0
     for step in steps:
         ends = [
@@ -191,7 +193,7 @@ def critical_path_share(
             if span.name in GENERATION and step.start <= span.start < step.end and not _lies_in(span, evaluations)
         ]
         if ends:
-            added += max(_covered(spans, names, max(ends), step.end) for spans in spans_by_rank.values())
+            added += max(covered_seconds(spans, names, max(ends), step.end) for spans in spans_by_rank.values())
     total = sum(step.end - step.start for step in steps)
     return added / total if total > 0 else float("nan")
 
@@ -200,7 +202,7 @@ def _lies_in(span: Span, others: Sequence[Span]) -> bool:
     return any(other.start <= span.start and span.end <= other.end for other in others)
 
 
-def _covered(spans: Sequence[Span], names: Collection[str], start: float, end: float) -> float:
+def covered_seconds(spans: Sequence[Span], names: Collection[str], start: float, end: float) -> float:
     """Seconds of [start, end] within the union of the spans of these names (nested ones count once)."""
     pieces = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.name in names)
     covered, reached = 0.0, start
