@@ -33,6 +33,7 @@ from tlt.types import (
     Request,
     Rollout,
     Span,
+    SpanName,
     StepOutcome,
     Strategy,
     StrategyTuner,
@@ -121,7 +122,7 @@ class EngineStats:
 class RolloutEngine:
     """Generates responses for requests. All state lives in this object; nothing in it is random.
 
-    on_span receives what the engine spent its time on ("prefill", "decode", "speculate"). `verify` is an argument so that
+    on_span receives what the engine spent its time on (prefill, decode, speculate). `verify` is an argument so that
     an audit can put a faulty one in its place.
     """
 
@@ -268,7 +269,7 @@ class RolloutEngine:
         end = time.perf_counter()
         self.stats.prefill_seconds += end - start
         if self.on_span is not None:
-            self.on_span(Span("prefill", start, end))
+            self.on_span(Span(SpanName.PREFILL, start, end))
 
     def _batch_state(self, num_admitted: int) -> BatchState:
         running = self.scheduler.running
@@ -359,7 +360,8 @@ class RolloutEngine:
         if self.tuner is not None:
             self.tuner.observe(strategy, batch, outcome)
         if self.on_span is not None:
-            self.on_span(Span("decode" if strategy.is_off else "speculate", start, start + outcome.seconds))
+            name = SpanName.DECODE if strategy.is_off else SpanName.SPECULATE
+            self.on_span(Span(name, start, start + outcome.seconds))
 
     def _release_finished(self) -> list[Rollout]:
         rollouts = []
