@@ -199,7 +199,7 @@ class DrafterTrain:
     """Passes over the responses."""
     learning_rate: float = 1e-3
     """Peak: a short warm-up before it, a linear end after the first half."""
-    tokens_per_micro_step: int = 1024
+    tokens_per_micro_step: int = 512
     """Tokens per optimizer step."""
     seed: int = 0
     """Of initialization and order."""

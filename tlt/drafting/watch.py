@@ -32,7 +32,7 @@ from tlt.models.drafter import DraftModel, PackedDrafter, align, training_captur
 from tlt.models.transformer import PackedTransformer
 from tlt.types import DrafterCheck, DrafterReport, Rollout
 
-CANARY_TOKENS = 512
+CANARY_TOKENS = 256
 """Tokens of responses that each rank measures per step; their prompts are read besides."""
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
