@@ -33,8 +33,11 @@ _DRAFTERS_OF = {"none": set(), "learned": {"learned"}, "ngram": {"ngram"}, "hybr
 
 _PRIOR_HAZARD = 0.7
 _PRIOR_COUNT = 1.5
-_ACCEPTANCE_MEMORY = 4000.0  # verifications
-_WORTH_ELSEWHERE = 48.0
+_ACCEPTANCE_MEMORY = 100.0
+"""Steps. A text changes its character within itself, and in the tail few texts are left."""
+_MEMORY_ELSEWHERE = 4000.0
+"""Verifications that the curve over all batch sizes spans."""
+_WORTH_ELSEWHERE = 16.0
 _WORTH_AT_NEW_VERSION = 16.0
 """What was seen of an older policy or drafter counts as at most so many verifications: enough to start from, and little
 enough that a drafter which has become better, or worse, is soon found out."""
@@ -57,7 +60,6 @@ class Acceptance:
     def observe(self, strategy: Strategy, accepted: Sequence[int], num_drafted: int = Strategy.MAX_DEPTH) -> None:
         """`num_drafted` levels at most were drafted; a chain may have stopped before its depth."""
         self._hazards.clear()
-        fade = math.exp(-len(accepted) / _ACCEPTANCE_MEMORY)
         came_B = np.minimum(np.asarray(accepted), strategy.depth)
         exactly = np.bincount(came_B, minlength=strategy.depth + 1)
         reached = exactly[::-1].cumsum()[::-1]  # walks that came to depth d or further
@@ -65,6 +67,7 @@ class Acceptance:
             curves = [(_curve(strategy, octave), strategy.depth)]
             if strategy.width == 1:
                 curves.append(((strategy.drafter, *_DRAFTED, octave), min(strategy.depth, num_drafted)))
+            fade = math.exp(-1 / _ACCEPTANCE_MEMORY) if octave != _ANY else math.exp(-len(accepted) / _MEMORY_ELSEWHERE)
             for curve, depth in curves:
                 for counts, new in ((self.tried, reached[:depth]), (self.survived, reached[1 : depth + 1])):
                     counts.setdefault(curve, np.zeros(Strategy.MAX_DEPTH))
