@@ -50,7 +50,8 @@ def test_when_a_request_ends_only_the_last_sequence_moves() -> None:
 
 
 def test_the_tail_does_not_pay_for_the_memory_of_what_has_ended() -> None:
-    """One long response among short ones: the cache grows for it alone, keeps what it knew, and takes others again."""
+    """One long response among short ones: the cache grows for it alone, and keeps what it knew. Others that come while it runs
+    get as much room each, those that come after it start small."""
     limits = [140, 2, 2, 2, 2, 2]
     requests = [request("a", i, (1, 2, 3), max_tokens=limit, stop=-1) for i, limit in enumerate(limits)]
     alone = tokens_of(make_engine(POLICY), requests[:1])
@@ -59,7 +60,14 @@ def test_the_tail_does_not_pay_for_the_memory_of_what_has_ended() -> None:
     assert [engine.cache.storage_ISKLD.shape[i] for i in (1, 3)] == [1, 256]
     engine.add(replace(r, problem_id="b") for r in requests[1:])
     engine.step()
-    assert [engine.cache.storage_ISKLD.shape[i] for i in (1, 3)] == [5, 256]
+    assert [engine.cache.storage_ISKLD.shape[i] for i in (1, 3)] == [5, 128]
+    engine.abort()
+    engine.add(replace(r, problem_id="c") for r in requests[:1])
+    while len(engine.scheduler.running[0].tokens if engine.scheduler.running else ()) < 130:
+        engine.step()
+    engine.add(replace(r, problem_id="c") for r in requests[1:])
+    engine.step()
+    assert [engine.cache.storage_ISKLD.shape[i] for i in (1, 3)] == [6, 256]
 
 
 def test_without_speculation_nothing_is_allocated_for_drafting() -> None:

@@ -252,6 +252,8 @@ class RolloutEngine:
                     self.drafter.admit(slot, request)
         self._params = None
         longest = max(len(sequence.tokens) for sequence in self.scheduler.running)
+        if sum(len(a.slots) for a in admissions) == len(self.scheduler.running):
+            self.cache.release()  # nothing lives in it: many new sequences need not each have room for the last long one
         self.cache.reserve(len(self.scheduler.running), longest + 1)
         prompts = [a for a in admissions if len(a.prompt_ids) > 1]
         if prompts:
