@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from tlt.rollout.hybrid import HybridDrafter
 from tlt.rollout.ngram import NgramDrafter
 from tlt.rollout.tuner import Fixed, default_arms, make_tuner
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
-from tlt.types import Request, Strategy
+from tlt.types import DraftTree, Request, Strategy, Verdict
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=4, seed=11)
@@ -82,7 +83,12 @@ def test_chains_that_stop_when_they_become_unlikely_change_no_token(kind: str, t
     widths = set()
     engine = make_engine(POLICY, Fixed(Strategy(kind, 8, 1, 8)), max_batch_size=max_batch_size, confidence_threshold=threshold)
     verify = engine.verify
-    engine.verify = lambda tree, *args: widths.add(tree.num_nodes) or verify(tree, *args)  # type: ignore[func-returns-value]
+
+    def watched(tree: DraftTree, *args: Any) -> list[Verdict]:
+        widths.add(tree.num_nodes)
+        return verify(tree, *args)
+
+    engine.verify = watched
     assert tokens_of(engine, REQUESTS) == OFF
     assert len(widths) > 1
 

@@ -343,8 +343,13 @@ def test_a_chain_stops_where_the_batch_is_no_longer_likely_to_accept_it(elsewher
             remember(drafter, slot, randn(len(row), SIZE, seed=slot)[: len(row) - 1])
         scores: list[Tensor] = []
         rank = drafter._scores
-        drafter._scores = lambda *args: scores.append(rank(*args)) or scores[-1]  # type: ignore[func-returns-value,method-assign]
-        tree = drafter.propose(context_of(rows), strategy, noise, others)
+
+        def watched(*args: Any) -> Tensor:
+            scores.append(rank(*args))
+            return scores[-1]
+
+        with patch.object(drafter, "_scores", watched):
+            tree = drafter.propose(context_of(rows), strategy, noise, others)
         return tree.tokens_BN.tolist(), torch.cat(scores, dim=1)
 
     whole, scores_BDV = propose(0.0)

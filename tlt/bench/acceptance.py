@@ -25,7 +25,6 @@ from tlt.models.transformer import ModelConfig
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.tuner import Fixed
-from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.verify import verify
 from tlt.types import DraftTree, Request, Strategy, Verdict
@@ -78,15 +77,9 @@ class _ObservedDrafter(LearnedDrafter):
 
     confidence_BD = torch.empty(0, 0)
 
-    def propose(
-        self,
-        context: DraftContext,
-        strategy: Strategy,
-        noise_BDV: Tensor,
-        other_survival: Sequence[Sequence[float] | None] = (),
-    ) -> DraftTree:
+    def propose(self, *args: Any, **kwargs: Any) -> DraftTree:
         self._logprobs: list[Tensor] = []
-        tree = super().propose(context, strategy, noise_BDV, other_survival)
+        tree = super().propose(*args, **kwargs)
         drafted_BD = tree.tokens_BN[:, 1:].contiguous()
         if self.model.token_ids is not None:
             drafted_BD = torch.searchsorted(self.model.token_ids, drafted_BD)
