@@ -181,7 +181,7 @@ class DrafterConfig(Section):
     coupling_temperature: PositiveFloat | None = None
     """tau; None: tuned while running."""
     confidence_threshold: Annotated[float, Field(ge=0, lt=1)] = 0.4
-    """A drafted chain stops where the chance that all of it is accepted (mean of the batch) falls below this; 0: never."""
+    """A sequence's drafted chain stops where the chance that all of it is accepted falls below this; 0: never."""
     feature_window: Annotated[int, Field(ge=256)] = 4096
     """Latest positions per sequence whose features are remembered for a later switch on."""
     ngram_tokens: NonNegativeInt = 200_000

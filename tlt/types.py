@@ -148,11 +148,13 @@ class DraftTree:
     A node that is padding (a sequence with fewer nodes than others) has parent -1 and is never visited.
     Siblings carry distinct tokens.
     is_chain: every row is a chain, column i following column i - 1; its mask and its commit are then trivial.
+    lengths: of chains that end in different columns: the nodes of each, the root included. None: all are as long.
     """
 
     tokens_BN: Tensor
     parents_BN: Tensor
     is_chain: bool = False
+    lengths: tuple[int, ...] | None = None
 
     @property
     def num_nodes(self) -> int:
@@ -195,12 +197,12 @@ class StepOutcome:
     """What one engine step brought and cost.
 
     num_tokens: committed by all sequences.  accepted: drafted tokens that each sequence accepted, () when nothing was drafted.
-    num_nodes: columns of the target's forward, the root included.  seconds: the whole step, drafting included.
+    drafted: nodes that were drafted for each, as many as `accepted`.  seconds: the whole step, drafting included.
     """
 
     num_tokens: int
     accepted: tuple[int, ...]
-    num_nodes: int
+    drafted: tuple[int, ...]
     seconds: float
 
 

@@ -54,10 +54,12 @@ def test_chains_and_trees_of_every_drafter_change_no_token(strategy: Strategy, m
     assert engine.stats.num_verifications > 0
 
 
-@pytest.mark.parametrize("strategy", [Strategy.OFF, Strategy("learned", 4, 1, 4), Strategy("learned", 3, 2, 6)], ids=str)
+@pytest.mark.parametrize("strategy", [Strategy.OFF, Strategy("hybrid", 4, 1, 4), Strategy("learned", 3, 2, 6)], ids=str)
 def test_attending_sequence_by_sequence_changes_no_token(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "_MIN_WASTE", -1)
-    assert tokens_of(make_engine(POLICY, Fixed(strategy), max_batch_size=5), REQUESTS) == OFF
+    for threshold in (0.0, 0.1):  # chains as long as they can be, and each as long as it likes
+        engine = make_engine(POLICY, Fixed(strategy), max_batch_size=5, confidence_threshold=threshold)
+        assert tokens_of(engine, REQUESTS) == OFF
 
 
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if not arm.is_off and arm not in STRATEGIES + RETRIEVING], ids=str)
@@ -79,18 +81,21 @@ def test_neither_plain_ranking_nor_a_short_memory_changes_a_token(strategy: Stra
 @pytest.mark.parametrize("threshold", [0.03, 0.2])
 @pytest.mark.parametrize("max_batch_size", [1, 6])
 def test_chains_that_stop_when_they_become_unlikely_change_no_token(kind: str, threshold: float, max_batch_size: int) -> None:
-    """How far they go depends on the rest of the batch and on what was learned so far."""
-    widths = set()
+    """How far they go depends on what was learned so far, so every sequence stops elsewhere."""
+    widths, is_ragged = set(), False
     engine = make_engine(POLICY, Fixed(Strategy(kind, 8, 1, 8)), max_batch_size=max_batch_size, confidence_threshold=threshold)
     verify = engine.verify
 
     def watched(tree: DraftTree, *args: Any) -> list[Verdict]:
+        nonlocal is_ragged
         widths.add(tree.num_nodes)
+        is_ragged |= tree.lengths is not None
         return verify(tree, *args)
 
     engine.verify = watched
     assert tokens_of(engine, REQUESTS) == OFF
     assert len(widths) > 1
+    assert is_ragged == (max_batch_size > 1)
 
 
 @pytest.mark.parametrize("name", ["cost-model", "beg-mab"])

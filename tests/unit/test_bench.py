@@ -68,7 +68,7 @@ def test_other_batch_sizes_are_decoded_plainly_and_not_recorded() -> None:
     turns = Turns([SHORT], batch_size=4, temperature=1.0, turn=2)
     other = BatchState(3, 10.0, 0, 0)
     assert turns.choose(other) == OFF
-    turns.observe(OFF, other, StepOutcome(3, (), 1, 1.0))
+    turns.observe(OFF, other, StepOutcome(3, (), (), 1.0))
     assert not turns.costs.steps
 
 

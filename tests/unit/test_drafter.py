@@ -329,14 +329,13 @@ def test_a_ragged_batch_drafts_what_each_sequence_drafts_alone(strategy: Strateg
             assert found.parents_BN[b].tolist() == expected.parents_BN[0].tolist()
 
 
-@pytest.mark.parametrize("elsewhere", [None, (0.9, 0.8, 0.7, 0.01, 0.0, 0.0)], ids=["learned", "one row elsewhere"])
-def test_a_chain_stops_where_the_batch_is_no_longer_likely_to_accept_it(elsewhere: tuple[float, ...] | None) -> None:
+@pytest.mark.parametrize("unwanted", [(), (1,)], ids=["learned", "one row elsewhere"])
+def test_a_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it(unwanted: tuple[int, ...]) -> None:
     """Against the chain of full depth: its confidences, from the scores it ranked by, say where to stop."""
     depth, rows = 6, [random_tokens(9, 1), random_tokens(12, 2), random_tokens(7, 3)]
     strategy, noise = Strategy("learned", depth, 1, depth), randn(3, depth + 1, VOCAB, seed=9).float()
-    others = [None, elsewhere, None]
 
-    def propose(threshold: float) -> tuple[list[list[int]], Tensor]:
+    def propose(threshold: float) -> tuple[DraftTree, Tensor]:
         drafter = make_drafter(threshold=threshold)
         for slot, row in enumerate(rows):
             drafter.admit(slot, make_request(row[:1]))
@@ -349,38 +348,45 @@ def test_a_chain_stops_where_the_batch_is_no_longer_likely_to_accept_it(elsewher
             return scores[-1]
 
         with patch.object(drafter, "_scores", watched):
-            tree = drafter.propose(context_of(rows), strategy, noise, others)
-        return tree.tokens_BN.tolist(), torch.cat(scores, dim=1)
+            return drafter.propose(context_of(rows), strategy, noise, unwanted), torch.cat(scores, dim=1)
 
     whole, scores_BDV = propose(0.0)
+    assert whole.num_nodes == depth + 1
+    assert whole.lengths is None
     survival_BD = scores_BDV.log_softmax(-1).amax(-1).cumsum(1).exp()
-    if elsewhere is not None:
-        survival_BD[1] = torch.tensor(elsewhere)
-    means = survival_BD.mean(0).tolist()
-    assert len(whole[0]) == depth + 1
-    for threshold in (*(mean * 0.999 for mean in means), *(mean * 1.001 for mean in means)):
-        stop = next((d for d in range(depth) if means[d] < threshold), depth)
-        found, scores = propose(threshold)
-        assert [row[: max(stop, 1) + 1] for row in whole] == found  # the first token is drafted in any case
-        assert scores.shape[1] == min(stop + 1, depth), "nothing is drafted beyond the stop"
+    survival_BD[list(unwanted)] = 0.0
+    for threshold in (f * p for f in (0.999, 1.001) for p in survival_BD.flatten().tolist() if p):
+        stops = (survival_BD >= threshold).sum(1).tolist()
+        lengths = [1 + max(stop, 1) for stop in stops]  # the first token is drafted in any case
+        tree, scores = propose(threshold)
+        assert tree.lengths == (tuple(lengths) if len(set(lengths)) > 1 else None)
+        for row, length in enumerate(lengths):
+            assert tree.tokens_BN[row, :length].tolist() == whole.tokens_BN[row, :length].tolist()
+            assert tree.parents_BN[row].tolist() == [*range(-1, length - 1), *[-1] * (max(lengths) - length)]
+        assert scores.shape[1] == min(max(stops) + 1, depth), "nothing is drafted beyond the last stop"
 
 
 def test_a_chain_that_stopped_learns_from_the_targets_word_about_the_token_that_was_not_drafted() -> None:
     """Otherwise a confidence once too low would never be looked at again."""
     strategy, noise, tokens = Strategy("learned", 2, 1, 2), randn(1, 3, VOCAB, seed=9).float(), [random_tokens(9, 1)]
 
-    def propose(*survival: float) -> tuple[LearnedDrafter, list[int]]:
-        drafter = make_drafter(threshold=0.4)
+    def propose(threshold: float) -> tuple[LearnedDrafter, list[int]]:
+        drafter = make_drafter(threshold=threshold)
         drafter.calibration = Calibration(torch.device("cpu"))
         drafter.admit(0, make_request(tokens[0][:1]))
         remember(drafter, 0, randn(9, SIZE, seed=0)[:8])
-        with patch.object(LearnedDrafter, "_mean_survival", side_effect=survival):
-            return drafter, drafter.propose(context_of(tokens), strategy, noise).tokens_BN[0, 1:].tolist()
+        drafted = drafter.propose(context_of(tokens), strategy, noise).tokens_BN[0, 1:].tolist()
+        return drafter, drafted
 
-    _, (first, second) = propose(0.9, 0.9)
+    _, (first, second) = propose(1e-9)
+
+    def stops_at_the_second(threshold: float) -> bool:
+        drafter, drafted = propose(threshold)
+        return drafted == [first] and drafter._cells_BN is not None and drafter._cells_BN.shape[1] == 2
+
+    threshold = next(t for t in (0.9**k for k in range(100)) if stops_at_the_second(t))
     for said in ((first, second), (first, second + 1), (first + 1,)):
-        drafter, drafted = propose(0.9, 0.1)
-        assert drafted == [first]
+        drafter, _ = propose(threshold)
         assert drafter.calibration is not None
         seen, accepted = sum(drafter.calibration.seen), sum(drafter.calibration.accepted)
         num_accepted = int(said[0] == first)

@@ -230,15 +230,20 @@ def test_the_hybrid_takes_up_retrieval_although_the_learned_drafter_was_better_a
     assert any(taken)
 
 
-def test_a_retrieved_chain_stops_where_the_batch_is_no_longer_likely_to_accept_it() -> None:
+def test_a_retrieved_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it() -> None:
     repeats, fresh = [1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 5, 6, 7, 8], [1, 2, 3]
-    drafter = NgramDrafter(2, confidence_threshold=0.4)
+    drafter = NgramDrafter(2)
     drafter.hits = [[9.0, 10.0]] * len(drafter.hits)
-    for rows, depth in (([repeats], 4), ([repeats, fresh], 2), ([fresh, fresh], 1)):  # 0.9 ** 2 / 2 is just above 0.4
-        for slot in range(len(rows)):
-            drafter.admit(slot, request(f"p{slot}"))
-        nodes = propose(drafter, rows, CHAIN).num_nodes
-        assert nodes - 1 == min(depth, 4 if repeats in rows else 0)
+    for threshold, depth in ((0.0, 4), (0.4, 4), (0.7, 3), (0.8, 2), (0.95, 1)):  # 0.9, 0.81, 0.73, 0.66
+        drafter.confidence_threshold = threshold
+        for rows, lengths in (([repeats], None), ([repeats, fresh], (1 + depth, 1)), ([fresh, fresh], None)):
+            for slot in range(len(rows)):
+                drafter.admit(slot, request(f"p{slot}"))
+            tree = propose(drafter, rows, CHAIN)
+            assert tree.num_nodes == (1 + depth if repeats in rows else 1)
+            assert tree.lengths == lengths
+            if lengths is not None:
+                assert tree.parents_BN.tolist() == [list(range(-1, depth)), [-1] * (1 + depth)]
 
 
 def test_a_text_leads_down_a_retrieved_tree_as_far_as_it_agrees() -> None:
@@ -285,11 +290,13 @@ def test_rows_of_a_hybrid_batch_draft_each_in_their_own_way(width: int, threshol
         pass
     assert mixed
     for tree, row, found in mixed:
-        common = min(tree.num_nodes, found.num_nodes)
+        lengths = tree.lengths or (tree.num_nodes,) * 2
+        common = min(lengths[row], found.num_nodes)
         assert tree.tokens_BN[row, :common].tolist() == found.tokens_BN[row, :common].tolist()
         assert tree.is_chain == (width == 1)
-    if width == 1:
-        assert {tree.num_nodes for tree, _, _ in mixed} == ({5} if threshold == 0 else {2})
+        if width == 1:
+            assert lengths[row] == found.num_nodes
+            assert lengths[1 - row] == (5 if threshold == 0 else 2)
 
 
 def test_longer_matches_lie_in_later_buckets() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from tlt.models import attention
-from tlt.models.attention import Cached, PackedCausal, StoringPrefill, padding_mask
+from tlt.models.attention import Cached, PackedCausal, StoringPrefill, padding_mask, real_tokens
 from tlt.models.checkpoint import parse_config
 from tlt.models.transformer import Linear, ModelConfig, PackedLinear, PackedTransformer, Transformer, rope_inverse_frequencies
 from tlt.speculative.tree import chain_mask
@@ -314,16 +314,19 @@ def test_a_ragged_batch_sequence_by_sequence_equals_the_padded_one(num_new: int,
     qkv_NSD = torch.randn(4 * num_new, config.num_qkv, config.head_dim, generator=generator, dtype=torch.float64)
     prefix_B, length = torch.tensor(lengths), max(lengths) + num_new
     mask = chain_mask(num_new, prefix_B, length, torch.float64)
-    columns_BT, outputs, calls = prefix_B[:, None] + torch.arange(num_new), [], []
-    row = Cached._row
-    monkeypatch.setattr(Cached, "_row", lambda self, *args: calls.append(args[0]) or row(self, *args))
-    for waste in (10**9, -1):
+    columns_BT, outputs = prefix_B[:, None] + torch.arange(num_new), []
+    counts = [min(count, num_new) for count in (1, 4, 2, 5)]  # new tokens of each, and of how many of them nobody knows
+    real_N = real_tokens(counts, num_new, torch.device("cpu"))
+    for waste, counted in ((10**9, None), (-1, None), (10**9, counts), (-1, counts)):
         monkeypatch.setattr(attention, "_MIN_WASTE", waste)
         cache = stale_cache(config, 4, length + 7, torch.float64)
-        attend = Cached(config, cache, columns_BT, length, mask, [n + num_new for n in lengths])
-        outputs.append(attend(0, qkv_NSD.clone()))
-    assert calls == [0, 1, 2, 3]
-    torch.testing.assert_close(outputs[0], outputs[1], atol=0, rtol=1e-12)
+        visible = [n + new for n, new in zip(lengths, counted or [num_new] * 4, strict=True)]
+        attend = Cached(config, cache, columns_BT, length, mask, visible, counted)
+        assert bool(attend.by_row) == (waste < 0)
+        out_NC = attend(0, qkv_NSD if counted is None else qkv_NSD[real_N])
+        outputs.append(out_NC[real_N] if counted is None else out_NC)
+    for output in outputs[1:]:
+        torch.testing.assert_close(outputs[0], output, atol=0, rtol=1e-12)
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:

@@ -50,7 +50,7 @@ class Machine:
                 count += 1
             accepted.append(count)
         seconds = self.seconds(arm, batch) * math.exp(self.random.gauss(0, self.noise))
-        return StepOutcome(batch + sum(accepted), tuple(accepted), 1 + arm.budget, seconds)
+        return StepOutcome(batch + sum(accepted), tuple(accepted), (arm.budget,) * len(accepted), seconds)
 
 
 def play(
@@ -215,7 +215,7 @@ def test_a_tree_is_not_expected_to_stop_where_chains_do() -> None:
     """Chains of eight that stopped after two, both tokens accepted: as a chain worth three tokens, as a tree more."""
     acceptance, chain = Acceptance(), Strategy("learned", 8, 1, 8)
     for _ in range(50):
-        acceptance.observe(chain, [2, 2, 2, 2], num_drafted=2)
+        acceptance.observe(chain, [2, 2, 2, 2], drafted=[2, 2, 2, 2])
     assert expected(acceptance, chain)[0] == pytest.approx(3.0, rel=0.1)
     assert expected(acceptance, Strategy("hybrid", 8, 1, 8))[0] == pytest.approx(3.0, rel=0.1)
     assert expected(acceptance, Strategy("learned", 5, 2, 10))[0] > 4.5
@@ -248,10 +248,10 @@ def test_the_bandit_prefers_the_best_median_of_its_own_bucket() -> None:
     batch = BatchState(2, 10.0, 0, 0)
     for reward_a, reward_b in ((3, 2), (3, 2), (1, 90), (3, 2), (3, 2)):  # one lucky step of b changes no median
         for arm, reward in ((a, reward_a), (b, reward_b)):
-            mab.observe(arm, batch, StepOutcome(4, (reward, reward), 5, 1.0))
+            mab.observe(arm, batch, StepOutcome(4, (reward, reward), (4, 4), 1.0))
     assert mab.choose(batch) == a
     for _ in range(3):
-        mab.observe(a, batch, StepOutcome(4, (0, 0), 5, 1.0))
+        mab.observe(a, batch, StepOutcome(4, (0, 0), (4, 4), 1.0))
     assert mab.choose(batch) == b
     assert mab.choose(BatchState(7, 10.0, 0, 0)) == Strategy.OFF, "the other bucket has seen nothing yet"
 
@@ -268,13 +268,13 @@ def test_buckets_hold_several_arms_and_larger_batches_verify_fewer_tokens() -> N
 def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
     tuner = CostModel(ARMS)
     arm, batch = Strategy("learned", 4, 1, 4), BatchState(4, 200.0, 0, 0)
-    tuner.observe(Strategy.OFF, batch, StepOutcome(4, (), 1, 0.01))
-    tuner.observe(arm, batch, StepOutcome(8, (1, 1, 1, 1), 5, 5.0))  # caught up with a long response
-    tuner.observe(arm, batch, StepOutcome(8, (1, 1, 1, 1), 5, 0.02))
-    tuner.observe(arm, replace(batch, num_admitted=1), StepOutcome(8, (1, 1, 1, 1), 5, 0.06))  # read a prompt as well
+    tuner.observe(Strategy.OFF, batch, StepOutcome(4, (), (), 0.01))
+    tuner.observe(arm, batch, StepOutcome(8, (1,) * 4, (4,) * 4, 5.0))  # caught up with a long response
+    tuner.observe(arm, batch, StepOutcome(8, (1,) * 4, (4,) * 4, 0.02))
+    tuner.observe(arm, replace(batch, num_admitted=1), StepOutcome(8, (1,) * 4, (4,) * 4, 0.06))  # read a prompt as well
     mean, _ = tuner.costs.predict([arm], 4, 200.0)
     assert math.exp(mean[0]) == pytest.approx(0.025, rel=0.25), "0.04 if both counted alike"
-    tuner.observe(Strategy("hybrid", 4, 1, 4), batch, StepOutcome(8, (1, 1, 1, 1), 5, 5.0))  # retrieval reads what it missed
+    tuner.observe(Strategy("hybrid", 4, 1, 4), batch, StepOutcome(8, (1,) * 4, (4,) * 4, 5.0))  # retrieval reads what it missed
     assert all(cell.seconds < 1 for cell in tuner.costs.cells.values())
     assert tuner.acceptance.tried[("learned", 1, 0, 2)][0] == pytest.approx(12, rel=0.01), "its acceptance does"
 

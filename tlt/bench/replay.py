@@ -58,7 +58,7 @@ class RecordedCosts:
         depths = range(arm.depth + 1)
         pooled = [sum(step.histogram[d] for step in near.steps[arm]) for d in depths]
         accepted = () if arm.is_off else tuple(rng.choices(depths, pooled, k=batch_size))
-        return StepOutcome(batch_size + sum(accepted), accepted, 1 + arm.budget, seconds)
+        return StepOutcome(batch_size + sum(accepted), accepted, (arm.budget,) * len(accepted), seconds)
 
     def speed(self, arm: Strategy, batch_size: int) -> float:
         below, above, share = self._around(batch_size)

@@ -147,6 +147,8 @@ class Cached:
     every new token may see all of `length`) who sees what. Heads that share keys are folded into the query length.
     lengths: per sequence, the columns that any of its tokens may see. On a CPU a very ragged batch then goes sequence by
         sequence instead of paying for its longest one everywhere.
+    counts: new tokens of each sequence, where some have fewer than T; queries, keys and values then come, and outputs go,
+        without padding. None: all have T.
     """
 
     def __init__(
@@ -157,39 +159,62 @@ class Cached:
         length: int,
         mask_BTL: Tensor | None,
         lengths: Sequence[int] | None = None,
+        counts: Sequence[int] | None = None,
     ) -> None:
         self.layers, self.length = layers_SKLD, length
         self.num_heads, self.num_kv_heads = config.num_heads, config.num_kv_heads
         self.group = config.num_heads // config.num_kv_heads
         self.batch, self.num_new = columns_BT.shape
-        self.columns_BT = columns_BT
-        self.rows_B1 = torch.arange(self.batch, device=columns_BT.device)[:, None]
-        self.mask = None if mask_BTL is None else mask_BTL.repeat(1, self.group, 1)[:, None]
-        self.lengths: Sequence[int] | None = None
+        self.columns = columns_BT
+        self.rows = torch.arange(self.batch, device=columns_BT.device)[:, None]
+        self.real_N: Tensor | None = None
+        if counts is not None:
+            self.real_N = real_tokens(counts, self.num_new, columns_BT.device)
+            self.rows = self.real_N // self.num_new
+            self.columns = columns_BT.flatten()[self.real_N]
+        self.mask: Tensor | None = None
+        self.by_row: list[tuple[int, int, Tensor | None]] = []  # new tokens, visible columns and mask of each sequence
         if lengths is not None and columns_BT.device.type == "cpu":
-            num_queries = max(self.num_new, _QUERIES_PER_READ) * config.num_heads
-            wasted = sum(length - n for n in lengths) * num_queries * config.head_dim
-            if wasted > _MIN_WASTE * self.batch:
-                self.lengths = lengths
+            counts = counts or [self.num_new] * self.batch
+            num_reads = sum(max(t, _QUERIES_PER_READ) * n for t, n in zip(counts, lengths, strict=True))
+            wasted = self.batch * max(self.num_new, _QUERIES_PER_READ) * length - num_reads
+            if wasted * config.num_heads * config.head_dim > _MIN_WASTE * self.batch:
+                for row, (t, n) in enumerate(zip(counts, lengths, strict=True)):
+                    needs_none = mask_BTL is None or self.num_new == 1
+                    mask = None if mask_BTL is None or needs_none else mask_BTL[row, :t, :n].repeat(self.group, 1)
+                    self.by_row.append((t, n, mask))
+        if mask_BTL is not None and not self.by_row:
+            self.mask = mask_BTL.repeat(1, self.group, 1)[:, None]
 
     def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
-        B, T, K, G = self.batch, self.num_new, self.num_kv_heads, self.group
         cache_SKLD = self.layers[layer]
-        qkv_BTSD = qkv_NSD.view(B, T, qkv_NSD.shape[1], -1)
-        cache_SKLD[self.rows_B1, :, self.columns_BT] = qkv_BTSD[:, :, self.num_heads :]
-        live_BKLD = cache_SKLD[:B, :, : self.length]
-        q_BKTD = qkv_BTSD[:, :, : self.num_heads].unflatten(2, (K, G)).permute(0, 2, 3, 1, 4).reshape(B, K, G * T, -1)
-        if self.lengths is None:
-            out_BKTD = F.scaled_dot_product_attention(q_BKTD, live_BKLD[:, :K], live_BKLD[:, K:], attn_mask=self.mask)
-        else:
-            out_BKTD = torch.cat([self._row(b, n, q_BKTD, live_BKLD) for b, n in enumerate(self.lengths)])
+        q_NHD, new_NKD = qkv_NSD.tensor_split([self.num_heads], dim=1)
+        cache_SKLD[self.rows, :, self.columns] = new_NKD.view(*self.columns.shape, *new_NKD.shape[1:])
+        if self.by_row:
+            splits = q_NHD.split([t for t, _, _ in self.by_row])
+            rows = zip(self.by_row, splits, strict=True)
+            return torch.cat([self._attend(q, cache_SKLD[b : b + 1, :, :n], 1, t, m) for b, ((t, n, m), q) in enumerate(rows)])
+        B, T = self.batch, self.num_new
+        out_NC = self._attend(pad(q_NHD, self.real_N, B * T), cache_SKLD[:B, :, : self.length], B, T, self.mask)
+        return out_NC if self.real_N is None else out_NC.index_select(0, self.real_N)
+
+    def _attend(self, q_NHD: Tensor, live_BKLD: Tensor, B: int, T: int, mask: Tensor | None) -> Tensor:
+        K, G = self.num_kv_heads, self.group
+        q_BKTD = q_NHD.view(B, T, K, G, -1).permute(0, 2, 3, 1, 4).reshape(B, K, G * T, -1)
+        out_BKTD = F.scaled_dot_product_attention(q_BKTD, live_BKLD[:, :K], live_BKLD[:, K:], attn_mask=mask)
         return out_BKTD.view(B, K, G, T, -1).permute(0, 3, 1, 2, 4).reshape(B * T, -1)
 
-    def _row(self, row: int, length: int, q_BKTD: Tensor, live_BKLD: Tensor) -> Tensor:
-        live_KLD = live_BKLD[row : row + 1, :, :length]
-        mask = None if self.mask is None or self.num_new == 1 else self.mask[row : row + 1, ..., :length]
-        k_1KLD, v_1KLD = live_KLD.chunk(2, dim=1)
-        return F.scaled_dot_product_attention(q_BKTD[row : row + 1], k_1KLD, v_1KLD, attn_mask=mask)
+
+def real_tokens(counts: Sequence[int], num_columns: int, device: torch.device) -> Tensor:
+    """Where the first counts[b] of `num_columns` tokens of each sequence lie in a flat batch: int64[sum of counts]."""
+    return torch.tensor([b * num_columns + i for b, count in enumerate(counts) for i in range(count)], device=device)
+
+
+def pad(x_NX: Tensor, real_N: Tensor | None, num_tokens: int) -> Tensor:
+    """Zeros for the tokens of a flat batch that are not real."""
+    if real_N is None:
+        return x_NX
+    return x_NX.new_zeros(num_tokens, *x_NX.shape[1:]).index_copy_(0, real_N, x_NX)
 
 
 def padding_mask(lengths_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:

@@ -57,19 +57,21 @@ class Acceptance:
         self.survived: dict[_Curve, Array] = {}
         self._hazards: dict[_Curve, list[tuple[float, float]]] = {}
 
-    def observe(self, strategy: Strategy, accepted: Sequence[int], num_drafted: int = Strategy.MAX_DEPTH) -> None:
-        """`num_drafted` levels at most were drafted; a chain may have stopped before its depth."""
+    def observe(self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int] = ()) -> None:
+        """`drafted[b]` levels at most were drafted for row b (none given: all of them), a chain may have stopped."""
         self._hazards.clear()
-        came_B = np.minimum(np.asarray(accepted), strategy.depth)
-        exactly = np.bincount(came_B, minlength=strategy.depth + 1)
-        reached = exactly[::-1].cumsum()[::-1]  # walks that came to depth d or further
+        depth = strategy.depth
+        came_B = np.minimum(np.asarray(accepted), depth)
+        came_BD = came_B[:, None] >= np.arange(depth + 1)
+        tried, survived = came_BD[:, :-1].sum(0), came_BD[:, 1:].sum(0)
+        was_drafted_BD = np.asarray(drafted or [depth] * len(accepted))[:, None] > np.arange(depth)
         for octave in (_ANY, _octave(len(accepted))):
-            curves = [(_curve(strategy, octave), strategy.depth)]
+            curves = [(_curve(strategy, octave), tried)]
             if strategy.width == 1:
-                curves.append(((strategy.drafter, *_DRAFTED, octave), min(strategy.depth, num_drafted)))
+                curves.append(((strategy.drafter, *_DRAFTED, octave), (came_BD[:, :-1] & was_drafted_BD).sum(0)))
             fade = math.exp(-1 / _ACCEPTANCE_MEMORY) if octave != _ANY else math.exp(-len(accepted) / _MEMORY_ELSEWHERE)
-            for curve, depth in curves:
-                for counts, new in ((self.tried, reached[:depth]), (self.survived, reached[1 : depth + 1])):
+            for curve, tried_here in curves:
+                for counts, new in ((self.tried, tried_here), (self.survived, survived)):
                     counts.setdefault(curve, np.zeros(Strategy.MAX_DEPTH))
                     counts[curve] *= fade
                     counts[curve][:depth] += new
@@ -342,7 +344,7 @@ class CostModel:
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         self._seconds_since += outcome.seconds
         if outcome.accepted:
-            self.acceptance.observe(strategy, outcome.accepted, outcome.num_nodes - 1)
+            self.acceptance.observe(strategy, outcome.accepted, outcome.drafted)
         if not _switches_on(self._previous, strategy):  # that step also catches up with what was decoded plainly
             weight = _WEIGHT_OF_ADMISSION if batch.num_admitted else 1.0
             expected = self._expected_seconds if strategy == self._choice else None

@@ -10,6 +10,7 @@ window of features remembered when speculation is switched on late. The target i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -42,8 +43,7 @@ DEFAULT_WINDOW = 4096
 @dataclass(frozen=True)
 class _Front:
     """Where a proposal starts from. Row b has `num_pairs[b]` pairs in columns 0 .. of the drafter's cache, the first of them
-    at rotary position `offsets[b]`; `hidden_BE` is the output of the last. `other_survival_BD` says of rows that draft
-    otherwise how likely their drafts are to survive to each depth, and is negative in the others."""
+    at rotary position `offsets[b]`; `hidden_BE` is the output of the last. `unwanted` rows draft otherwise."""
 
     params_scale: Callable[[Tensor], Tensor]
     strategy: Strategy
@@ -52,7 +52,7 @@ class _Front:
     num_pairs: list[int]
     offsets_B1: Tensor | None
     hidden_BE: Tensor
-    other_survival_BD: Tensor | None
+    unwanted: Sequence[int]
 
 
 class LearnedDrafter:
@@ -60,9 +60,9 @@ class LearnedDrafter:
 
     ranking: "coupled" ranks candidates by log q / tau + the target's own noise, q being the draft distribution at the
         sequence's own temperature (DESIGN §2); "top-k" by log q alone (EAGLE-2, arXiv 2406.16858).
-    confidence_threshold: a chain stops before the token with which the chance that all of it is accepted, averaged over the
-        batch, falls below this (SpecDec++, arXiv 2405.19715, stops so by a trained head); its first token is always drafted.
-        Reads one number back per level. 0: never; trees never stop.
+    confidence_threshold: a sequence's chain stops before the token with which the chance that all of it is accepted falls below
+        this (SpecDec++, arXiv 2405.19715, stops so by a trained head); its first token is always drafted. Reads one number
+        back per level. 0: never; trees never stop.
     window: positions whose features are remembered per sequence; what lies further back when speculation is switched on
         is not seen by the drafter.
     keep_targets: also remember what training matches (models/drafter.py, training_capture).
@@ -160,10 +160,9 @@ class LearnedDrafter:
         context: DraftContext,
         strategy: Strategy,
         noise_BDV: Tensor,
-        other_survival: Sequence[Sequence[float] | None] = (),
+        unwanted: Sequence[int] = (),
     ) -> DraftTree:
-        """other_survival: of rows that will draft otherwise, how likely their drafts are to survive to each depth (None in the
-        others): a chain goes on as long as that is good for all of them."""
+        """unwanted: rows that will draft otherwise; what they hold here is of no use."""
         num_rows = len(context.tokens)
         starts = self._enter(context)
         num_pairs = [len(tokens) - TOKEN_AHEAD - first for tokens, first in zip(context.tokens, self.firsts, strict=False)]
@@ -174,11 +173,7 @@ class LearnedDrafter:
         hidden_BE = self._catch_up(context, starts, num_pairs, offsets_B1)
         self.counts[:num_rows] = num_pairs
         roots_B1 = torch.tensor([[tokens[-1]] for tokens in context.tokens], device=self.model.device)
-        other_survival_BD = None
-        if any(survival is not None for survival in other_survival):
-            filled = [[-1.0] * strategy.depth if survival is None else list(survival) for survival in other_survival]
-            other_survival_BD = torch.tensor(filled, device=self.model.device)
-        front = _Front(context.params.scale, strategy, noise_BDV, roots_B1, num_pairs, offsets_B1, hidden_BE, other_survival_BD)
+        front = _Front(context.params.scale, strategy, noise_BDV, roots_B1, num_pairs, offsets_B1, hidden_BE, unwanted)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
     def _enter(self, context: DraftContext) -> list[int]:
@@ -290,7 +285,8 @@ class LearnedDrafter:
         ends_B = torch.tensor(front.num_pairs, device=self.model.device)
         is_even = min(front.num_pairs) == max(front.num_pairs)
         survival_B = torch.zeros(len(front.num_pairs), device=self.model.device)  # logarithm
-        is_likely = True
+        survival_B[list(front.unwanted)] = -torch.inf
+        likely = []
         for depth in range(front.strategy.depth):
             if depth:
                 columns_B1 = ends_B[:, None] + depth - 1
@@ -306,21 +302,16 @@ class LearnedDrafter:
                     cells_B1, logprob_B1 = self.calibration(depth, logprob_B1)
                     cells.append(cells_B1)
                 survival_B = survival_B + logprob_B1[:, 0]
-                is_likely = self._mean_survival(front, survival_B, depth) >= self.confidence_threshold
-                if not is_likely:
+                likely.append(survival_B >= math.log(self.confidence_threshold))
+                if not likely[-1].any():
                     break
         whole = chain(torch.cat(tokens, dim=1))
         if cells:
             self._tree, self._cells_BN = whole, torch.cat(cells, dim=1)
-        return whole if is_likely or len(tokens) == 2 else chain(whole.tokens_BN[:, :-1])  # one token at least
-
-    @staticmethod
-    def _mean_survival(front: _Front, log_survival_B: Tensor, depth: int) -> float:
-        survival_B = log_survival_B.exp()
-        if front.other_survival_BD is not None:
-            other_B = front.other_survival_BD[:, depth]
-            survival_B = torch.where(other_B < 0, survival_B, other_B)
-        return survival_B.mean().item()
+        if not likely:
+            return whole
+        num_likely = torch.stack(likely).sum(0).tolist()
+        return chain(whole.tokens_BN, [1 + max(num, 1) for num in num_likely])  # one token at least
 
     def _branch(self, front: _Front) -> DraftTree:
         """Grows a pool level by level (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a level are

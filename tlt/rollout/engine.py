@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from tlt.models.attention import Cached, StoringPrefill, padding_mask
+from tlt.models.attention import Cached, StoringPrefill, pad, padding_mask
 from tlt.models.transformer import ModelConfig, PackedTransformer
 from tlt.rollout.cache import Cache
 from tlt.rollout.noise import NoiseBlocks
@@ -226,19 +226,20 @@ class RolloutEngine:
         prefixes = [sequence.num_cached for sequence in self.scheduler.running]
         captured_BNF, logits_BNV, noise_BNV = self._forward(tree, prefixes, noise_BDV)
         verdicts = self.verify(tree, logits_BNV, noise_BNV, self._batch_params())
-        num_tokens = 0
+        num_tokens, drafted = 0, [num_nodes - 1 for num_nodes in tree.lengths or [tree.num_nodes] * len(verdicts)]
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
             if not tree.is_chain:
                 self.cache.commit(slot, sequence.num_cached, verdict.path)
             num_kept = sequence.commit(verdict)
             num_tokens += num_kept
             if not strategy.is_off:
-                self.stats.record_verification(min(strategy.depth, tree.num_nodes - 1), verdict.num_accepted, num_kept)
+                self.stats.record_verification(min(strategy.depth, drafted[slot]), verdict.num_accepted, num_kept)
         if self.drafter is not None:
             self._inform_drafter(self.drafter, strategy, tree, captured_BNF, prefixes, verdicts)
         end = time.perf_counter()
         accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
-        self._account(strategy, batch, StepOutcome(num_tokens, accepted, tree.num_nodes, end - start), start)
+        outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start)
+        self._account(strategy, batch, outcome, start)
         return self._release_finished()
 
     def _prefill(self, admissions: list[Admission]) -> None:
@@ -328,12 +329,18 @@ class RolloutEngine:
             positions_BN = prefix_B[:, None] + depths_BN
             noise_BNV = noise_BDV[torch.arange(B, device=self.device)[:, None], depths_BN]
             mask = tree_mask(seen_BNN, prefix_B, length, self.model.dtype)
-        attend = Cached(self.config, self.cache.layers, columns_BN, length, mask, [prefix + N for prefix in prefixes])
-        positions_N = positions_BN.flatten()
+        lengths = [prefix + num_nodes for prefix, num_nodes in zip(prefixes, tree.lengths or [N] * B, strict=True)]
+        attend = Cached(self.config, self.cache.layers, columns_BN, length, mask, lengths, tree.lengths)
+        real_N = attend.real_N
+        tokens_N, positions_N = tree.tokens_BN.flatten(), positions_BN.flatten()
+        if real_N is not None:
+            tokens_N, positions_N = tokens_N[real_N], positions_N[real_N]
         if length > self.config.max_positions:
             positions_N = positions_N.clamp_max(self.config.max_positions - 1)  # drafts beyond the window are never kept
-        features_NE, captured_NF = self.model.forward_capturing(tree.tokens_BN.flatten(), positions_N, attend, self._capture)
-        return captured_NF.view(B, N, -1), self.model.logits(features_NE).view(B, N, -1), noise_BNV
+        features_NE, captured_NF = self.model.forward_capturing(tokens_N, positions_N, attend, self._capture)
+        padded = (pad(x, real_N, B * N).view(B, N, -1) for x in (captured_NF, self.model.logits(features_NE)))
+        captured_BNF, logits_BNV = padded
+        return captured_BNF, logits_BNV, noise_BNV
 
     def _inform_drafter(
         self,

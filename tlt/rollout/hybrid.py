@@ -104,25 +104,26 @@ class HybridDrafter:
         survival = [self.ngram.survival(row, strategy.depth) for row in rows]
         sure = self.ngram.confidence_threshold if strategy.width == 1 else 0.0  # a chain goes no further
         self._is_retrieved = [sum(s for s in survival[row] if s >= sure) > self.learned_accepted for row in rows]
+        retrieved = self.ngram.stop(retrieved, survival)
         if all(self._is_retrieved):
-            return self.ngram.stop(retrieved, survival)
-        other_survival = [survival[row] if self._is_retrieved[row] else None for row in rows]
-        learned = self.learned.propose(context, strategy, noise_BDV, other_survival)
-        if not any(self._is_retrieved):
+            return retrieved
+        retrieved_rows = [row for row in rows if self._is_retrieved[row]]
+        learned = self.learned.propose(context, strategy, noise_BDV, retrieved_rows)
+        if not retrieved_rows:
             return learned
-        self.learned.forget_latest([row for row in rows if self._is_retrieved[row]])
-        if learned.is_chain:
-            retrieved = chain(retrieved.tokens_BN[:, : learned.num_nodes])
-        return _choose_rows(retrieved, learned, torch.tensor(self._is_retrieved, device=learned.tokens_BN.device))
+        self.learned.forget_latest(retrieved_rows)
+        return _choose_rows(retrieved, learned, self._is_retrieved)
 
 
-def _choose_rows(a: DraftTree, b: DraftTree, is_a_B: Tensor) -> DraftTree:
+def _choose_rows(a: DraftTree, b: DraftTree, is_a: Sequence[bool]) -> DraftTree:
     """Row by row one of two trees, padded to the wider."""
     num_nodes = max(a.num_nodes, b.num_nodes)
+    is_a_B = torch.tensor(is_a, device=a.tokens_BN.device)
     chosen = []
     for left, right, filling in ((a.tokens_BN, b.tokens_BN, 0), (a.parents_BN, b.parents_BN, -1)):
         left, right = (F.pad(x, (0, num_nodes - x.shape[1]), value=filling) for x in (left, right))
         chosen.append(torch.where(is_a_B[:, None], left, right))
     if a.is_chain and b.is_chain:
-        chosen[1] = torch.arange(-1, num_nodes - 1, device=is_a_B.device).expand_as(chosen[0])
-    return DraftTree(chosen[0], chosen[1], is_chain=a.is_chain and b.is_chain)
+        lengths = (tree.lengths or [tree.num_nodes] * len(is_a) for tree in (a, b))
+        return chain(chosen[0], [left if is_left else right for is_left, left, right in zip(is_a, *lengths, strict=True)])
+    return DraftTree(chosen[0], chosen[1])

@@ -16,7 +16,6 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -233,12 +232,12 @@ class NgramDrafter:
         return self.stop(tree, [self.survival(row, strategy.depth) for row in range(len(context.tokens))])
 
     def stop(self, tree: DraftTree, survival: Sequence[Sequence[float]]) -> DraftTree:
-        """A chain ends where the mean of its rows' survival falls below the threshold."""
+        """A sequence's chain ends where its survival falls below the threshold, and one without a match has no node but the
+        root."""
         if not tree.is_chain:
             return tree
-        means = (sum(row) / len(row) for row in zip(*survival, strict=True))
-        depth = sum(1 for _ in takewhile(lambda mean: mean >= self.confidence_threshold, means))
-        return chain(tree.tokens_BN[:, : max(depth, 1) + 1])
+        depths = [sum(p >= self.confidence_threshold and p > 0 for p in row) or int(row[0] > 0) for row in survival]
+        return chain(tree.tokens_BN, [1 + depth for depth in depths])
 
     def retrieve(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
         """Whole drafts, however likely."""

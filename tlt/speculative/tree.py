@@ -7,16 +7,24 @@ root ─┬─ a ─┬─ c          tokens   root a b c d
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from tlt.types import DraftTree
 
 
-def chain(tokens_BN: Tensor) -> DraftTree:
-    """A tree of width 1: column i follows column i - 1."""
-    parents_N = torch.arange(-1, tokens_BN.shape[1] - 1, device=tokens_BN.device)
-    return DraftTree(tokens_BN, parents_N.expand_as(tokens_BN), is_chain=True)
+def chain(tokens_BN: Tensor, lengths: Sequence[int] | None = None) -> DraftTree:
+    """A tree of width 1: column i follows column i - 1. lengths: nodes of each row, the root included; the rest is padding."""
+    if lengths is not None:
+        tokens_BN = tokens_BN[:, : max(lengths)]
+    num_nodes = tokens_BN.shape[1]
+    parents_BN = torch.arange(-1, num_nodes - 1, device=tokens_BN.device).expand_as(tokens_BN)
+    if lengths is None or min(lengths) == num_nodes:
+        return DraftTree(tokens_BN, parents_BN, is_chain=True)
+    is_padding_BN = parents_BN + 1 >= torch.tensor(lengths, device=tokens_BN.device)[:, None]
+    return DraftTree(tokens_BN, parents_BN.masked_fill(is_padding_BN, -1), is_chain=True, lengths=tuple(lengths))
 
 
 def ancestors(parents_BN: Tensor) -> Tensor:
