@@ -113,6 +113,8 @@ class RolloutConfig(Section):
     speculation: str = "off"
     """off, adaptive (the tuner chooses per step), or one fixed [drafter:]DEPTHxWIDTHxBUDGET, drafter being learned, ngram
     or hybrid."""
+    migrate: bool = True
+    """Whether a rank that has run dry takes over running responses of others, whose tokens it reads again."""
     tuner: Literal["cost-model", "beg-mab"] = "cost-model"
     """Who chooses when speculation is adaptive: measured costs and acceptance, or the bandit of the paper."""
 

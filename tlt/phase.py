@@ -1,6 +1,8 @@
 """The rollout phase: pull, generate, score, train the drafter when idle, average the drafters. Knows no policy update.
 
     every replica:   take units ─▶ generate ─▶ hand responses to the scorers ─▶ … ─▶ queue empty, nothing running
+                        ▲                                                               ▼
+                     units handed over by others  ◀──────────────────────────────  offer help
                                                                                         ▼
                      all done?  ◀─ poll between micro-steps ─  train the drafter on what is there
                         ▼
@@ -12,6 +14,7 @@ that still generate through a mailbox (`DrafterRefresh`); tokens do not depend o
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,7 +32,18 @@ from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import EngineStats, RolloutEngine
-from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams, SpanName
+from tlt.types import (
+    DrafterCheck,
+    DrafterReport,
+    PartialResponse,
+    Problem,
+    Purpose,
+    Request,
+    Reward,
+    Rollout,
+    SamplingParams,
+    SpanName,
+)
 
 POLL_SECONDS = 0.002
 
@@ -42,7 +56,7 @@ class StopRequested(Exception):
 class ReplicaReport:
     """What one replica did in a phase; times on the host's monotonic clock.
 
-    num_refreshes: drafters of other replicas that it took up meanwhile.
+    num_refreshes: drafters of other replicas that it took up meanwhile.  num_migrated: running responses that it took over.
     """
 
     start: float
@@ -51,6 +65,7 @@ class ReplicaReport:
     stats: EngineStats
     drafter: DrafterReport
     num_refreshes: int = 0
+    num_migrated: int = 0
 
     def idle_seconds(self, last_token_of_all: float) -> float:
         return max(last_token_of_all - self.last_token, 0.0)
@@ -140,10 +155,81 @@ class DrafterRefresh:
         return is_due
 
 
+class _Work:
+    """What a replica holds of a phase's units: groups of requests, and responses in the making that others have handed over."""
+
+    def __init__(self, coordinator: Coordinator, requests: Sequence[Sequence[Request]]) -> None:
+        self.coordinator, self.requests = coordinator, requests
+        self.group_of = {group[0].problem_id: group for group in requests}
+        self.unit_of: dict[tuple[str, int], int] = {}
+        self.num_open: Counter[int] = Counter()
+        self.num_received = 0
+
+    @property
+    def unit_size(self) -> int:
+        return len(self.requests[0])
+
+    def take(self, room: int) -> list[Request | PartialResponse]:
+        """Up to `room` units' work; nothing: there is none now."""
+        taken: list[Request | PartialResponse] = []
+        for unit in self.coordinator.take(room):
+            if unit < len(self.requests):
+                taken += self._hold(unit, self.requests[unit])
+            else:
+                partials = [self._unpack(part) for part in self.coordinator.receive(unit)]
+                taken += self._hold(unit, partials)
+                self.num_received += len(partials)
+        return taken
+
+    def finish(self, key: tuple[str, int]) -> None:
+        """This response is no longer the replica's: it has ended, or somebody else goes on with it."""
+        unit = self.unit_of.pop(key)
+        self.num_open[unit] -= 1
+        if self.num_open[unit] == 0:
+            self.coordinator.finish(unit)
+
+    def share(self, engine: RolloutEngine) -> None:
+        """Hands some of the running responses over, if any are worth it and help is still offered."""
+        slots = worth_migrating([(sequence.num_cached, sequence.num_left) for sequence in engine.running])
+        if not slots or not self.coordinator.accept_help():
+            return
+        partials = engine.withdraw(slots)
+        self.coordinator.hand_over([self._pack(partial) for partial in partials])
+        for partial in partials:
+            self.finish((partial.request.problem_id, partial.request.sample_index))
+
+    def _hold(self, unit: int, work: Sequence[Request | PartialResponse]) -> Sequence[Request | PartialResponse]:
+        for one in work:
+            request = one.request if isinstance(one, PartialResponse) else one
+            self.unit_of[request.problem_id, request.sample_index] = unit
+        self.num_open[unit] = len(work)
+        return work
+
+    def _pack(self, partial: PartialResponse) -> bytes:
+        """All replicas know the phase's requests; JSON gives back every float as it was."""
+        request = partial.request
+        return json.dumps([request.problem_id, request.sample_index, partial.token_ids, partial.logprobs]).encode()
+
+    def _unpack(self, part: bytes) -> PartialResponse:
+        problem_id, sample_index, token_ids, logprobs = json.loads(part)
+        return PartialResponse(self.group_of[problem_id][sample_index], tuple(token_ids), tuple(logprobs))
+
+
+def worth_migrating(responses: Sequence[tuple[int, int]]) -> list[int]:
+    """Which of a replica's running responses go to one that has run dry: half of them, long and short ones alike, but none for
+    which more tokens would be read again there than may still come.
+
+    responses: by slot, the tokens in the cache and the tokens that may still come.
+    """
+    worth = sorted((num_cached, slot) for slot, (num_cached, num_left) in enumerate(responses) if num_cached <= num_left)
+    num = min(len(responses) // 2, len(worth))
+    return [worth[i * len(worth) // num][1] for i in range(num)]
+
+
 class RolloutPhase:
     """One per run and rank. `learned` is the engine's learned drafter, if it has one, `watch` who looks after it, and `spot`
     who trains it, if anybody does; `refresh` lets others use it before the rollout ends; `decode` turns response tokens into
-    text."""
+    text. `migrates`: whether replicas that run dry take over running responses of others."""
 
     def __init__(
         self,
@@ -158,11 +244,12 @@ class RolloutPhase:
         spot: SpotTrainer | None = None,
         watch: DrafterWatch | None = None,
         refresh: DrafterRefresh | None = None,
+        migrates: bool = True,
     ) -> None:
         self.world, self.engine, self.coordinator = world, engine, coordinator
         self.scorers, self.decode, self.timeline = scorers, decode, timeline
         self.should_stop, self.learned, self.spot, self.watch = should_stop, learned, spot, watch
-        self.refresh = refresh
+        self.refresh, self.migrates = refresh, migrates
         assert (learned is None) == (watch is None), "a learned drafter is watched"
 
     def run(
@@ -190,7 +277,8 @@ class RolloutPhase:
         self.coordinator.begin(f"{purpose} {step}", len(problems))
         self.engine.stats = EngineStats()
         start = time.perf_counter()
-        rollouts, last_token, report = self._generate(problems, requests, spot, refresh)
+        work = _Work(self.coordinator, requests)
+        rollouts, last_token, report = self._generate(problems, work, spot, refresh)
         if any_rank(self.world, self.should_stop()):
             self.engine.abort()
             self.coordinator.abandon()
@@ -204,7 +292,7 @@ class RolloutPhase:
             own_rewards = self.scorers.drain()
         num_refreshes = refresh.num_refreshes if refresh is not None else 0
         end = time.perf_counter()
-        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, num_refreshes)
+        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, num_refreshes, work.num_received)
         with self.timeline.span(SpanName.WAIT):
             gathered = gather_objects(
                 self.world, (rollouts, [own_rewards[r.problem_id, r.sample_index] for r in rollouts], replica)
@@ -226,23 +314,21 @@ class RolloutPhase:
     def _generate(
         self,
         problems: Sequence[Problem],
-        requests: Sequence[Sequence[Request]],
+        work: _Work,
         spot: SpotTrainer | None,
         refresh: DrafterRefresh | None,
     ) -> tuple[list[Rollout], float, DrafterReport]:
-        unit_of = {problem.problem_id: unit for unit, problem in enumerate(problems)}
         data_of = {problem.problem_id: problem.data for problem in problems}
-        open_samples = Counter({problem.problem_id: len(group) for problem, group in zip(problems, requests, strict=True)})
         rollouts: list[Rollout] = []
         report = DrafterReport()
         last_token = time.perf_counter()
         queue_is_empty = False
         publish = refresh.publish if refresh is not None else None
         while not self.should_stop():
-            if not queue_is_empty and (room := self._room(len(requests[0]))):
-                units = self.coordinator.take(room)
-                queue_is_empty = not units
-                self.engine.add(request for unit in units for request in requests[unit])
+            if not queue_is_empty and (room := self._room(work.unit_size)):
+                taken = work.take(room)
+                queue_is_empty = not taken
+                self.engine.add(taken)
             if not self.engine.is_idle:
                 finished = self.engine.step()
                 last_token = time.perf_counter()
@@ -252,21 +338,21 @@ class RolloutPhase:
                         spot.add(rollout, None)
                     key = (rollout.problem_id, rollout.sample_index)
                     self.scorers.submit(key, data_of[rollout.problem_id], self.decode(rollout.token_ids))
-                    open_samples[rollout.problem_id] -= 1
-                    if open_samples[rollout.problem_id] == 0:
-                        self.coordinator.finish(unit_of[rollout.problem_id])
+                    work.finish(key)
                 self.coordinator.heartbeat()
+                if self.migrates and self.coordinator.is_helped():
+                    work.share(self.engine)
                 if refresh is not None:
                     refresh.refresh()
             elif self.coordinator.all_done():
                 break
             elif self.coordinator.has_work():
                 queue_is_empty = False
-            elif spot is None or (session := self._train_drafter(spot, publish)).num_micro_steps == 0:
+            elif spot is not None and (session := self._train_drafter(spot, publish)).num_micro_steps:
+                report = report.plus(session)
+            elif not self._has_better_to_do():
                 with self.timeline.span(SpanName.WAIT):
                     time.sleep(POLL_SECONDS)
-            else:
-                report = report.plus(session)
         return rollouts, last_token, report
 
     def _room(self, num_samples: int) -> int:
@@ -274,6 +360,9 @@ class RolloutPhase:
         return max(self.engine.room // num_samples, int(self.engine.is_idle))
 
     def _has_better_to_do(self) -> bool:
+        """Asked by a replica that has run dry, again and again."""
+        if self.migrates:
+            self.coordinator.offer_help()
         return self.should_stop() or self.coordinator.all_done() or self.coordinator.has_work()
 
     def _train_drafter(self, spot: SpotTrainer, publish: Callable[[DraftModel], None] | None) -> DrafterReport:

@@ -186,6 +186,7 @@ class Run:
             self.spot,
             self.watch,
             self._make_refresh(),
+            config.rollout.migrate,
         )
         self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
 
@@ -538,6 +539,7 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         drafter_captured_tokens=sum(report.captured_tokens for report in reports),
         drafter_recomputed_tokens=sum(report.recomputed_tokens for report in reports),
         drafter_refreshes=sum(replica.num_refreshes for replica in phase.replicas),
+        num_migrated=sum(replica.num_migrated for replica in phase.replicas),
         preemption_seconds=phase.preemption_seconds,
         accept_length=stats.accept_length if stats.accept_length is not None else nan,
         accept_by_depth=tuple(stats.accept_by_depth),

@@ -80,6 +80,16 @@ class Request:
 
 
 @dataclass(frozen=True)
+class PartialResponse:
+    """A response in the making, on its way to another engine: the tokens so far and their logprobs. It goes on there as
+    it would have here: with the same policy, its tokens depend on nothing but the request."""
+
+    request: Request
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class Rollout:
     """One finished response. `logprobs` are log-softmax(logits / temperature) before truncation, one per token;
     at temperature 0 they are those of temperature 1."""

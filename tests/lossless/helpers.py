@@ -82,6 +82,8 @@ class ArtificialDrafter:
 
     def finish(self, slot: int, rollout: Rollout) -> None: ...
 
+    def withdraw(self, slot: int) -> None: ...
+
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
         num_nodes = 1 + self.random.randint(1, strategy.budget)
         tokens, parents = [], []

@@ -25,11 +25,12 @@ from tests.lossless.helpers import (
 from tlt.models import attention
 from tlt.models.attention import PackedCausal
 from tlt.rollout.calibration import DEFAULT_CONFIDENCE_THRESHOLD
+from tlt.rollout.engine import RolloutEngine
 from tlt.rollout.hybrid import HybridDrafter
 from tlt.rollout.ngram import NgramDrafter
 from tlt.rollout.tuner import Fixed, default_arms, make_tuner
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
-from tlt.types import DraftTree, Request, Strategy, Verdict
+from tlt.types import DraftTree, Request, Rollout, Strategy, StrategyTuner, Verdict
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=4, seed=11)
@@ -144,6 +145,45 @@ def test_any_batch_composition_order_and_strategy_gives_the_same_tokens(data: st
             engine.add([pending.pop()])
         found.update({(r.problem_id, r.sample_index): r.token_ids for r in engine.step()})
     assert found == {(r.problem_id, r.sample_index): OFF[r.problem_id, r.sample_index] for r in chosen}
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("slots", [3, 28])
+def test_responses_that_change_engines_on_the_way_keep_tokens_logprobs_and_features(seed: int, slots: int) -> None:
+    """Each is read again where it goes on, beside others, under another strategy, in a slot that others have used."""
+    features: dict[str, dict[tuple[str, int], torch.Tensor]] = {"staying": {}, "moving": {}}
+    logprobs: dict[tuple[str, int], tuple[float, ...]] = {}
+
+    def engine_that_notes(name: str, tuner: StrategyTuner) -> RolloutEngine:
+        engine = make_engine(POLICY, tuner, max_batch_size=slots)
+        assert isinstance(engine.drafter, HybridDrafter)
+
+        def note(rollout: Rollout, captured_TF: torch.Tensor | None) -> None:
+            assert captured_TF is not None
+            features[name][rollout.problem_id, rollout.sample_index] = captured_TF
+
+        engine.drafter.learned.on_finish = note
+        return engine
+
+    for rollout in engine_that_notes("staying", Fixed(STRATEGIES[1])).generate(REQUESTS):
+        logprobs[rollout.problem_id, rollout.sample_index] = rollout.logprobs
+    rng, num_moved, found = random.Random(seed), 0, {}
+    engines = [engine_that_notes("moving", Switching([*ARMS, Strategy.OFF], seed + i)) for i in range(2)]
+    engines[0].add(REQUESTS)
+    while not all(engine.is_idle for engine in engines):
+        for engine, other in (engines, reversed(engines)):
+            for rollout in engine.step():
+                key = rollout.problem_id, rollout.sample_index
+                found[key] = rollout.token_ids
+                assert rollout.logprobs == pytest.approx(logprobs[key], abs=1e-9)
+            if rng.random() < 0.3:
+                partials = engine.withdraw(rng.sample(range(len(engine.running)), rng.randint(0, len(engine.running))))
+                other.add(partials)
+                num_moved += sum(bool(partial.token_ids) for partial in partials)
+    assert found == OFF
+    assert num_moved > 20
+    for key, expected in features["staying"].items():
+        torch.testing.assert_close(features["moving"][key], expected, rtol=0, atol=1e-9)
 
 
 def test_an_aborted_rollout_is_generated_again_token_for_token() -> None:

@@ -99,7 +99,7 @@ KEYS = """
 run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every time_limit_minutes
 model       path
 task        name options num_problems problems_file
-rollout     problems_per_step samples_per_problem max_batch_size speculation tuner
+rollout     problems_per_step samples_per_problem max_batch_size speculation migrate tuner
 sampling    temperature top_k top_p min_p max_tokens
 drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm coupling_temperature
 drafter     ranking feature_window ngram_tokens preset unrolled_steps step_decay feature_weight distribution_weight

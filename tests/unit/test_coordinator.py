@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, Store, TCPStore
 
-from tlt.distributed.coordinator import Coordinator, ReplicaTimeout, connect_coordinator, local_coordinator
+from tlt.distributed.coordinator import HELP_SECONDS, Coordinator, ReplicaTimeout, connect_coordinator, local_coordinator
 
 
 class Clock:
@@ -38,7 +38,8 @@ def make_replicas(num_replicas: int, num_units: int, clock: Clock | None = None,
 
 # An action is (replica, what, amount). The model beside it is a plain list.
 actions = st.lists(
-    st.tuples(st.integers(0, 3), st.sampled_from(["take", "finish", "add", "look"]), st.integers(0, 9)), max_size=80
+    st.tuples(st.integers(0, 3), st.sampled_from(["take", "finish", "add", "look", "offer", "hand over"]), st.integers(0, 9)),
+    max_size=80,
 )
 
 
@@ -48,6 +49,8 @@ def test_any_interleaving_hands_out_each_unit_exactly_once(num_replicas: int, nu
     replicas = make_replicas(num_replicas, num_units)
     total, taken, num_finished = num_units, [], 0
     held: list[list[int]] = [[] for _ in replicas]
+    offers: list[int] = []
+    loads: dict[int, list[bytes]] = {}
 
     for who, what, amount in script:
         who %= num_replicas
@@ -58,6 +61,19 @@ def test_any_interleaving_hands_out_each_unit_exactly_once(num_replicas: int, nu
             assert bool(units) == (amount > 0 and len(taken) < total)
             taken += units
             held[who] += units
+            if units and who in offers:
+                offers.remove(who)
+            assert all(replicas[who].receive(unit) == loads[unit] for unit in units if unit in loads)
+        elif what == "offer":
+            replicas[who].offer_help()
+            offers += [who] if who not in offers else []
+        elif what == "hand over":
+            assert replicas[who].accept_help() == bool(offers)
+            if offers:
+                offers.pop(0)
+                loads[total] = [bytes([total % 256, part]) for part in range(amount)]
+                assert replicas[who].hand_over(loads[total]) == total
+                total += 1
         elif what == "finish" and held[who]:
             replicas[who].finish(held[who].pop())
             num_finished += 1
@@ -80,6 +96,54 @@ def test_any_interleaving_hands_out_each_unit_exactly_once(num_replicas: int, nu
     assert sorted(taken) == list(range(total))
 
 
+def test_an_offer_of_help_is_accepted_by_one_replica_only() -> None:
+    """Both saw the same two offers, and both want to leave the second."""
+    first, second, *idle = make_replicas(4, 0)
+    for replica in idle:
+        replica.offer_help()
+    got: list[bool] = []
+    first._store = Interfering(first._store, lambda: got.append(second.accept_help()), "help")
+    assert first.accept_help()
+    assert got == [True]
+    assert not first.accept_help(), "both offers are gone"
+
+
+def test_offers_are_asked_for_now_and_then_and_made_again_where_another_took_what_was_handed_over() -> None:
+    clock = Clock()
+    busy, first, second = make_replicas(3, 0, clock)
+    assert not busy.is_helped()
+    first.offer_help()
+    assert not busy.is_helped(), "it has just asked"
+    clock.sleep(2 * HELP_SECONDS)
+    assert busy.is_helped()
+    assert busy.accept_help()
+    unit = busy.hand_over([b"a", b""])
+    assert second.take(1) == [unit]
+    assert second.receive(unit) == [b"a", b""]
+    clock.sleep(2 * HELP_SECONDS)
+    assert not busy.is_helped()
+    first.offer_help()
+    clock.sleep(2 * HELP_SECONDS)
+    assert busy.is_helped()
+
+
+def test_what_was_handed_over_is_waited_for_while_it_is_being_written_and_not_for_ever() -> None:
+    clock = Clock()
+    giver, taker = make_replicas(2, 0, clock, timeout=5.0)
+    (unit,) = giver.add_units(1)
+    assert taker.take(1) == [unit]
+    store, naps = giver._store, iter([lambda: store.set(f"load/{unit}/0", "x"), lambda: store.set(f"load/{unit}", "1")])
+
+    def nap(seconds: float) -> None:
+        clock.sleep(seconds)
+        next(naps, lambda: None)()
+
+    taker._sleep = nap
+    assert taker.receive(unit) == [b"x"]
+    with pytest.raises(ReplicaTimeout, match=f"unit {unit} was handed over"):
+        taker.receive(unit)
+
+
 @pytest.mark.parametrize(
     ("num_units", "room", "expected"), [(16, 99, 4), (16, 3, 3), (16, 0, 0), (1, 9, 1), (0, 9, 0), (5, 9, 2)]
 )
@@ -88,13 +152,13 @@ def test_a_take_is_at_most_half_a_fair_share_and_at_least_one(num_units: int, ro
 
 
 class Interfering:
-    """A store that lets `action` happen between a replica's decision and its compare_set on the queue, once."""
+    """A store that lets `action` happen between a replica's decision and its compare_set on a key, once."""
 
-    def __init__(self, store: Store, action: Callable[[], object]) -> None:
-        self.store, self.action = store, action
+    def __init__(self, store: Store, action: Callable[[], object], key: str = "queue") -> None:
+        self.store, self.action, self.key = store, action, key
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        if key == "queue" and expected != desired and self.action is not None:
+        if key == self.key and expected != desired and self.action is not None:
             action, self.action = self.action, None
             action()
         return self.store.compare_set(key, expected, desired)
@@ -196,6 +260,12 @@ def test_phases_do_not_mix_and_old_ones_leave_no_keys() -> None:
             while units := replica.take(2):
                 for unit in units:
                     replica.finish(unit)
+        replicas[1].offer_help()
+        assert replicas[0].accept_help()
+        handed_over = replicas[0].hand_over([b"a", b"b"])
+        assert replicas[1].take(1) == [handed_over]
+        replicas[1].receive(handed_over)
+        replicas[1].finish(handed_over)
         assert all(replica.all_done() for replica in replicas)
         sizes.append(store.num_keys())
     assert sizes[-1] == sizes[3]

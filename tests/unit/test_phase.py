@@ -30,7 +30,7 @@ from tlt.drafting.trainer import DrafterTrainer
 from tlt.drafting.watch import DrafterWatch
 from tlt.models.attention import PackedCausal
 from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
-from tlt.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase, StopRequested
+from tlt.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase, StopRequested, _Work, worth_migrating
 from tlt.report.timeline import Timeline
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import EngineStats, RolloutEngine
@@ -69,6 +69,7 @@ class OneTokenEngine:
     waiting: list[Request] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)
     room: int = 1
+    running: list[Any] = field(default_factory=list)
 
     @property
     def is_idle(self) -> bool:
@@ -146,7 +147,7 @@ def generate(phase: RolloutPhase, problems: Sequence[Problem]) -> tuple[list[Rol
     """The part of a phase in which a replica waits for nobody."""
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
     phase.coordinator.begin("rollout", len(problems))
-    return phase._generate(problems, requests, phase.spot, None)
+    return phase._generate(problems, _Work(phase.coordinator, requests), phase.spot, None)
 
 
 def make_coordinators(num: int) -> list[Coordinator]:
@@ -232,6 +233,9 @@ class LateWork:
 
     def begin(self, name: str, num_units: int) -> None: ...
     def heartbeat(self) -> None: ...
+    def offer_help(self) -> None: ...
+    def is_helped(self) -> bool:
+        return False
 
     def appear(self) -> None:
         self.units.append(1)
@@ -261,6 +265,54 @@ def test_training_gives_way_to_new_work_and_goes_on_after_it() -> None:
     _, _, report = generate(make_phase(OneTokenEngine(events=events), queue, spot=spot), make_problems(2))
     assert events == ["generate p0", "train", "train", "generate p1", "train", "train"]
     assert report.num_micro_steps == 4
+
+
+@pytest.mark.parametrize("speculates", [True, False])
+def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One has all the work and the other none. Everything is finished once, with the tokens that one alone would give."""
+    monkeypatch.setattr("tlt.distributed.coordinator.HELP_SECONDS", 0.0)
+    num_samples, problems = 4, make_problems(1)
+    alone, _ = make_engine(strategy=Strategy.OFF)
+    requests = [Request("p0", i, problems[0].prompt_ids, PARAMS) for i in range(num_samples)]
+    expected = {rollout.sample_index: rollout.token_ids for rollout in alone.generate(requests)}
+    coordinators, works, offered = make_coordinators(2), [], threading.Event()
+    offer = coordinators[1].offer_help
+    coordinators[1].offer_help = lambda: (offer(), offered.set())[0]  # type: ignore[method-assign]
+
+    def replica(index: int) -> Callable[[], tuple[list[Rollout], float, DrafterReport]]:
+        engine, _ = make_engine(strategy=TREES if speculates else Strategy.OFF)
+        step = engine.step
+
+        def step_when_help_is_offered() -> list[Rollout]:
+            wait_for(offered)
+            return step()
+
+        engine.step = step_when_help_is_offered  # type: ignore[method-assign]
+        phase = make_phase(engine, coordinators[index])
+        coordinators[index].begin("rollout", 1)
+        works.append(_Work(coordinators[index], [requests]))
+        if index == 0:
+            engine.add(works[0].take(1))
+        return lambda: phase._generate(problems, works[index], None, None)
+
+    with running(replica(0), replica(1)) as results:
+        pass
+    found = [rollout for rollouts, _, _ in results for rollout in rollouts]
+    assert len(found) == num_samples
+    assert {rollout.sample_index: rollout.token_ids for rollout in found} == expected
+    assert works[1].num_received > 0
+    assert len(results[1][0]) == works[1].num_received - works[0].num_received, "some may have come back"
+    assert all(coordinator.all_done() for coordinator in coordinators)
+    assert not any(work.unit_of for work in works)
+
+
+def test_half_of_the_responses_migrate_but_none_that_is_nearly_done() -> None:
+    assert worth_migrating([(10, 90)]) == []
+    assert worth_migrating([(10, 90), (20, 80)]) == [0], "the one that is cheaper to read again"
+    assert worth_migrating([(60, 40), (20, 80)]) == [1]
+    assert worth_migrating([(60, 40), (70, 30)]) == []
+    assert worth_migrating([(50, 50), (10, 90), (40, 60), (20, 80), (30, 70)]) == [1, 4], "short and long ones"
+    assert worth_migrating([(60, 40), (10, 90), (70, 30), (20, 80), (80, 20), (90, 10)]) == [1, 3]
 
 
 def test_preemption_is_measured_from_the_last_response_of_all_where_a_trainer_was_at_work() -> None:

@@ -122,7 +122,7 @@ def trace(engine: RolloutEngine, requests: Sequence[Request]) -> tuple[list[Roll
     while not engine.is_idle:
         rollouts += engine.step()
         times.append(time.perf_counter() - start)
-        running.append(engine.num_running)
+        running.append(len(engine.running))
         tokens.append(engine.stats.num_tokens)
     stats = engine.stats
     by_seconds = {name: s.seconds for name, s in stats.by_strategy.items()}

@@ -8,6 +8,8 @@ Keys, under one prefix per phase (its number), so that phases never mix:
 
     queue     "next/total#replica.serial"   moved by compare_set only: takes and additions are one linear order
     open      units added minus units finished; all done  ⇔  num_units + open == 0  (missing reads as 0: no one need set it)
+    help      "R,S#replica.serial"          replicas without work that offer to take some of another's; compare_set only
+    load/U    number of parts of unit U, which one replica hands over to whoever takes it; load/U/0, 1, …  the parts
     beat/R    "changes:held"                written by replica R alone; whoever waits watches it change
 
 and, outside of phases, `at/R` (the phase that replica R is in; older ones may be deleted) and `stop`.
@@ -18,13 +20,15 @@ There is no server of ours, no collective, and no call that blocks: an absent ke
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch.distributed import HashStore, PrefixStore, Store
 
 POLL_SECONDS = 0.002
 WATCH_SECONDS = 1.0
+HELP_SECONDS = 0.02
+"""How often a replica at work asks who offers help; that costs it a round trip."""
 ABSENT = b"-"
 
 
@@ -77,7 +81,8 @@ class Coordinator:
         self._root.set(f"at/{self.replica}", str(self._index))
         self._watched = dict.fromkeys(range(self.num_replicas), (ABSENT, self._clock()))
         self._watched_at = self._clock()
-        self._beaten_at = float("-inf")
+        self._beaten_at = self._asked_at = float("-inf")
+        self._offers_help = False
         self._beat()
         if self.replica == 0:
             self._delete_phases_that_all_have_left()
@@ -88,7 +93,7 @@ class Coordinator:
             return
         for index in range(self._oldest_kept, min(map(int, places))):
             old = PrefixStore(str(index), self._root)
-            for key in ("args", "queue", "open", *(f"beat/{replica}" for replica in range(self.num_replicas))):
+            for key in ("args", "queue", "open", "help", *(f"beat/{replica}" for replica in range(self.num_replicas))):
                 old.delete_key(key)
             self._oldest_kept = index + 1
 
@@ -108,6 +113,7 @@ class Coordinator:
                 units = list(range(first, first + count))
                 self._held.update(units)
                 self._beat()
+                self._retract_help()
                 return units
         return []
 
@@ -129,6 +135,64 @@ class Coordinator:
         self._held.remove(unit)
         self._beat()
         self._store.add("open", -1)
+
+    # -- handing work over --------------------------------------------------------------------------------------------
+
+    def offer_help(self) -> None:
+        """Says that this replica has run dry, until it takes a unit. Call it again while waiting: what was handed over for the
+        sake of this offer may have gone to another replica."""
+        self._offers_help = True
+        self._change_help(lambda offers: offers if self.replica in offers else [*offers, self.replica])
+
+    def is_helped(self) -> bool:
+        """Whether any replica offers help; asks at most once in `HELP_SECONDS`."""
+        if self._clock() - self._asked_at < HELP_SECONDS:
+            return False
+        self._asked_at = self._clock()
+        return bool(_offers(_read(self._store, "help")))
+
+    def accept_help(self) -> bool:
+        """Accepts one offer, so that no other replica does. False: there is none any more."""
+        return self._change_help(lambda offers: offers[1:])
+
+    def hand_over(self, parts: Sequence[bytes]) -> int:
+        """Makes `parts`, of whatever meaning, one new unit, which anyone may take; returns it. Call it *before* you finish what
+        the parts were taken from."""
+        (unit,) = self.add_units(1)
+        for index, part in enumerate(parts):
+            self._store.set(f"load/{unit}/{index}", part)  # type: ignore[arg-type]  # the stubs know text only
+        self._store.set(f"load/{unit}", str(len(parts)))
+        return unit
+
+    def receive(self, unit: int) -> list[bytes]:
+        """The parts of a unit that was handed over and that this replica took. They may still be written: a moment's wait."""
+        since = self._clock()
+        while (num_parts := _read(self._store, f"load/{unit}")) == ABSENT:
+            if self._clock() - since > self.timeout:
+                raise ReplicaTimeout(f"{self._label}: unit {unit} was handed over, but not its parts, for {self.timeout:g} s")
+            self._sleep(POLL_SECONDS)
+        parts = [_read(self._store, f"load/{unit}/{index}") for index in range(int(num_parts))]
+        for key in (f"load/{unit}", *(f"load/{unit}/{index}" for index in range(int(num_parts)))):
+            self._store.delete_key(key)
+        return parts
+
+    def _retract_help(self) -> None:
+        if self._offers_help:
+            self._offers_help = False
+            self._change_help(lambda offers: [replica for replica in offers if replica != self.replica])
+
+    def _change_help(self, change: Callable[[list[int]], list[int]]) -> bool:
+        """Whether it changed anything. Like the queue's, the value names its author."""
+        seen = _read(self._store, "help")
+        while (changed := change(_offers(seen))) != _offers(seen):
+            self._serial += 1
+            wanted = f"{','.join(map(str, changed))}#{self.replica}.{self._serial}".encode()
+            seen = self._store.compare_set("help", "" if seen == ABSENT else seen.decode(), wanted.decode())
+            if seen == wanted:
+                return True
+        return False
+
+    # -- the end of it ------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Lets go of what this replica holds, unfinished, because the run stops: the phase is never done then, and the next
@@ -238,6 +302,11 @@ def connect_coordinator(store: Store, replica: int, num_replicas: int, timeout: 
     connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
     connection.set_timeout(timedelta(seconds=timeout))
     return Coordinator(PrefixStore("coordinator", connection), replica, num_replicas, timeout)
+
+
+def _offers(value: bytes) -> list[int]:
+    replicas = b"" if value == ABSENT else value.partition(b"#")[0]
+    return [int(replica) for replica in replicas.split(b",") if replica]
 
 
 def _read(store: Store, key: str) -> bytes:

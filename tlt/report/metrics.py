@@ -52,6 +52,7 @@ class StepRecord:
     drafter_train_seconds: of those, spent training the drafter.  harvested_share: their quotient.
     drafter_tokens: trained on.  drafter_captured_tokens: of those, with features that the engine captured while generating.
     drafter_recomputed_tokens: that went through the target again for their features.
+    num_migrated: responses that another rank went on with because it had run dry.
     drafter_refreshes: drafters in training that engines took up within the rollout.
     preemption_seconds: from the last response's end to the return of the drafter's trainer, for every rank that trained then.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
@@ -93,6 +94,7 @@ class StepRecord:
     drafter_captured_tokens: int
     drafter_recomputed_tokens: int
     drafter_refreshes: int
+    num_migrated: int
     preemption_seconds: tuple[float, ...]
     accept_length: float
     accept_by_depth: tuple[float, ...]

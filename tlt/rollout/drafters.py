@@ -138,6 +138,9 @@ class LearnedDrafter:
             is_whole = self.history.first_known(known) == 0
             self.on_finish(rollout, self.history.read([slot], [0], known)[0] if is_whole else None)
 
+    def withdraw(self, slot: int) -> None:
+        """Nothing to do: the slot's next sequence starts anew."""
+
     def release(self) -> None:
         self.cache.release()
         self.history.release()

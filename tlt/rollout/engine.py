@@ -23,6 +23,7 @@ from tlt.models.transformer import ModelConfig, PackedTransformer
 from tlt.rollout.cache import Cache
 from tlt.rollout.noise import NoiseBlocks
 from tlt.rollout.scheduler import Admission, Scheduler
+from tlt.rollout.sequence import Sequence
 from tlt.speculative.protocol import DraftContext, Drafter
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.tree import ancestors, chain, chain_mask, tree_mask
@@ -30,6 +31,7 @@ from tlt.speculative.verify import verify
 from tlt.types import (
     BatchState,
     DraftTree,
+    PartialResponse,
     Request,
     Rollout,
     Span,
@@ -171,16 +173,18 @@ class RolloutEngine:
         return self.scheduler.room
 
     @property
-    def num_running(self) -> int:
-        return len(self.scheduler.running)
+    def running(self) -> list[Sequence]:
+        """The responses in the making, by slot; to be looked at only."""
+        return self.scheduler.running
 
     @property
     def is_idle(self) -> bool:
         return self.scheduler.is_idle
 
-    def add(self, requests: Iterable[Request]) -> None:
-        requests = list(requests)
-        for request in requests:
+    def add(self, work: Iterable[Request | PartialResponse]) -> None:
+        """Requests, and responses that `withdraw` took out of another engine with the same policy."""
+        work = list(work)
+        for request in (one.request if isinstance(one, PartialResponse) else one for one in work):
             if not request.prompt_ids:
                 raise UserError(f"prompt of problem {request.problem_id!r} is empty; give it at least one token")
             if len(request.prompt_ids) >= self.config.max_positions:
@@ -188,7 +192,18 @@ class RolloutEngine:
                     f"prompt of problem {request.problem_id!r} has {len(request.prompt_ids)} tokens; the model's window is "
                     f"{self.config.max_positions}, so shorten it to at most {self.config.max_positions - 1}"
                 )
-        self.scheduler.add(requests)
+        self.scheduler.add(work)
+
+    @torch.inference_mode()
+    def withdraw(self, slots: Iterable[int]) -> list[PartialResponse]:
+        """Takes these running sequences out in the middle of their responses, between two steps."""
+        partials = []
+        for slot in sorted(slots, reverse=True):
+            partials.append(self.scheduler.running[slot].to_partial())
+            if self.drafter is not None:
+                self.drafter.withdraw(slot)
+            self._vacate(slot)
+        return partials
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Yields each response as it finishes, in no particular order."""
@@ -243,7 +258,8 @@ class RolloutEngine:
         return self._release_finished()
 
     def _prefill(self, admissions: list[Admission]) -> None:
-        """Runs every distinct prompt once, all but its last token, and copies its cache entries to its other samples."""
+        """Runs every distinct prompt once, all but its last token, and copies its cache entries to its other samples; likewise
+        what has come from another engine."""
         start = time.perf_counter()
         for admission in admissions:
             for slot in admission.slots:
@@ -256,11 +272,11 @@ class RolloutEngine:
         if sum(len(a.slots) for a in admissions) == len(self.scheduler.running):
             self.cache.release()  # nothing lives in it: many new sequences need not each have room for the last long one
         self.cache.reserve(len(self.scheduler.running), longest + 1)
-        prompts = [a for a in admissions if len(a.prompt_ids) > 1]
+        prompts = [a for a in admissions if len(a.tokens) > 1]
         if prompts:
-            lengths = [len(a.prompt_ids) - 1 for a in prompts]
+            lengths = [len(a.tokens) - 1 for a in prompts]
             attend = StoringPrefill(self.config, lengths, self.cache.layers, [a.slots[0] for a in prompts])
-            token_ids_N = torch.tensor([t for a in prompts for t in a.prompt_ids[:-1]], device=self.device)
+            token_ids_N = torch.tensor([t for a in prompts for t in a.tokens[:-1]], device=self.device)
             positions_N = attend.positions(self.device)
             captured_NF = self.model.forward_capturing(token_ids_N, positions_N, attend, self._capture)[1]
             for admission, length, captured_TF in zip(prompts, lengths, captured_NF.split(lengths), strict=True):
@@ -382,11 +398,15 @@ class RolloutEngine:
             rollouts.append(rollout)
             if self.drafter is not None:
                 self.drafter.finish(slot, rollout)
-            moved_from = self.scheduler.remove(slot)
-            self.noise.remove(slot)
-            self._params = None
-            if moved_from is not None:
-                self.cache.move(moved_from, slot, self.scheduler.running[slot].num_cached)
-                if self.drafter is not None:
-                    self.drafter.move(moved_from, slot)
+            self._vacate(slot)
         return rollouts
+
+    def _vacate(self, slot: int) -> None:
+        """The sequence in this slot is gone; the last one takes its place."""
+        moved_from = self.scheduler.remove(slot)
+        self.noise.remove(slot)
+        self._params = None
+        if moved_from is not None:
+            self.cache.move(moved_from, slot, self.scheduler.running[slot].num_cached)
+            if self.drafter is not None:
+                self.drafter.move(moved_from, slot)

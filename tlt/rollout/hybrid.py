@@ -78,6 +78,10 @@ class HybridDrafter:
         self.learned.finish(slot, rollout)
         self.ngram.finish(slot, rollout)
 
+    def withdraw(self, slot: int) -> None:
+        self.learned.withdraw(slot)
+        self.ngram.withdraw(slot)
+
     def release(self) -> None:
         self.learned.release()
         self.ngram.release()

@@ -199,13 +199,20 @@ class NgramDrafter:
         assert place is not None, f"slot {slot} was never admitted"
         index, text = place
         index.extend(text, (*rollout.prompt_ids, *rollout.token_ids))
-        index.close(text)
-        self.slots[slot] = None
+        self.withdraw(slot)
         total = self.num_tokens
         running = {id(place[0]) for place in self.slots if place is not None}
         for problem_id, known in list(self.problems.items()):
             if total > self.max_tokens and id(known) not in running:
                 total -= self.problems.pop(problem_id).num_tokens
+
+    def withdraw(self, slot: int) -> None:
+        """What is known of its text stays for its siblings."""
+        place = self.slots[slot]
+        assert place is not None, f"slot {slot} was never admitted"
+        index, text = place
+        index.close(text)
+        self.slots[slot] = None
 
     def release(self) -> None:
         self.slots = [None] * len(self.slots)

@@ -11,21 +11,21 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tlt.rollout.sequence import Sequence
-from tlt.types import Request
+from tlt.types import PartialResponse, Request
 
 
 @dataclass(frozen=True)
 class Admission:
-    """Neighbouring slots that start from one prompt."""
+    """Neighbouring slots that start from one text: a prompt, or a response that has come from another engine."""
 
-    prompt_ids: tuple[int, ...]
+    tokens: tuple[int, ...]
     slots: tuple[int, ...]
 
 
 class Scheduler:
     def __init__(self, max_slots: int, window: int) -> None:
         self.max_slots, self.window = max_slots, window
-        self.waiting: deque[Request] = deque()
+        self.waiting: deque[Request | PartialResponse] = deque()
         self.running: list[Sequence] = []
 
     @property
@@ -37,25 +37,24 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self.running and not self.waiting
 
-    def add(self, requests: Iterable[Request]) -> None:
-        self.waiting.extend(requests)
+    def add(self, work: Iterable[Request | PartialResponse]) -> None:
+        self.waiting.extend(work)
 
     def admit(self) -> list[Admission]:
         """Starts what fits."""
         admissions: list[Admission] = []
         while self.waiting and len(self.running) < self.max_slots:
-            request = self.waiting.popleft()
             slot = len(self.running)
-            max_tokens = min(request.params.max_tokens, self.window - len(request.prompt_ids))
-            self.running.append(Sequence(request, max_tokens))
-            if admissions and admissions[-1].prompt_ids == request.prompt_ids:
-                admissions[-1] = Admission(request.prompt_ids, (*admissions[-1].slots, slot))
+            self.running.append(Sequence.start(self.waiting.popleft(), self.window))
+            tokens = tuple(self.running[slot].tokens)
+            if admissions and admissions[-1].tokens == tokens:
+                admissions[-1] = Admission(tokens, (*admissions[-1].slots, slot))
             else:
-                admissions.append(Admission(request.prompt_ids, (slot,)))
+                admissions.append(Admission(tokens, (slot,)))
         return admissions
 
     def remove(self, slot: int) -> int | None:
-        """Takes a finished sequence out; the last one takes its slot. Returns the slot that one came from."""
+        """Takes a sequence out; the last one takes its slot. Returns the slot that one came from."""
         last = self.running.pop()
         if slot == len(self.running):
             return None

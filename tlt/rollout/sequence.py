@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from tlt.types import FinishReason, Request, Rollout, Verdict
+from tlt.types import FinishReason, PartialResponse, Request, Rollout, Verdict
 
 
 @dataclass
@@ -13,12 +13,22 @@ class Sequence:
 
     request: Request
     max_tokens: int
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int]
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
 
-    def __post_init__(self) -> None:
-        self.tokens = list(self.request.prompt_ids)
+    @staticmethod
+    def start(work: Request | PartialResponse, window: int) -> Sequence:
+        """From the prompt, or from where another engine left off. `window`: positions that the model has."""
+        partial = work if isinstance(work, PartialResponse) else PartialResponse(work, (), ())
+        request = partial.request
+        max_tokens = min(request.params.max_tokens, window - len(request.prompt_ids))
+        return Sequence(request, max_tokens, [*request.prompt_ids, *partial.token_ids], list(partial.logprobs))
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still come."""
+        return self.max_tokens - len(self.logprobs)
 
     @property
     def num_cached(self) -> int:
@@ -38,6 +48,9 @@ class Sequence:
                 self.finish_reason = "length"
                 break
         return len(self.logprobs) - before
+
+    def to_partial(self) -> PartialResponse:
+        return PartialResponse(self.request, tuple(self.tokens[len(self.request.prompt_ids) :]), tuple(self.logprobs))
 
     def to_rollout(self, policy_version: int) -> Rollout:
         assert self.finish_reason is not None

@@ -68,5 +68,8 @@ class Drafter(Protocol):
     def finish(self, slot: int, rollout: Rollout) -> None:
         """The response in this slot has ended; the slot still holds what was remembered of it."""
 
+    def withdraw(self, slot: int) -> None:
+        """The sequence in this slot leaves for another engine in the middle of its response."""
+
     def release(self) -> None:
         """Nothing is running any more: memory of running sequences may be given back."""
