@@ -341,6 +341,7 @@ class RolloutPhase:
                     work.finish(key)
                 self.coordinator.heartbeat()
                 if self.migrates and self.coordinator.is_helped():
+                    queue_is_empty = True  # or nobody would offer; and what is handed over is not to be taken back
                     work.share(self.engine)
                 if refresh is not None:
                     refresh.refresh()

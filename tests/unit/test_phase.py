@@ -36,7 +36,7 @@ from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.engine import EngineStats, RolloutEngine
 from tlt.rollout.tuner import Fixed
 from tlt.train import Run
-from tlt.types import DrafterReport, Problem, Request, Reward, Rollout, SamplingParams, Strategy
+from tlt.types import DrafterReport, PartialResponse, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
 PARAMS = SamplingParams(temperature=0.7, max_tokens=24)
 POLICY = make_policy()
@@ -271,10 +271,10 @@ def test_training_gives_way_to_new_work_and_goes_on_after_it() -> None:
 def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has all the work and the other none. Everything is finished once, with the tokens that one alone would give."""
     monkeypatch.setattr("tlt.distributed.coordinator.HELP_SECONDS", 0.0)
-    num_samples, problems = 4, make_problems(1)
+    problems = make_problems(4)
     alone, _ = make_engine(strategy=Strategy.OFF)
-    requests = [Request("p0", i, problems[0].prompt_ids, PARAMS) for i in range(num_samples)]
-    expected = {rollout.sample_index: rollout.token_ids for rollout in alone.generate(requests)}
+    requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
+    expected = {rollout.problem_id: rollout.token_ids for rollout in alone.generate(group[0] for group in requests)}
     coordinators, works, offered = make_coordinators(2), [], threading.Event()
     offer = coordinators[1].offer_help
     coordinators[1].offer_help = lambda: (offer(), offered.set())[0]  # type: ignore[method-assign]
@@ -289,17 +289,25 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
 
         engine.step = step_when_help_is_offered  # type: ignore[method-assign]
         phase = make_phase(engine, coordinators[index])
-        coordinators[index].begin("rollout", 1)
-        works.append(_Work(coordinators[index], [requests]))
-        if index == 0:
+        coordinators[index].begin("rollout", len(problems))
+        works.append(_Work(coordinators[index], requests))
+        while index == 0 and engine.room:  # a full engine never sees that the queue is empty
             engine.add(works[0].take(1))
+        take = works[index].take
+
+        def take_back_only_when_idle(room: int) -> list[Request | PartialResponse]:
+            taken = take(room)
+            assert engine.is_idle or not taken
+            return taken
+
+        works[index].take = take_back_only_when_idle  # type: ignore[method-assign]
         return lambda: phase._generate(problems, works[index], None, None)
 
     with running(replica(0), replica(1)) as results:
         pass
     found = [rollout for rollouts, _, _ in results for rollout in rollouts]
-    assert len(found) == num_samples
-    assert {rollout.sample_index: rollout.token_ids for rollout in found} == expected
+    assert len(found) == len(problems)
+    assert {rollout.problem_id: rollout.token_ids for rollout in found} == expected
     assert works[1].num_received > 0
     assert len(results[1][0]) == works[1].num_received - works[0].num_received, "some may have come back"
     assert all(coordinator.all_done() for coordinator in coordinators)

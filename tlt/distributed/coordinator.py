@@ -136,6 +136,56 @@ class Coordinator:
         self._beat()
         self._store.add("open", -1)
 
+    def abandon(self) -> None:
+        """Lets go of what this replica holds, unfinished, because the run stops: the phase is never done then, and the next
+        `begin` does not object."""
+        self._held.clear()
+
+    def has_work(self) -> bool:
+        """Whether a unit could be taken now."""
+        self._refresh()
+        first, total = self._position()
+        return first < total
+
+    def all_done(self) -> bool:
+        """Whether every unit is finished, those added included; stays true. One round trip; at most once a second it also
+        looks whether those who still hold units are alive, and raises `ReplicaTimeout` if not."""
+        if self._num_units + self._store.add("open", 0) == 0:
+            return True
+        self._watch()
+        return False
+
+    def wait_all_done(self) -> bool:
+        """For a replica that has nothing to do meanwhile. True: all is done. False: come back, there is work to take or a
+        stop was requested."""
+        while not self.all_done():
+            if self.has_work() or self.stop_requested():
+                return False
+            self._sleep(POLL_SECONDS)
+        return True
+
+    def _position(self) -> tuple[int, int]:
+        """(next unit to hand out, number of units) as last seen."""
+        if not self._queue:
+            return 0, self._num_units
+        position, _, _ = self._queue.partition(b"#")
+        first, _, total = position.partition(b"/")
+        return int(first), int(total)
+
+    def _move(self, first: int, total: int) -> bool:
+        """Moves the queue on from where it was last seen. The value names its author: a loser must not read the winner's
+        value as its own. Either way the queue's latest state is known afterwards."""
+        self._serial += 1
+        wanted = f"{first}/{total}#{self.replica}.{self._serial}".encode()
+        self._queue = self._store.compare_set("queue", self._queue.decode(), wanted.decode())
+        return self._queue == wanted
+
+    def _refresh(self) -> bool:
+        """Reads the queue's state. Whether it had moved since this replica last saw it."""
+        value = _read(self._store, "queue")
+        seen, self._queue = self._queue, b"" if value == ABSENT else value
+        return self._queue != seen
+
     # -- handing work over --------------------------------------------------------------------------------------------
 
     def offer_help(self) -> None:
@@ -191,58 +241,6 @@ class Coordinator:
             if seen == wanted:
                 return True
         return False
-
-    # -- the end of it ------------------------------------------------------------------------------------------------
-
-    def abandon(self) -> None:
-        """Lets go of what this replica holds, unfinished, because the run stops: the phase is never done then, and the next
-        `begin` does not object."""
-        self._held.clear()
-
-    def has_work(self) -> bool:
-        """Whether a unit could be taken now."""
-        self._refresh()
-        first, total = self._position()
-        return first < total
-
-    def all_done(self) -> bool:
-        """Whether every unit is finished, those added included; stays true. One round trip; at most once a second it also
-        looks whether those who still hold units are alive, and raises `ReplicaTimeout` if not."""
-        if self._num_units + self._store.add("open", 0) == 0:
-            return True
-        self._watch()
-        return False
-
-    def wait_all_done(self) -> bool:
-        """For a replica that has nothing to do meanwhile. True: all is done. False: come back, there is work to take or a
-        stop was requested."""
-        while not self.all_done():
-            if self.has_work() or self.stop_requested():
-                return False
-            self._sleep(POLL_SECONDS)
-        return True
-
-    def _position(self) -> tuple[int, int]:
-        """(next unit to hand out, number of units) as last seen."""
-        if not self._queue:
-            return 0, self._num_units
-        position, _, _ = self._queue.partition(b"#")
-        first, _, total = position.partition(b"/")
-        return int(first), int(total)
-
-    def _move(self, first: int, total: int) -> bool:
-        """Moves the queue on from where it was last seen. The value names its author: a loser must not read the winner's
-        value as its own. Either way the queue's latest state is known afterwards."""
-        self._serial += 1
-        wanted = f"{first}/{total}#{self.replica}.{self._serial}".encode()
-        self._queue = self._store.compare_set("queue", self._queue.decode(), wanted.decode())
-        return self._queue == wanted
-
-    def _refresh(self) -> bool:
-        """Reads the queue's state. Whether it had moved since this replica last saw it."""
-        value = _read(self._store, "queue")
-        seen, self._queue = self._queue, b"" if value == ABSENT else value
-        return self._queue != seen
 
     # -- signs of life -----------------------------------------------------------------------------------------------
 
