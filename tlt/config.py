@@ -168,6 +168,9 @@ class DrafterConfig(Section):
     """Responses and features kept to train on, per rank; the oldest features go first, then the oldest responses."""
     carry_longest: NonNegativeInt = 8
     """How many of the previous step's longest responses stay in the buffer."""
+    max_passes: PositiveFloat | None = 4.0
+    """Within a step a rank trains on at most so many times the response tokens in its buffer, then waits for more: little data
+    and much idle time would end in learning by heart. None: no limit."""
     features: Literal["captured", "recomputed"] = "captured"
     """Whether what the engine captured while generating is trained on, or everything is recomputed when idle."""
     refresh_during_rollout: bool = False
@@ -178,6 +181,9 @@ class DrafterConfig(Section):
     gate: NonNegativeFloat | None = None
     """Skips training in the step after one whose acceptance (a share) is not lower than after the last training by more than
     this; None: every step trains. Off, because idle time costs nothing."""
+    check_every: PositiveInt = 1
+    """Steps between two measurements of acceptance, by which the drafter is set aside and gated. That it is finite, the same on
+    all ranks and arrived in the engine is checked in every step."""
     ranking: Literal["coupled", "top-k"] = "coupled"
     """Candidates by log q / tau + the target's own noise, or by log q alone (EAGLE-2). Changes the speed alone."""
     coupling_temperature: PositiveFloat | None = None

@@ -229,6 +229,7 @@ class Run:
                     settings.carry_longest,
                     self.timeline.add,
                     keeps_captured=settings.features == "captured",
+                    max_passes=settings.max_passes,
                 )
         drafter = make_drafter(self.learned, slots, settings.ngram_tokens, settings.confidence_threshold)
         self.engine.load_drafter(drafter)
@@ -245,6 +246,7 @@ class Run:
                 partial(average_weighted, self.world),
                 rank=self.world.rank,
                 gate=settings.gate,
+                check_every=settings.check_every,
             )
 
     def _make_refresh(self) -> DrafterRefresh | None:

@@ -283,6 +283,7 @@ class DrafterReport:
     went through the target again for their features.  loss: mean over the tokens trained on.
     max_micro_step_seconds bounds how long a preemption can take.
     preempted_at: when the latest session returned because it was asked to (the host's monotonic clock); None: it was not.
+    is_limited: a session ended because its data had been gone through drafter.max_passes times; idle time was left.
     """
 
     num_micro_steps: int = 0
@@ -293,6 +294,7 @@ class DrafterReport:
     captured_tokens: int = 0
     recomputed_tokens: int = 0
     preempted_at: float | None = None
+    is_limited: bool = False
 
     def plus(self, later: DrafterReport) -> DrafterReport:
         """Both as one."""
@@ -307,6 +309,7 @@ class DrafterReport:
             self.captured_tokens + later.captured_tokens,
             self.recomputed_tokens + later.recomputed_tokens,
             later.preempted_at,
+            self.is_limited or later.is_limited,
         )
 
 
@@ -316,7 +319,7 @@ class DrafterCheck:
 
     version: counts its publications.  acceptance: mean over response tokens of sum_v min(p, q), the most that one draft can be
     accepted with; NaN: not measured.  retrieval: share of the same tokens that retrieval would have drafted.
-    training: "trained", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
+    training: "trained", "trained; max_passes reached", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
     set_aside: why retrieval drafts in its place; empty: it drafts.  has_switched: that is new since the last check.
     """
 

@@ -101,6 +101,14 @@ def test_the_drafter_is_trained_in_idle_time_and_its_version_counts_it(speculati
     assert any(not torch.equal(initial[name], trained[name]) for name in initial)
 
 
+def measured_steps(out_dir: Path) -> list[int]:
+    return [record["step"] for record in records(out_dir) if record["drafter_acceptance"] is not None]
+
+
+def test_acceptance_is_measured_in_every_second_step(speculating_run: Path) -> None:
+    assert measured_steps(speculating_run) == [0, 2, 4]
+
+
 def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_weights(workspace: Path, speculating_run: Path) -> None:
     out_dir = workspace / "interrupted"
     words, environment = command(workspace, str(workspace / "run.toml"), "--run.out_dir", str(out_dir))
@@ -121,6 +129,7 @@ def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_weights(workspace: Path, s
     assert resumed.returncode == 0, resumed.stderr + resumed.stdout
     assert what_the_law_fixes(out_dir) == what_the_law_fixes(speculating_run)
     assert same_weights(out_dir, speculating_run)
+    assert measured_steps(out_dir) == [0, 2, 4], "the count goes on where it was"
 
 
 def test_a_second_run_into_the_same_folder_is_refused_in_one_line(workspace: Path, speculating_run: Path) -> None:

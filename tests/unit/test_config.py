@@ -103,7 +103,7 @@ rollout     problems_per_step samples_per_problem max_batch_size speculation mig
 sampling    temperature top_k top_p min_p max_tokens
 drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm coupling_temperature
 drafter     ranking feature_window ngram_tokens preset unrolled_steps step_decay feature_weight distribution_weight
-drafter     features refresh_during_rollout refresh_seconds gate confidence_threshold
+drafter     features refresh_during_rollout refresh_seconds gate confidence_threshold max_passes check_every
 algorithm   clip_low clip_high kl_coefficient normalize_advantages_by_std epochs minibatches tokens_per_micro_batch
 algorithm   importance_correction_cap
 optimizer   learning_rate beta1 beta2 eps weight_decay warmup_steps schedule clip_grad_norm

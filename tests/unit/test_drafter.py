@@ -680,10 +680,14 @@ def ready_buffer(num: int = 4, length: int = 40, with_features: bool = True) -> 
     return buffer
 
 
-def make_spot(buffer: TrajectoryBuffer, target: PackedTransformer = TARGET, carry_longest: int = 2) -> SpotTrainer:
-    return SpotTrainer(
-        DrafterTrainer(make_model(), target, HASS), buffer, tokens_per_micro_step=48, carry_longest=carry_longest
-    )
+def make_spot(
+    buffer: TrajectoryBuffer,
+    target: PackedTransformer = TARGET,
+    carry_longest: int = 2,
+    max_passes: float | None = None,
+) -> SpotTrainer:
+    trainer = DrafterTrainer(make_model(), target, HASS)
+    return SpotTrainer(trainer, buffer, tokens_per_micro_step=48, carry_longest=carry_longest, max_passes=max_passes)
 
 
 @pytest.mark.parametrize("with_features", [True, False], ids=["training", "recomputing"])
@@ -865,6 +869,84 @@ def test_captured_features_are_trained_on_only_where_the_configuration_says_so()
         assert report.num_tokens > 0
         assert (report.captured_tokens > 0) == keeps_captured
         assert report.recomputed_tokens == (0 if keeps_captured else 3 * 59)
+
+
+# ── little to learn, and much time ───────────────────────────────────────────────────────────────────────────────────
+
+
+def count_predicted(spot: SpotTrainer) -> list[int]:
+    """Response tokens that every batch predicts, from here on."""
+    predicted: list[int] = []
+    train = spot.trainer.step
+
+    def counted(batch: PackedBatch) -> float:
+        predicted.append(int(batch.weight_M.sum()))
+        return train(batch)
+
+    spot.trainer.step = counted  # type: ignore[method-assign]
+    return predicted
+
+
+def run_idle(spot: SpotTrainer, max_micro_steps: int = 200) -> DrafterReport:
+    """A session that nobody else ends."""
+    left = iter(range(max_micro_steps))
+    return spot.run(lambda: next(left, None) is None)
+
+
+@pytest.mark.parametrize("max_passes", [0.5, 1.0, 4.0])
+@pytest.mark.parametrize(("num", "length", "num_prompt"), [(4, 60, 5), (3, 150, 130), (2, 12, 4)])
+def test_responses_are_gone_through_as_often_as_allowed_and_no_more(
+    max_passes: float, num: int, length: int, num_prompt: int
+) -> None:
+    """However long the prompts are: those are read, and not learned."""
+    buffer = TrajectoryBuffer(10**7)
+    for index in range(num):
+        tokens = random_tokens(length, index)
+        buffer.add(make_rollout(tokens, num_prompt, index=index), features_of(POLICY, tokens[:-1]))
+    spot = make_spot(buffer, max_passes=max_passes)
+    predicted, report, allowed = count_predicted(spot), run_idle(spot), max_passes * num * (length - num_prompt)
+    assert allowed - 48 < sum(predicted) <= allowed, "what remains is less than a micro-step"
+    assert predicted
+    assert report.is_limited
+    assert report.preempted_at is None
+
+
+def test_at_the_limit_of_passes_features_are_recomputed_and_what_they_add_is_trained_on() -> None:
+    spot = make_spot(ready_buffer(2, 60), max_passes=1.0)
+    predicted = count_predicted(spot)
+    run_idle(spot)
+    first, again = sum(predicted), run_idle(spot)
+    assert 110 - 48 < first <= 110
+    assert (again.num_micro_steps, again.is_limited) == (0, True)
+    spot.add(make_rollout(random_tokens(150, 9), 5, index=9), None)
+    report = run_idle(spot)
+    assert report.recomputed_tokens == 149
+    assert 255 - 48 < sum(predicted) <= 255, "of 110 + 145"
+
+
+@pytest.mark.parametrize("is_broken_off", [True, False])
+def test_every_step_may_go_through_its_responses_anew(is_broken_off: bool) -> None:
+    spot = make_spot(TrajectoryBuffer(10**6), max_passes=1.0)
+    rollouts = [make_rollout(random_tokens(80, index), 5, f"q{index}") for index in range(2)]
+    predicted = count_predicted(spot)
+    for _ in range(3):
+        if is_broken_off and predicted:
+            spot.abandon()
+        else:
+            spot.end_step(rollouts, 1.0)
+        predicted.clear()
+        assert run_idle(spot).is_limited
+        assert 150 - 48 < sum(predicted) <= 150
+
+
+def test_only_a_session_that_could_have_gone_on_says_that_it_was_limited() -> None:
+    assert not run_idle(make_spot(TrajectoryBuffer(100), max_passes=1.0)).is_limited, "there was nothing to train on"
+    assert not run_idle(make_spot(ready_buffer(), max_passes=4.0), 3).is_limited, "it was preempted"
+    spot = make_spot(ready_buffer(), max_passes=None)
+    assert run_idle(spot, 60).num_tokens > 10 * spot.buffer.num_tokens
+    reports = [DrafterReport(1, is_limited=is_limited) for is_limited in (True, False)]
+    assert reports[0].plus(reports[1]).is_limited
+    assert reports[1].plus(reports[0]).is_limited
 
 
 class OneDevice(TorchDispatchMode):

@@ -130,8 +130,8 @@ def make_watch(
     """`others`: drafter versions of other replicas' engines."""
 
     def gather(value: Any) -> list[Any]:
-        is_start = isinstance(value, tuple)  # (failure, version)
-        return [value, *(("", version) for version in others)] if is_start else [value]
+        is_start = isinstance(value, tuple)  # (failure, version, is limited)
+        return [value, *(("", version, False) for version in others)] if is_start else [value]
 
     trainer = spot.trainer
     return DrafterWatch(
@@ -321,6 +321,35 @@ def test_half_of_the_responses_migrate_but_none_that_is_nearly_done() -> None:
     assert worth_migrating([(60, 40), (70, 30)]) == []
     assert worth_migrating([(50, 50), (10, 90), (40, 60), (20, 80), (30, 70)]) == [1, 4], "short and long ones"
     assert worth_migrating([(60, 40), (10, 90), (70, 30), (20, 80), (80, 20), (90, 10)]) == [1, 3]
+
+
+def test_a_replica_at_the_limit_of_passes_waits_and_its_waiting_is_not_counted_as_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another replica finishes the last response when this one has waited three times."""
+    engine, _ = make_engine()
+    trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
+    spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, max_passes=2.0)
+    spot.add(Rollout("before", 0, (3, 4), (5,) * 60, (0.0,) * 60, "stop", 0), torch.randn(61, CONFIG.hidden_size))
+    idle, busy = make_coordinators(2)
+    busy.begin("rollout", 2)
+    held, waits, sleep = busy.take(1), [], time.sleep
+
+    def wait(seconds: float) -> None:
+        waits.append(trainer.num_tokens)
+        sleep(0.02)
+        if len(waits) == 3:
+            busy.finish(held[0])
+
+    monkeypatch.setattr("tlt.phase.time.sleep", wait)
+    phase = make_phase(OneTokenEngine(), idle, spot=spot)
+    phase.should_stop = lambda: trainer.num_tokens > 10**4
+    start = time.perf_counter()
+    _, _, report = generate(phase, make_problems(2))
+    assert waits == [report.num_tokens] * 3
+    assert 0 < report.num_tokens <= 120
+    assert report.is_limited
+    assert report.seconds < time.perf_counter() - start - 3 * 0.02
 
 
 def test_preemption_is_measured_from_the_last_response_of_all_where_a_trainer_was_at_work() -> None:

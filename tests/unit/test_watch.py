@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine, make_policy
+from tlt.config import Config, DrafterConfig, ModelConfig, TaskConfig
 from tlt.distributed.checkpoint import (
     Checkpoint,
     CheckpointWriter,
@@ -23,6 +26,7 @@ from tlt.distributed.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from tlt.distributed.collectives import World
 from tlt.drafting.buffer import TrajectoryBuffer
 from tlt.drafting.export import load_drafter, save_drafter
 from tlt.drafting.losses import PRESETS
@@ -35,11 +39,12 @@ from tlt.models.checkpoint import content_hash, load_config, load_tensors
 from tlt.models.checkpoint import save_checkpoint as save_model
 from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
 from tlt.models.transformer import PackedTransformer
+from tlt.report.timeline import Timeline
 from tlt.rollout.drafters import LearnedDrafter
 from tlt.rollout.hybrid import HybridDrafter
 from tlt.rollout.ngram import NgramDrafter, count_retrieved
 from tlt.rollout.tuner import Fixed
-from tlt.train import restore
+from tlt.train import Run, restore
 from tlt.types import DrafterReport, Request, Rollout, SamplingParams, Strategy, UserError
 
 POLICY = make_policy()
@@ -55,13 +60,19 @@ def make_rollouts(num: int = 6, length: int = 24, seed: int = 0) -> list[Rollout
 class Parts:
     """A watched drafter of a run of one rank."""
 
-    def __init__(self, gate: float | None = None, retrieved_share: float = 0.0) -> None:
+    def __init__(
+        self,
+        gate: float | None = None,
+        retrieved_share: float = 0.0,
+        check_every: int = 1,
+        max_passes: float | None = None,
+    ) -> None:
         self.model = DraftModel(drafter_config(CONFIG)).initialize(2)
         packed = PackedDrafter.from_tensors(self.model.config, self.model.state_dict(), torch.float64)
         self.learned = LearnedDrafter(packed, TARGET, 4)
         self.hybrid = HybridDrafter(self.learned, NgramDrafter(4))
         self.trainer = DrafterTrainer(self.model, TARGET, PRESETS["hass"], 1e-3)
-        self.spot = SpotTrainer(self.trainer, TrajectoryBuffer(10**7), 64)
+        self.spot = SpotTrainer(self.trainer, TrajectoryBuffer(10**7), 64, max_passes=max_passes)
         self.retrieved_share = retrieved_share
         self.watch = DrafterWatch(
             self.model,
@@ -73,6 +84,7 @@ class Parts:
             lambda value: [value],
             lambda tensors, weight: weight,
             gate=gate,
+            check_every=check_every,
         )
 
     def step(self, seed: int = 0, micro_steps: int = 6, trains: bool = True) -> Any:
@@ -208,9 +220,133 @@ def test_ranks_that_hold_different_drafters_are_an_error() -> None:
     with torch.no_grad():
         other.model.fc.weight[0, 0] += 1e-6
     foreign = other.watch._measure(make_rollouts(), 1.0)
-    parts.watch.gather = lambda value: [value, ("", 0) if isinstance(value, tuple) else foreign]
+    parts.watch.gather = lambda value: [value, ("", 0, False) if isinstance(value, tuple) else foreign]
     with pytest.raises(RuntimeError, match="rank 1 holds other weights"):
         parts.step()
+
+
+def test_a_step_in_which_any_rank_ran_out_of_passes_says_so_and_the_next_one_starts_anew() -> None:
+    parts = Parts(max_passes=1.0)
+    parts.spot.buffer.add(make_rollouts()[0])
+    report = parts.watch.run(lambda: parts.spot.run(lambda: parts.trainer.num_tokens > 1000))
+    parts.watch.run(lambda: DrafterReport(1))
+    assert parts.watch.end_step(make_rollouts(), report.num_tokens, 1.0).training == "trained; max_passes reached"
+    parts.spot.end_step(make_rollouts(), 1.0)
+    assert parts.step(micro_steps=4).training == "trained"
+    gather = parts.watch.gather
+    parts.watch.gather = lambda value: [value, ("", 0, True) if isinstance(value, tuple) else value]
+    assert parts.step(micro_steps=4).training == "trained; max_passes reached"
+    parts.watch.gather = gather
+    parts.watch.run(lambda: DrafterReport(is_limited=True))
+    parts.watch.abandon()
+    assert parts.step(micro_steps=4).training == "trained"
+    assert parts.step(trains=False).training == "no idle time"
+
+
+# ── not every step measures ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_measured(check: Any) -> bool:
+    assert math.isnan(check.acceptance) == math.isnan(check.retrieval)
+    return not math.isnan(check.acceptance)
+
+
+def test_acceptance_is_measured_every_so_many_steps_all_else_in_each_and_a_restart_keeps_count() -> None:
+    """The ranks' collectives are the same in every step, whatever is measured."""
+    parts, again = Parts(check_every=3), Parts(check_every=3)
+    calls: list[str] = []
+
+    def gather(value: Any) -> list[Any]:
+        calls.append(type(value).__name__)
+        return [value]
+
+    def average(tensors: Sequence[Tensor], weight: float) -> float:
+        calls.append("average")
+        return weight
+
+    parts.watch.gather, parts.watch.average = gather, average
+    checks = [parts.step(seed) for seed in range(5)]
+    assert [is_measured(check) for check in checks] == [True, False, False, True, False]
+    assert [check.version for check in checks] == [1, 2, 3, 4, 5]
+    assert all(check.training == "trained" and not check.set_aside for check in checks)
+    assert calls == ["tuple", "average", "Tally"] * 5
+    again.watch.load_state_dict(parts.watch.state_dict())
+    assert [is_measured(again.step(seed)) for seed in range(3)] == [False, True, False]
+
+
+@pytest.mark.parametrize("stale", ["fc.weight", "layers.0.self_attn.o_proj.weight", "layers.0.post_attention_layernorm.weight"])
+def test_a_publication_that_does_not_arrive_is_an_error_in_a_step_without_a_measurement(stale: str) -> None:
+    parts = Parts(check_every=10)
+    parts.step(0)
+    parts.trainer.optimizer.param_groups[0]["lr"] = 0.1
+    before = parts.model.state_dict()[stale].clone()
+    load = parts.learned.model.load
+    parts.learned.model.load = lambda tensors, version: load({**tensors, stale: before}, version)  # type: ignore
+    with pytest.raises(RuntimeError, match=r"version 2 did not arrive in rank 0's engine"):
+        parts.step(1)
+
+
+def test_ranks_that_hold_different_drafters_are_an_error_in_a_step_without_a_measurement() -> None:
+    parts, other = Parts(check_every=10), Parts()
+    parts.step(0)
+    foreign = other.watch._measure(make_rollouts(), 1.0, is_due=False)
+    parts.watch.gather = lambda value: [value, ("", 0, False) if isinstance(value, tuple) else foreign]
+    with pytest.raises(RuntimeError, match="rank 1 holds other weights"):
+        parts.step(1)
+
+
+def test_a_drafter_that_turns_nan_between_measurements_is_undone_at_once_and_back_after_the_next() -> None:
+    parts = Parts(check_every=3)
+    parts.step(0)
+    weights, step = content_hash(parts.model.state_dict()), parts.trainer.step
+    poisoned(parts, "weights")
+    check = parts.step(1)
+    assert (check.training[:7], check.version, check.has_switched) == ("undone:", 1, True)
+    assert content_hash(parts.model.state_dict()) == weights
+    parts.trainer.step = step  # type: ignore[method-assign]
+    checks = [parts.step(seed) for seed in (2, 3)]
+    assert [check.training for check in checks] == ["trained", "trained"]
+    assert [check.set_aside for check in checks] == [check.set_aside, ""]
+    assert [check.has_switched for check in checks] == [False, True]
+
+
+def test_outputs_that_are_not_finite_are_seen_between_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = Parts(check_every=3, gate=1.0)
+    assert not parts.step(0).set_aside
+    for name in ("engine_logits", "trainer_logits"):
+        monkeypatch.setattr(f"tlt.drafting.watch.{name}", lambda drafter, target, sample: sample.target_RV * math.nan)
+    check = parts.step(1, trains=False)
+    assert check.set_aside == "its outputs are not finite"
+    assert parts.watch.trains, "a drafter set aside is trained"
+
+
+def test_what_a_measurement_decides_of_the_drafter_holds_until_the_next() -> None:
+    parts = Parts(retrieved_share=1.0, check_every=2)
+    assert parts.step(0).set_aside
+    parts.retrieved_share = 0.0
+    checks = [parts.step(1), parts.step(2)]
+    assert [bool(check.set_aside) for check in checks] == [True, False]
+    assert [check.has_switched for check in checks] == [False, True]
+
+
+def test_the_gate_compares_only_what_was_measured() -> None:
+    """It closes and opens at measurements; a level is taken at the first one after the latest training."""
+    parts = Parts(gate=0.05, check_every=2)
+    level = parts.step(0).acceptance
+    assert parts.watch.level == level
+    assert not parts.watch.trains
+    assert parts.step(1, trains=False).training.startswith("skipped")
+    assert not parts.watch.trains, "nothing new is known"
+    parts.watch.level = 2.0
+    parts.step(2, trains=False)
+    assert parts.watch.trains, "acceptance has fallen"
+    assert parts.step(3).training == "trained"
+    assert math.isnan(parts.watch.level)
+    assert parts.watch.trains, "how good the drafter is after this training is not known"
+    check = parts.step(4, trains=False)
+    assert check.training == "no idle time"
+    assert parts.watch.level == check.acceptance
+    assert not parts.watch.trains
 
 
 # ── set aside ────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -255,7 +391,7 @@ def test_a_drafter_that_turns_nan_is_undone_set_aside_and_comes_back(where: str)
 def test_a_failure_on_one_rank_undoes_the_update_of_all() -> None:
     parts = Parts()
     before = content_hash(parts.model.state_dict())
-    parts.watch.gather = lambda value: [value, ("the loss is inf", 0) if isinstance(value, tuple) else value]
+    parts.watch.gather = lambda value: [value, ("the loss is inf", 0, False) if isinstance(value, tuple) else value]
     check = parts.step()
     assert check.training == "undone: the loss is inf"
     assert content_hash(parts.model.state_dict()) == before
@@ -330,6 +466,18 @@ def test_what_the_watch_knows_survives_a_restart_and_a_broken_off_step_leaves_no
     assert content_hash(parts.model.state_dict()) != before
     parts.watch.abandon()
     assert content_hash(parts.model.state_dict()) == before
+
+
+def test_what_the_configuration_limits_reaches_those_who_keep_to_it(tmp_path: Path) -> None:
+    save_drafter(tmp_path, DraftModel(drafter_config(CONFIG)).initialize(1), torch.float32)
+    settings = DrafterConfig(path=tmp_path, train=True, max_passes=2.5, check_every=7, gate=0.25)
+    config = Config(model=ModelConfig(path=tmp_path), task=TaskConfig(name="t"), drafter=settings)
+    world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
+    run: Any = SimpleNamespace(config=config, world=world, model_config=CONFIG, timeline=Timeline(0), spot=None)
+    run.engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
+    Run._attach_drafter(run, dict(POLICY.state_dict()))
+    assert run.spot.max_passes == 2.5
+    assert (run.watch.check_every, run.watch.gate) == (7, 0.25)
 
 
 # ── the target ───────────────────────────────────────────────────────────────────────────────────────────────────────

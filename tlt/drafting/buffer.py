@@ -47,6 +47,11 @@ class Trajectory:
         return len(self.token_ids) - 1
 
     @property
+    def num_predicted(self) -> int:
+        """Response tokens that a pair predicts: what there is to learn. The prompt is only read."""
+        return len(self.token_ids) - max(self.num_prompt, 2)
+
+    @property
     def num_bytes(self) -> int:
         return TOKEN_ID_BYTES * len(self.token_ids) + (0 if self.features_TE is None else self.features_TE.nbytes)
 
@@ -66,6 +71,10 @@ class PackedBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.weight_M.numel())
+
+    @property
+    def num_predicted(self) -> int:
+        return int(self.weight_M.sum())
 
 
 class TrajectoryBuffer:

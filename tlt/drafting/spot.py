@@ -4,12 +4,15 @@
 
     micro-step   recompute a chunk of features, or one optimizer step on a packed batch; of so many tokens that it takes
                  a small share of a step, by the seconds per token measured so far
+    at the limit what is ready has been gone through `max_passes` times in this step: only features are recomputed until
+                 more is there to learn
 
 Knows neither who else works nor why it is to stop.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -94,6 +97,7 @@ class SpotTrainer:
 
     tokens_per_micro_step: at most so many; fewer where a preemption would otherwise wait too long.
     keeps_captured: whether features captured while generating are kept; else all are recomputed.
+    max_passes: within a step at most so many times the response tokens that are ready are trained on; None: no limit.
     """
 
     def __init__(
@@ -104,27 +108,30 @@ class SpotTrainer:
         carry_longest: int = 8,
         on_span: Callable[[Span], None] | None = None,
         keeps_captured: bool = True,
+        max_passes: float | None = None,
     ) -> None:
         self.trainer, self.buffer = trainer, buffer
-        self.carry_longest, self.keeps_captured = carry_longest, keeps_captured
+        self.carry_longest, self.keeps_captured, self.max_passes = carry_longest, keeps_captured, max_passes
         self.on_span = on_span
         self.step_seconds: float | None = None  # of the latest step; None: none is done
         self.train_size, self.recompute_size = MicroStepSize(tokens_per_micro_step), MicroStepSize(tokens_per_micro_step)
         self._recompute: FeatureRecompute | None = None
         self._has_recomputed = False
+        self._num_predicted = 0  # response tokens trained on in this step
 
     def add(self, rollout: Rollout, features_TE: Tensor | None) -> None:
         """A response that this replica has finished; see `TrajectoryBuffer.add`."""
         self.buffer.add(rollout, features_TE if self.keeps_captured else None)
 
     def run(self, should_stop: Callable[[], bool], publish: Callable[[DraftModel], None] | None = None) -> DrafterReport:
-        """Micro-steps until `should_stop()`, which is asked before every one of them; with nothing to train on, returns
-        at once. `publish` gets the drafter after every micro-step that trained it."""
+        """Micro-steps until `should_stop()`, which is asked before every one of them; with nothing to train on, or at the
+        limit of passes, returns at once. `publish` gets the drafter after every micro-step that trained it."""
         report, start = DrafterReport(), time.perf_counter()
         now = start
         while not (is_preempted := should_stop()):
             done = self.micro_step()
             if done is None:
+                report = replace(report, is_limited=bool(self.buffer.ready(self.trainer.target.version)))
                 break
             if publish is not None and done.num_tokens:
                 publish(self.trainer.model)
@@ -139,13 +146,13 @@ class SpotTrainer:
 
     def end_step(self, rollouts: Sequence[Rollout], seconds: float) -> None:
         """The step is over: the longest responses of all replicas stay for the next one, which is expected to last as long."""
-        self._recompute = None
+        self._recompute, self._num_predicted = None, 0
         self.step_seconds = seconds
         self.buffer.carry_over(rollouts, self.carry_longest)
 
     def abandon(self) -> None:
         """The step was broken off: its responses will be generated again."""
-        self._recompute = None
+        self._recompute, self._num_predicted = None, 0
         self.buffer.abandon()
 
     def micro_step(self) -> DrafterReport | None:
@@ -159,19 +166,31 @@ class SpotTrainer:
         if self._recompute is None and (stale := self.buffer.missing(version)) is not None:
             stale.features_TE = None
             self._recompute = FeatureRecompute(self.trainer.target, self.trainer.capture, stale)
-        is_turn_to_train = self._has_recomputed and bool(self.buffer.ready(version))
+        budget = self._token_budget(version)
+        is_turn_to_train = self._has_recomputed and budget > 0
         self._has_recomputed = self._recompute is not None and not is_turn_to_train
         start = time.perf_counter()
         if self._recompute is not None and not is_turn_to_train:
             num_tokens = self._advance(self._recompute)
             self.recompute_size.observe(num_tokens, time.perf_counter() - start)
             return DrafterReport(1, recomputed_tokens=num_tokens)
-        batch = self.buffer.sample(self.train_size.num_tokens(self.step_seconds), version)
-        if batch is None:
+        if budget == 0:
             return None
+        batch = self.buffer.sample(budget, version)
+        assert batch is not None, "something is ready"
         loss = self.trainer.step(batch)
+        self._num_predicted += batch.num_predicted
         self.train_size.observe(batch.num_tokens, time.perf_counter() - start)
         return DrafterReport(1, batch.num_tokens, loss=loss, captured_tokens=batch.num_captured)
+
+    def _token_budget(self, version: int) -> int:
+        """Tokens of a micro-step that trains; 0: nothing is ready, or it would exceed the passes allowed."""
+        ready, wanted = self.buffer.ready(version), self.train_size.num_tokens(self.step_seconds)
+        if self.max_passes is None:
+            return wanted if ready else 0
+        allowed = math.ceil(self.max_passes * sum(t.num_predicted for t in ready))
+        wanted = min(wanted, allowed)
+        return wanted if self._num_predicted + wanted <= allowed else 0
 
     def _advance(self, recompute: FeatureRecompute) -> int:
         """Recomputes the next chunk; the number of its tokens."""

@@ -1,4 +1,4 @@
-"""Is the drafter fit to draft? Every step ends with one measurement; what fails it is set aside.
+"""Is the drafter fit to draft? Steps end with a measurement; what fails it is set aside.
 
     this step's update ── finite on every rank? ── no ─▶ undone: back to the last finite version ─┐
                                 │ yes                                                             │ set aside: retrieval
@@ -10,8 +10,9 @@
 A response is sent through the engine's target once, which gives p, the distribution its next token was drawn from; the
 drafter, teacher-forced on the same tokens, gives q. The measure is sum_v min(p, q): what one draft can be accepted with at
 best, whichever strategies the tuner happened to choose, and without the noise of the tokens drawn. All decisions are made
-from numbers gathered from all ranks, so that all ranks decide alike. Knows neither ranks nor engines: what it needs of
-them are arguments.
+from numbers gathered from all ranks, so that all ranks decide alike. Where steps are so short that measuring is dear, only
+every so many of them measure acceptance; the rest is checked in each. Knows neither ranks nor engines: what it needs of them
+are arguments.
 """
 
 from __future__ import annotations
@@ -34,6 +35,9 @@ from tlt.types import DrafterCheck, DrafterReport, Rollout
 
 CANARY_TOKENS = 256
 """Tokens of responses that each rank measures per step; their prompts are read besides."""
+
+ARRIVAL_TOKENS = 16
+"""As many where acceptance is not measured: enough to see whether the engine's copy is the trainer's."""
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Relative distance allowed between the logits of the engine's copy, by its dtype, and of the trainer's float32 copy."""
@@ -86,6 +90,7 @@ class DrafterWatch:
     gather: every rank's value on every rank.  average: as collectives.average_weighted, without the world.
     gate: training is skipped in the step after one whose acceptance is not lower than after the last training by more than
         this; None: never skipped.
+    check_every: steps between two measurements of acceptance, the first step's included. What they decide holds until the next.
     """
 
     def __init__(
@@ -101,14 +106,16 @@ class DrafterWatch:
         *,
         rank: int = 0,
         gate: float | None = None,
+        check_every: int = 1,
     ) -> None:
         self.model, self.trainer, self.target, self.served = model, trainer, target, served
         self._set_aside, self.retrieve, self.gather, self.average = set_aside, retrieve, gather, average
-        self.rank, self.gate = rank, gate
+        self.rank, self.gate, self.check_every = rank, gate, check_every
         self.reason_aside = ""  # why the drafter is set aside; empty: it is in service
         self.reason_skipped = ""  # why the next step does not train; empty: it does
-        self.level: float | None = None  # acceptance right after the latest training
+        self.level: float | None = None  # acceptance first measured after the latest training; NaN: not yet
         self._failure = ""  # of this rank's training in this step
+        self._is_limited = False  # this rank could have trained more in this step, but for drafter.max_passes
         self._num_checks = 0
         self._keep()
 
@@ -124,14 +131,16 @@ class DrafterWatch:
         if self._failure:
             return DrafterReport()
         try:
-            return session()
+            report = session()
         except FloatingPointError as error:
             self._failure = str(error)
             return DrafterReport()
+        self._is_limited |= report.is_limited
+        return report
 
     def abandon(self) -> None:
         """The step was broken off: what was trained in it is dropped, as its responses are."""
-        self._failure = ""
+        self._failure, self._is_limited = "", False
         if self.trainer is not None:
             self._undo(self.served.version)
 
@@ -141,15 +150,18 @@ class DrafterWatch:
         """Every rank calls this with the same responses, all that the step brought, and the tokens it trained on itself.
         Raises RuntimeError where the drafter did not arrive in an engine, or not the same on all ranks."""
         was_aside, trained = self.reason_aside, self.trains
-        found: list[tuple[str, int]] = self.gather((self._failure, self.served.version))
-        self._failure, failure = "", next((failure for failure, _ in found if failure), "")
-        version = max(version for _, version in found)  # engines that were refreshed meanwhile are ahead of the others
+        found: list[tuple[str, int, bool]] = self.gather((self._failure, self.served.version, self._is_limited))
+        failures, versions, limits = zip(*found, strict=True)
+        self._failure, self._is_limited = "", False
+        failure = next(filter(None, failures), "")
+        version = max(versions)  # engines that were refreshed meanwhile are ahead of the others
         is_published = False
         if trained and not failure:
             is_published, failure = self._publish(num_tokens, version + 1)
         if failure:
             self._undo(version)
-        tallies: list[Tally] = self.gather(self._measure(rollouts, temperature))
+        is_due = self._num_checks % self.check_every == 0
+        tallies: list[Tally] = self.gather(self._measure(rollouts, temperature, is_due))
         _check_arrival(tallies, self.served.version, TOLERANCE[self.served.model.dtype])
         num_positions = sum(tally.num_positions for tally in tallies)
         acceptance, retrieval = math.nan, math.nan
@@ -162,21 +174,24 @@ class DrafterWatch:
         self._set_aside(bool(self.reason_aside))
         training = "off"
         if self.trainer is not None:
-            training = self._outcome(is_published, failure)
-        if is_published:
+            training = self._outcome(is_published, failure, any(limits))
+        if is_published or (self.level is not None and math.isnan(self.level)):
             self.level = acceptance
-        self.reason_skipped = self._gate(acceptance)
+        if is_due or num_positions:
+            self.reason_skipped = self._gate(acceptance)
         self._num_checks += 1
         return DrafterCheck(
             self.served.version, acceptance, retrieval, training, self.reason_aside, bool(self.reason_aside) != bool(was_aside)
         )
 
-    def _outcome(self, is_published: bool, failure: str) -> str:
+    def _outcome(self, is_published: bool, failure: str, is_limited: bool) -> str:
         if failure:
             return f"undone: {failure}"
         if self.reason_skipped:
             return f"skipped: {self.reason_skipped}"
-        return "trained" if is_published else "no idle time"
+        if not is_published:
+            return "no idle time"
+        return "trained; max_passes reached" if is_limited else "trained"
 
     def _gate(self, acceptance: float) -> str:
         """Why the next step need not train; empty: it trains."""
@@ -217,10 +232,12 @@ class DrafterWatch:
     # ── measuring ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.no_grad()
-    def _measure(self, rollouts: Sequence[Rollout], temperature: float) -> Tally:
-        """This rank's part: a random few of the responses, others on every rank and in every step."""
+    def _measure(self, rollouts: Sequence[Rollout], temperature: float, is_due: bool = True) -> Tally:
+        """This rank's part: a random few of the responses, others on every rank and in every step. Not due: fewer, and no
+        position counts unless the drafter's outputs are not finite."""
         checksum = float(sum(parameter.double().sum() for parameter in self.model.parameters()))
-        counts = draw(rollouts, CANARY_TOKENS, random.Random(f"{self._num_checks}/{self.rank}"))
+        max_tokens = CANARY_TOKENS if is_due else ARRIVAL_TOKENS
+        counts = draw(rollouts, max_tokens, random.Random(f"{self._num_checks}/{self.rank}"))
         if not counts:
             return Tally(checksum=checksum)
         chosen = [(rollouts[index], count) for index, count in counts.items()]
@@ -231,6 +248,8 @@ class DrafterWatch:
         )
         is_sound = bool(theirs_RV.isfinite().all())  # where not even the trainer's are, nothing can be told from a distance
         distance = float((ours_RV - theirs_RV).norm() / theirs_RV.norm()) if is_sound else 0.0
+        if not is_due and bool(ours_RV.isfinite().all()):
+            return Tally(distance=distance, checksum=checksum)
         kept = self.served.model.token_ids
         target_RV = sample.target_RV if kept is None else sample.target_RV[:, kept]
         overlap = torch.minimum(target_RV, distribution(ours_RV, temperature)).sum()

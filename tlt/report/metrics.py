@@ -60,9 +60,11 @@ class StepRecord:
     strategy_seconds: engine seconds under each strategy, "off" included.
     strategy_speed: tokens per second of the engine steps under each.  strategy_predicted: what the tuner expected of them.
     tokens_per_second: response tokens / rollout seconds.
-    drafter_acceptance: sum_v min(p, q) per response token at the end of the step, with the drafter the next one drafts with.
+    drafter_acceptance: sum_v min(p, q) per response token at the end of the step, with the drafter the next one drafts with;
+        like `retrieval_acceptance` NaN in steps that measure nothing (drafter.check_every).
     retrieval_acceptance: share of the same tokens that retrieval would have drafted.
-    drafter_training: "trained", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
+    drafter_training: "trained", "trained; max_passes reached" (idle time was left), "no idle time", "off", or "skipped: …",
+        "undone: …" with the reason.
     drafter_set_aside: why retrieval drafts in the next step instead of the drafter; empty: it does not.
     finished_at: Unix time.
     """
