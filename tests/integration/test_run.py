@@ -51,8 +51,10 @@ def what_the_law_fixes(out_dir: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def speculating_run(workspace: Path) -> Path:
-    """A fixed strategy: whether an adaptive run speculates in a given step is decided by its clock."""
-    return train(workspace, "speculating", "--rollout.speculation", "4x1x4")
+    """A fixed strategy: whether an adaptive run speculates in a given step is decided by its clock. Responses may change ranks,
+    and drafters be taken up amid a rollout."""
+    refresh = ("--drafter.refresh_during_rollout", "true", "--drafter.refresh_seconds", "0.005")
+    return train(workspace, "speculating", "--rollout.speculation", "4x1x4", *refresh)
 
 
 def same_weights(a: Path, b: Path) -> bool:
@@ -61,7 +63,8 @@ def same_weights(a: Path, b: Path) -> bool:
 
 
 def test_speculation_on_and_off_are_the_same_run_in_float64(workspace: Path, speculating_run: Path) -> None:
-    plain = train(workspace, "plain", "--rollout.speculation", "off", "--drafter.train", "false")
+    nothing = ("--rollout.speculation", "off", "--rollout.migrate", "false", "--drafter.train", "false")
+    plain = train(workspace, "plain", *nothing)
     assert what_the_law_fixes(plain) == what_the_law_fixes(speculating_run)
     assert same_weights(plain, speculating_run)
     assert all(record["accept_length"] is None for record in records(plain))
