@@ -90,7 +90,7 @@ def main() -> None:
     num_own = sum(len(rollout.token_ids) for rollout in own)
     capture = (time.process_time() - start) / 20 / num_own
 
-    about = {"environment": environment(), "own_tokens": num_own, "capture_seconds_per_token": capture}
+    about: dict[str, Any] = {"environment": environment(), "own_tokens": num_own, "capture_seconds_per_token": capture}
     about["carried_tokens"] = sum(len(rollout.token_ids) for rollout in carried)
     options.out.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     lines = ["# Captured and recomputed features", ", ".join(f"{k} {v}" for k, v in about["environment"].items() if v)]

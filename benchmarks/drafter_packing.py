@@ -17,6 +17,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -87,7 +88,7 @@ def main() -> None:
         padding = {name: sum(sum(b.lengths) for b in batches) / sum(lengths) for name, batches in arms.items()}
         rows.append({"batch_size": batch_size, "tokens_per_cpu_second": speeds, "stored_tokens_per_real_token": padding})
 
-    about = {"environment": environment(), "lengths": str(LengthShape.of(lengths)), "num_tokens": sum(lengths)}
+    about: dict[str, Any] = {"environment": environment(), "lengths": str(LengthShape.of(lengths)), "num_tokens": sum(lengths)}
     options.out.with_suffix(".json").write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
     lines = ["# Packed and padded batches", ", ".join(f"{k} {v}" for k, v in about["environment"].items() if v)]
     lines.append(f"{len(lengths)} responses, {about['lengths']}; real tokens per CPU second of one thread, median of rounds.")

@@ -65,7 +65,7 @@ def main() -> int:
 def check(vllm: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     base, prompts = RECIPE / "base", folder / "prompts.jsonl"
     write_problems("countdown", options.num, 0, "test", {}, prompts)
-    common = (base, "--prompts", prompts, "--max-tokens", options.max_tokens, "--temperature", 0)
+    common: tuple[object, ...] = (base, "--prompts", prompts, "--max-tokens", options.max_tokens, "--temperature", 0)
     common += ("--num-speculative-tokens", NUM_DRAFT_TOKENS)
     eagle3 = options.eagle3 or train_eagle3(base, folder)
     few = with_vocabulary(eagle3, base, SMALL_VOCABULARY, folder / "few")
@@ -74,7 +74,7 @@ def check(vllm: Path, options: argparse.Namespace, folder: Path) -> dict[str, An
         plain = pool.submit(run_vllm, vllm, folder / "plain.jsonl", *common)
         theirs = {}
         for name, drafter in drafters.items():
-            export(ExportOptions(drafter, folder / name, name, base))
+            export(ExportOptions(drafter, folder / name, name, base), warn=print)
             drafting = ("--method", FORMATS[name].method, "--drafter", folder / name)
             describe = () if options.describe is None else ("--describe", options.describe / f"{name}.vllm.json")
             theirs[name] = pool.submit(run_vllm, vllm, folder / f"{name}.jsonl", *common, *drafting, *describe)
@@ -144,7 +144,8 @@ def run_vllm(vllm: Path, out: Path, *words: object) -> dict[str, Any]:
     environment = vllm_environment(os.environ, 1) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
     finished = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     responses = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
-    return json.loads(finished.stdout.splitlines()[-1]) | {"token_ids": [r["token_ids"] for r in responses]}
+    said: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
+    return said | {"token_ids": [r["token_ids"] for r in responses]}
 
 
 def to_markdown(report: dict[str, Any]) -> str:

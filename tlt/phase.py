@@ -56,7 +56,9 @@ class StopRequested(Exception):
 class ReplicaReport:
     """What one replica did in a phase; times on the host's monotonic clock.
 
-    num_refreshes: drafters of other replicas that it took up meanwhile.  num_migrated: running responses that it took over.
+    gap_seconds: without work before the last token, until it got some again.  gap_training: of these, seconds in
+    which it trained the drafter.
+    num_refreshes: drafters of other replicas that it took up meanwhile.  num_migrated: responses that it took over.
     """
 
     start: float
@@ -64,11 +66,18 @@ class ReplicaReport:
     end: float
     stats: EngineStats
     drafter: DrafterReport
+    gap_seconds: float = 0.0
+    gap_training: float = 0.0
     num_refreshes: int = 0
     num_migrated: int = 0
 
     def idle_seconds(self, last_token_of_all: float) -> float:
-        return max(last_token_of_all - self.last_token, 0.0)
+        return self.gap_seconds + max(last_token_of_all - self.last_token, 0.0)
+
+    def training_seconds(self, last_token_of_all: float) -> float:
+        """Of the idle seconds."""
+        at_the_end = min(self.drafter.seconds - self.gap_training, max(last_token_of_all - self.last_token, 0.0))
+        return self.gap_training + at_the_end
 
     def preemption_seconds(self, last_token_of_all: float) -> float | None:
         """From the last token of all to the return of the drafter's trainer; None: it was not at work then."""
@@ -96,13 +105,13 @@ class PhaseResult:
 
     @property
     def idle_seconds(self) -> float:
-        """From each replica's last token to the last token of all, summed."""
+        """Without work, up to the last token of all, summed over replicas."""
         return sum(r.idle_seconds(self.last_token) for r in self.replicas)
 
     @property
     def drafter_seconds(self) -> float:
         """Seconds of drafter training that lay within idle time, summed over replicas."""
-        return sum(min(r.drafter.seconds, r.idle_seconds(self.last_token)) for r in self.replicas)
+        return sum(r.training_seconds(self.last_token) for r in self.replicas)
 
     @property
     def preemption_seconds(self) -> tuple[float, ...]:
@@ -164,6 +173,7 @@ class _Work:
         self.unit_of: dict[tuple[str, int], int] = {}
         self.num_open: Counter[int] = Counter()
         self.num_received = 0
+        self.gap_seconds = self.gap_training = 0.0
 
     @property
     def unit_size(self) -> int:
@@ -188,13 +198,14 @@ class _Work:
         if self.num_open[unit] == 0:
             self.coordinator.finish(unit)
 
-    def share(self, engine: RolloutEngine) -> None:
-        """Hands some of the running responses over, if any are worth it and help is still offered."""
-        slots = worth_migrating([(sequence.num_cached, sequence.num_left) for sequence in engine.running])
-        if not slots or not self.coordinator.accept_help():
+    def share(self, engine: RolloutEngine, num_offers: int) -> None:
+        """Hands one of those who offer help its part of what runs or waits here, if that is worth it."""
+        num_waiting = min(engine.num_waiting, (engine.num_waiting + len(engine.running)) // (1 + num_offers))
+        slots = worth_migrating([(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers)
+        if not (num_waiting or slots) or (unit := self.coordinator.accept_help()) is None:
             return
-        partials = engine.withdraw(slots)
-        self.coordinator.hand_over([self._pack(partial) for partial in partials])
+        partials = engine.withdraw_waiting(num_waiting) if num_waiting else engine.withdraw(slots)
+        self.coordinator.hand_over(unit, [self._pack(partial) for partial in partials])
         for partial in partials:
             self.finish((partial.request.problem_id, partial.request.sample_index))
 
@@ -215,14 +226,16 @@ class _Work:
         return PartialResponse(self.group_of[problem_id][sample_index], tuple(token_ids), tuple(logprobs))
 
 
-def worth_migrating(responses: Sequence[tuple[int, int]]) -> list[int]:
-    """Which of a replica's running responses go to one that has run dry: half of them, long and short ones alike, but none for
-    which more tokens would be read again there than may still come.
+def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:
+    """Which of a replica's running responses go to the next of `num_offers` that have run dry: an equal part, long and short
+    ones alike, but none for which more tokens would be read again there than may still come.
 
     responses: by slot, the tokens in the cache and the tokens that may still come.
     """
+    if len(responses) < 2:
+        return []
     worth = sorted((num_cached, slot) for slot, (num_cached, num_left) in enumerate(responses) if num_cached <= num_left)
-    num = min(len(responses) // 2, len(worth))
+    num = min(max(len(responses) // (1 + num_offers), 1), len(worth))
     return [worth[i * len(worth) // num][1] for i in range(num)]
 
 
@@ -292,7 +305,8 @@ class RolloutPhase:
             own_rewards = self.scorers.drain()
         num_refreshes = refresh.num_refreshes if refresh is not None else 0
         end = time.perf_counter()
-        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, num_refreshes, work.num_received)
+        gaps = (work.gap_seconds, work.gap_training)
+        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, num_refreshes, work.num_received)
         with self.timeline.span(SpanName.WAIT):
             gathered = gather_objects(
                 self.world, (rollouts, [own_rewards[r.problem_id, r.sample_index] for r in rollouts], replica)
@@ -328,6 +342,9 @@ class RolloutPhase:
             if not queue_is_empty and (room := self._room(work.unit_size)):
                 taken = work.take(room)
                 queue_is_empty = not taken
+                if taken and self.engine.is_idle:
+                    work.gap_seconds += time.perf_counter() - last_token
+                    work.gap_training = report.seconds
                 self.engine.add(taken)
             if not self.engine.is_idle:
                 finished = self.engine.step()
@@ -340,9 +357,9 @@ class RolloutPhase:
                     self.scorers.submit(key, data_of[rollout.problem_id], self.decode(rollout.token_ids))
                     work.finish(key)
                 self.coordinator.heartbeat()
-                if self.migrates and self.coordinator.is_helped():
+                if self.migrates and (num_offers := self.coordinator.num_offers()):
                     queue_is_empty = True  # or nobody would offer; and what is handed over is not to be taken back
-                    work.share(self.engine)
+                    work.share(self.engine, num_offers)
                 if refresh is not None:
                     refresh.refresh()
             elif self.coordinator.all_done():
@@ -362,9 +379,11 @@ class RolloutPhase:
 
     def _has_better_to_do(self) -> bool:
         """Asked by a replica that has run dry, again and again."""
+        if self.should_stop() or self.coordinator.all_done() or self.coordinator.has_work():
+            return True
         if self.migrates:
             self.coordinator.offer_help()
-        return self.should_stop() or self.coordinator.all_done() or self.coordinator.has_work()
+        return False
 
     def _train_drafter(self, spot: SpotTrainer, publish: Callable[[DraftModel], None] | None) -> DrafterReport:
         assert self.watch is not None, "a drafter is trained under watch"

@@ -67,6 +67,7 @@ def test_speculation_on_and_off_are_the_same_run_in_float64(workspace: Path, spe
     plain = train(workspace, "plain", *nothing)
     assert what_the_law_fixes(plain) == what_the_law_fixes(speculating_run)
     assert same_weights(plain, speculating_run)
+    assert not any(record["num_migrated"] for record in records(plain))
     assert all(record["accept_length"] is None for record in records(plain))
     assert all(record["accept_length"] >= 1 for record in records(speculating_run))
 

@@ -68,11 +68,12 @@ def test_any_interleaving_hands_out_each_unit_exactly_once(num_replicas: int, nu
             replicas[who].offer_help()
             offers += [who] if who not in offers else []
         elif what == "hand over":
-            assert replicas[who].accept_help() == bool(offers)
-            if offers:
+            unit = replicas[who].accept_help()
+            assert unit == (total if offers else None)
+            if unit is not None:
                 offers.pop(0)
-                loads[total] = [bytes([total % 256, part]) for part in range(amount)]
-                assert replicas[who].hand_over(loads[total]) == total
+                loads[unit] = [bytes([unit % 256, part]) for part in range(amount)]
+                replicas[who].hand_over(unit, loads[unit])
                 total += 1
         elif what == "finish" and held[who]:
             replicas[who].finish(held[who].pop())
@@ -101,30 +102,45 @@ def test_an_offer_of_help_is_accepted_by_one_replica_only() -> None:
     first, second, *idle = make_replicas(4, 0)
     for replica in idle:
         replica.offer_help()
-    got: list[bool] = []
+    got: list[int | None] = []
     first._store = Interfering(first._store, lambda: got.append(second.accept_help()), "help")
-    assert first.accept_help()
-    assert got == [True]
-    assert not first.accept_help(), "both offers are gone"
+    assert first.accept_help() == 1
+    assert got == [0]
+    assert first.accept_help() is None, "both offers are gone"
 
 
 def test_offers_are_asked_for_now_and_then_and_made_again_where_another_took_what_was_handed_over() -> None:
     clock = Clock()
     busy, first, second = make_replicas(3, 0, clock)
-    assert not busy.is_helped()
+    assert busy.num_offers() == 0
     first.offer_help()
-    assert not busy.is_helped(), "it has just asked"
+    assert busy.num_offers() == 0, "it has just asked"
     clock.sleep(2 * HELP_SECONDS)
-    assert busy.is_helped()
-    assert busy.accept_help()
-    unit = busy.hand_over([b"a", b""])
+    assert busy.num_offers() == 1
+    unit = busy.accept_help()
+    assert unit is not None
+    busy.hand_over(unit, [b"a", b""])
     assert second.take(1) == [unit]
     assert second.receive(unit) == [b"a", b""]
     clock.sleep(2 * HELP_SECONDS)
-    assert not busy.is_helped()
+    assert busy.num_offers() == 0
     first.offer_help()
+    second.offer_help()
     clock.sleep(2 * HELP_SECONDS)
-    assert busy.is_helped()
+    assert busy.num_offers() == 2
+
+
+def test_bytes_are_handed_over_through_a_server_as_they_are() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30))
+    busy, idle = (connect_coordinator(server, replica, 2, timeout=60.0) for replica in range(2))
+    for replica in (busy, idle):
+        replica.begin("rollout 0", 0)
+    idle.offer_help()
+    unit, parts = busy.accept_help(), [bytes(range(256)), b"", b"-", bytes(7 * 2**20)]
+    assert unit is not None
+    busy.hand_over(unit, parts)
+    assert idle.take(1) == [unit]
+    assert idle.receive(unit) == parts
 
 
 def test_what_was_handed_over_is_waited_for_while_it_is_being_written_and_not_for_ever() -> None:
@@ -261,8 +277,9 @@ def test_phases_do_not_mix_and_old_ones_leave_no_keys() -> None:
                 for unit in units:
                     replica.finish(unit)
         replicas[1].offer_help()
-        assert replicas[0].accept_help()
-        handed_over = replicas[0].hand_over([b"a", b"b"])
+        handed_over = replicas[0].accept_help()
+        assert handed_over is not None
+        replicas[0].hand_over(handed_over, [b"a", b"b"])
         assert replicas[1].take(1) == [handed_over]
         replicas[1].receive(handed_over)
         replicas[1].finish(handed_over)

@@ -911,6 +911,20 @@ def test_responses_are_gone_through_as_often_as_allowed_and_no_more(
     assert report.preempted_at is None
 
 
+def test_long_prompts_use_up_no_passes() -> None:
+    """A micro-step may read as many tokens as may be learned in all, and learns a quarter of them."""
+    buffer = TrajectoryBuffer(10**7)
+    for index in range(4):
+        tokens = random_tokens(150, index)
+        buffer.add(make_rollout(tokens, 110, index=index), features_of(POLICY, tokens[:-1]))
+    spot = make_spot(buffer, max_passes=4.0)
+    spot.train_size = MicroStepSize(1024)
+    spot.train_size.seconds_per_token, spot.step_seconds = 1e-9, 1.0
+    predicted = count_predicted(spot)
+    run_idle(spot)
+    assert 640 - MIN_TOKENS < sum(predicted) <= 640
+
+
 def test_at_the_limit_of_passes_features_are_recomputed_and_what_they_add_is_trained_on() -> None:
     spot = make_spot(ready_buffer(2, 60), max_passes=1.0)
     predicted = count_predicted(spot)

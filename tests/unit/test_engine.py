@@ -31,6 +31,20 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples(monkeypatch: pytest.Monk
     assert forwarded == [3 + 1, 6]  # both prompts but for their last tokens, together; then the six roots
 
 
+def test_what_is_prefilled_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order; a text that is too long alone goes alone."""
+    monkeypatch.setattr("tlt.rollout.engine._PREFILL_TOKENS", 9)
+    engine = make_engine(POLICY)
+    forwarded: list[int] = []
+    forward = engine.model.forward_capturing
+    monkeypatch.setattr(
+        engine.model, "forward_capturing", lambda ids, *rest: (forwarded.append(len(ids)), forward(ids, *rest))[1]
+    )
+    engine.add(request(str(i), 0, tuple(range(1, length + 1))) for i, length in enumerate((4, 5, 3, 20, 2)))
+    engine.step()
+    assert forwarded == [3 + 4, 2, 19, 1, 5]
+
+
 def test_when_a_request_ends_only_the_last_sequence_moves() -> None:
     """No copy of the whole cache: slots of sequences that neither ended nor came last keep their memory, untouched."""
     engine = make_engine(POLICY)

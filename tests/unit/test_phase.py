@@ -69,7 +69,8 @@ class OneTokenEngine:
     waiting: list[Request] = field(default_factory=list)
     stats: EngineStats = field(default_factory=EngineStats)
     room: int = 1
-    running: list[Any] = field(default_factory=list)
+    running: tuple[Any, ...] = ()
+    num_waiting: int = 0
 
     @property
     def is_idle(self) -> bool:
@@ -234,8 +235,8 @@ class LateWork:
     def begin(self, name: str, num_units: int) -> None: ...
     def heartbeat(self) -> None: ...
     def offer_help(self) -> None: ...
-    def is_helped(self) -> bool:
-        return False
+    def num_offers(self) -> int:
+        return 0
 
     def appear(self) -> None:
         self.units.append(1)
@@ -297,7 +298,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
 
         def take_back_only_when_idle(room: int) -> list[Request | PartialResponse]:
             taken = take(room)
-            assert engine.is_idle or not taken
+            assert index == 1 or engine.is_idle or not taken
             return taken
 
         works[index].take = take_back_only_when_idle  # type: ignore[method-assign]
@@ -309,18 +310,38 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
     assert len(found) == len(problems)
     assert {rollout.problem_id: rollout.token_ids for rollout in found} == expected
     assert works[1].num_received > 0
-    assert len(results[1][0]) == works[1].num_received - works[0].num_received, "some may have come back"
     assert all(coordinator.all_done() for coordinator in coordinators)
     assert not any(work.unit_of for work in works)
 
 
 def test_half_of_the_responses_migrate_but_none_that_is_nearly_done() -> None:
-    assert worth_migrating([(10, 90)]) == []
-    assert worth_migrating([(10, 90), (20, 80)]) == [0], "the one that is cheaper to read again"
-    assert worth_migrating([(60, 40), (20, 80)]) == [1]
-    assert worth_migrating([(60, 40), (70, 30)]) == []
-    assert worth_migrating([(50, 50), (10, 90), (40, 60), (20, 80), (30, 70)]) == [1, 4], "short and long ones"
-    assert worth_migrating([(60, 40), (10, 90), (70, 30), (20, 80), (80, 20), (90, 10)]) == [1, 3]
+    assert worth_migrating([(10, 90)], 1) == []
+    assert worth_migrating([(10, 90), (20, 80)], 1) == [0], "the one that is cheaper to read again"
+    assert worth_migrating([(60, 40), (20, 80)], 1) == [1]
+    assert worth_migrating([(60, 40), (70, 30)], 1) == []
+    assert worth_migrating([(50, 50), (10, 90), (40, 60), (20, 80), (30, 70)], 1) == [1, 4], "short and long ones"
+    assert worth_migrating([(60, 40), (10, 90), (70, 30), (20, 80), (80, 20), (90, 10)], 1) == [1, 3]
+    assert [len(worth_migrating([(10, 90)] * 12, num_offers)) for num_offers in (1, 2, 3, 20)] == [6, 4, 3, 1], "equal parts"
+
+
+def test_what_waits_for_a_slot_is_handed_over_first() -> None:
+    """Three of eight run; of what waits as much goes as makes both even, and comes from its end."""
+    engine = RolloutEngine(CONFIG, dtype=torch.float64, max_batch_size=3)
+    engine.load_policy(dict(POLICY.named_parameters()))
+    group = [Request("p0", i, (3, 4, 5), PARAMS) for i in range(8)]
+    busy, idle = make_coordinators(2)
+    works = []
+    for coordinator in (busy, idle):
+        coordinator.begin("rollout", 1)
+        works.append(_Work(coordinator, [group]))
+    engine.add(works[0].take(1))
+    engine.step()
+    idle.offer_help()
+    works[0].share(engine, busy.num_offers())
+    taken = works[1].take(1)
+    assert [partial.request.sample_index for partial in taken if isinstance(partial, PartialResponse)] == [7, 6, 5, 4]
+    assert engine.num_waiting == 1
+    assert len(engine.running) == 3
 
 
 def test_a_replica_at_the_limit_of_passes_waits_and_its_waiting_is_not_counted_as_training(
@@ -350,6 +371,15 @@ def test_a_replica_at_the_limit_of_passes_waits_and_its_waiting_is_not_counted_a
     assert 0 < report.num_tokens <= 120
     assert report.is_limited
     assert report.seconds < time.perf_counter() - start - 3 * 0.02
+
+
+def test_idle_time_before_new_work_counts_and_so_does_the_training_in_it() -> None:
+    """4 s without work of which 3 trained, work, and 2 s at the end, where the trainer overran by one."""
+    replica = ReplicaReport(0.0, 10.0, 13.0, EngineStats(), DrafterReport(9, 9, 6.0), gap_seconds=4.0, gap_training=3.0)
+    other = ReplicaReport(0.0, 12.0, 13.0, EngineStats(), DrafterReport())
+    result = PhaseResult([], [], [replica, other])
+    assert result.idle_seconds == pytest.approx(4.0 + 2.0)
+    assert result.drafter_seconds == pytest.approx(3.0 + 2.0)
 
 
 def test_preemption_is_measured_from_the_last_response_of_all_where_a_trainer_was_at_work() -> None:

@@ -194,25 +194,26 @@ class Coordinator:
         self._offers_help = True
         self._change_help(lambda offers: offers if self.replica in offers else [*offers, self.replica])
 
-    def is_helped(self) -> bool:
-        """Whether any replica offers help; asks at most once in `HELP_SECONDS`."""
+    def num_offers(self) -> int:
+        """How many replicas offer help; asks at most once in `HELP_SECONDS`, and says 0 in between."""
         if self._clock() - self._asked_at < HELP_SECONDS:
-            return False
+            return 0
         self._asked_at = self._clock()
-        return bool(_offers(_read(self._store, "help")))
+        return len(_offers(_read(self._store, "help")))
 
-    def accept_help(self) -> bool:
-        """Accepts one offer, so that no other replica does. False: there is none any more."""
-        return self._change_help(lambda offers: offers[1:])
-
-    def hand_over(self, parts: Sequence[bytes]) -> int:
-        """Makes `parts`, of whatever meaning, one new unit, which anyone may take; returns it. Call it *before* you finish what
-        the parts were taken from."""
+    def accept_help(self) -> int | None:
+        """Accepts one offer, so that no other replica does, and adds a unit for it, which anyone may take: `hand_over` has to
+        follow at once. None: nobody offers help any more. Call it *before* you finish what the unit is taken from."""
+        if not self._change_help(lambda offers: offers[1:]):
+            return None
         (unit,) = self.add_units(1)
+        return unit
+
+    def hand_over(self, unit: int, parts: Sequence[bytes]) -> None:
+        """What the unit consists of: parts of whatever meaning."""
         for index, part in enumerate(parts):
             self._store.set(f"load/{unit}/{index}", part)  # type: ignore[arg-type]  # the stubs know text only
         self._store.set(f"load/{unit}", str(len(parts)))
-        return unit
 
     def receive(self, unit: int) -> list[bytes]:
         """The parts of a unit that was handed over and that this replica took. They may still be written: a moment's wait."""

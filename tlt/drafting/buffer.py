@@ -1,6 +1,6 @@
 """What the drafter is trained on: responses of this step, and the longest of the step before (one-step-off).
 
-Those that finish early are short, and the longest lie on the replica that never falls idle; so after every step the
+Those that finish early are short, and the longest lie on the replica that is busy to the end; so after every step the
 longest token sequences of all ranks stay for the next one. Features captured while generating come along with the
 tokens as long as the policy that made them is current; all others are recomputed by whoever trains.
 

@@ -188,9 +188,9 @@ class SpotTrainer:
         ready, wanted = self.buffer.ready(version), self.train_size.num_tokens(self.step_seconds)
         if self.max_passes is None:
             return wanted if ready else 0
-        allowed = math.ceil(self.max_passes * sum(t.num_predicted for t in ready))
-        wanted = min(wanted, allowed)
-        return wanted if self._num_predicted + wanted <= allowed else 0
+        left = math.ceil(self.max_passes * sum(t.num_predicted for t in ready)) - self._num_predicted
+        is_worth_a_step = left >= min(MIN_TOKENS, self.train_size.max_tokens) or self._num_predicted == 0
+        return min(wanted, left) if is_worth_a_step else 0
 
     def _advance(self, recompute: FeatureRecompute) -> int:
         """Recomputes the next chunk; the number of its tokens."""

@@ -48,11 +48,11 @@ class StepRecord:
     engine_trainer_logprob_gap: mean |log-probability by the engine - by the trainer| over response tokens. Like `entropy` an
         estimate where most responses have no advantage (rl/policy.py, SAMPLED_TOKENS).
     cpu_seconds: processor time of all ranks.
-    idle_seconds: from a replica's last token to the last token of all, summed.
+    idle_seconds: without work, up to the last token of all, summed over ranks.
     drafter_train_seconds: of those, spent training the drafter.  harvested_share: their quotient.
     drafter_tokens: trained on.  drafter_captured_tokens: of those, with features that the engine captured while generating.
     drafter_recomputed_tokens: that went through the target again for their features.
-    num_migrated: responses that another rank went on with because it had run dry.
+    num_migrated: responses that a rank which had run dry took over, each as often as it moved.
     drafter_refreshes: drafters in training that engines took up within the rollout.
     preemption_seconds: from the last response's end to the return of the drafter's trainer, for every rank that trained then.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
@@ -96,7 +96,6 @@ class StepRecord:
     drafter_captured_tokens: int
     drafter_recomputed_tokens: int
     drafter_refreshes: int
-    num_migrated: int
     preemption_seconds: tuple[float, ...]
     accept_length: float
     accept_by_depth: tuple[float, ...]
@@ -107,6 +106,7 @@ class StepRecord:
     policy_version: int
     drafter_version: int
     finished_at: float
+    num_migrated: int = 0
     drafter_acceptance: float = NAN
     retrieval_acceptance: float = NAN
     drafter_training: str = "off"

@@ -178,7 +178,8 @@ def critical_path_share(
 
     In each step (spans named `step_name`, on any one rank): from the end of the last response of all ranks, the seconds that
     some rank still spends in spans of these names; the rank that spends most counts. Before that end the work runs beside the
-    generation and adds nothing. Generation inside an "evaluate" span belongs to no rollout.
+    generation and adds nothing (a response handed over to a rank that trains waits for its micro-step, which this does not
+    show). Generation inside an "evaluate" span belongs to no rollout.
     """
     names = {names} if isinstance(names, str) else set(names)
     all_steps = ([span for span in spans if span.name == step_name] for spans in spans_by_rank.values())

@@ -14,6 +14,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -121,6 +122,19 @@ class EngineStats:
                 self.survivors_by_depth[d] += 1
 
 
+_PREFILL_TOKENS = 8192
+"""Per forward: prompts are short, but responses that come from other engines need not be."""
+
+
+def _groups(admissions: list[Admission]) -> Iterator[list[Admission]]:
+    """In order, each of at most `_PREFILL_TOKENS` tokens or a single admission."""
+    while admissions:
+        totals = accumulate(len(admission.tokens) for admission in admissions)
+        count = max(sum(total <= _PREFILL_TOKENS for total in totals), 1)
+        yield admissions[:count]
+        admissions = admissions[count:]
+
+
 class RolloutEngine:
     """Generates responses for requests. All state lives in this object; nothing in it is random.
 
@@ -173,6 +187,10 @@ class RolloutEngine:
         return self.scheduler.room
 
     @property
+    def num_waiting(self) -> int:
+        return len(self.scheduler.waiting)
+
+    @property
     def running(self) -> list[Sequence]:
         """The responses in the making, by slot; to be looked at only."""
         return self.scheduler.running
@@ -204,6 +222,11 @@ class RolloutEngine:
                 self.drafter.withdraw(slot)
             self._vacate(slot)
         return partials
+
+    def withdraw_waiting(self, num: int) -> list[PartialResponse]:
+        """Takes the last `num` out that have not been admitted yet."""
+        work = [self.scheduler.waiting.pop() for _ in range(num)]
+        return [one if isinstance(one, PartialResponse) else PartialResponse(one, (), ()) for one in work]
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Yields each response as it finishes, in no particular order."""
@@ -272,8 +295,7 @@ class RolloutEngine:
         if sum(len(a.slots) for a in admissions) == len(self.scheduler.running):
             self.cache.release()  # nothing lives in it: many new sequences need not each have room for the last long one
         self.cache.reserve(len(self.scheduler.running), longest + 1)
-        prompts = [a for a in admissions if len(a.tokens) > 1]
-        if prompts:
+        for prompts in _groups([a for a in admissions if len(a.tokens) > 1]):
             lengths = [len(a.tokens) - 1 for a in prompts]
             attend = StoringPrefill(self.config, lengths, self.cache.layers, [a.slots[0] for a in prompts])
             token_ids_N = torch.tensor([t for a in prompts for t in a.tokens[:-1]], device=self.device)

@@ -260,7 +260,7 @@ class NgramDrafter:
             parents_BN.append([-1, *(parent for _, parent in nodes), *[-1] * missing])
         device = noise_BDV.device
         if strategy.width == 1:
-            return chain(torch.tensor(tokens_BN, device=device))  # the filling is drafted too: it does no harm
+            return chain(torch.tensor(tokens_BN, device=device))  # with filling, which `stop` cuts off
         return DraftTree(torch.tensor(tokens_BN, device=device), torch.tensor(parents_BN, device=device))
 
     def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[_Node, int]:
