@@ -400,7 +400,7 @@ def _parse_value(keys: tuple[str, ...], text: str) -> Any:
 def _accepted_types(keys: tuple[str, ...]) -> set[Any]:
     """The plain types that a key accepts; empty for an unknown key and for a task's own options."""
     section = Config.model_fields.get(keys[0])
-    field = section.annotation.model_fields.get(keys[1]) if section is not None and len(keys) == 2 else None  # type: ignore[union-attr]
+    field = section.annotation.model_fields.get(keys[1]) if section is not None and len(keys) == 2 else None  # type: ignore[union-attr]  # a Section, as all annotations of Config are
     found: set[Any] = set()
     pending = [field.annotation] if field is not None else []
     while pending:
@@ -470,7 +470,7 @@ def _suggest(location: Sequence[str]) -> str:
     prefix = ""
     if len(location) > 1:
         annotation = Config.model_fields[location[0]].annotation
-        known, prefix = list(annotation.model_fields), f"{location[0]}."  # type: ignore[union-attr]
+        known, prefix = list(annotation.model_fields), f"{location[0]}."  # type: ignore[union-attr]  # a Section
     if nearest := difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5):
         return f"did you mean {prefix}{nearest[0]}?"
     return f"known {'keys' if prefix else 'sections'} are {', '.join(known)}"

@@ -50,7 +50,7 @@ def test_philox_gives_the_known_answers_of_random123(counter: str, key: str, exp
     def words(text: str) -> tuple[Tensor, ...]:
         return tuple(torch.tensor(int(word, 16)) for word in text.split())
 
-    assert philox(words(counter), words(key)) == words(expected)  # type: ignore[arg-type]
+    assert philox(words(counter), words(key)) == words(expected)
 
 
 def test_a_word_becomes_noise_by_the_formula_up_to_both_ends_of_the_range() -> None:
@@ -177,7 +177,7 @@ def between_key_words(word: int) -> Callable[[Noise], float]:
 
     def statistic(noise: Noise) -> float:
         key = list(REQUEST.key)
-        keys = keys_tensor([tuple(k + i * (j == word) for j, k in enumerate(key)) for i in range(32)])  # type: ignore[misc]
+        keys = keys_tensor([tuple(k + i * (j == word) for j, k in enumerate(key)) for i in range(32)])
         block = noise(keys & 0xFFFFFFFF, torch.arange(16).expand(32, -1), 256)
         return independence(block[:-1], block[1:])
 

@@ -43,7 +43,7 @@ def test_advantages_of_one_solved_in_four_are_those_worked_out_by_hand() -> None
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=60, deadline=None)
-def test_advantages_agree_with_a_plain_loop_over_interleaved_groups(groups, by_std, random) -> None:  # type: ignore[no-untyped-def]
+def test_advantages_agree_with_a_plain_loop_over_interleaved_groups(groups, by_std, random) -> None:
     pairs = [(group, value) for group, values in enumerate(groups) for value in values]
     random.shuffle(pairs)
     result = group_advantages(tensor(*(v for _, v in pairs)), torch.tensor([g for g, _ in pairs]), normalize_by_std=by_std)

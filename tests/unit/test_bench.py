@@ -76,7 +76,7 @@ def test_a_constant_batch_stays_constant_and_every_engine_gets_every_round() -> 
     engines = {"off": make_engine(POLICY), "on": make_engine(POLICY, Fixed(SHORT))}
     seen = []
     original = engines["on"].step
-    engines["on"].step = lambda: (seen.append(len(engines["on"].running)), original())[1]  # type: ignore[method-assign]
+    engines["on"].step = lambda: (seen.append(len(engines["on"].running)), original())[1]
     speeds = constant_batch(engines, requests, batch_size=3, num_rounds=3, seconds=0.05)
     assert {name: len(values) for name, values in speeds.items()} == {"off": 3, "on": 3}
     assert all(value > 0 for values in speeds.values() for value in values)

@@ -78,7 +78,7 @@ def test_a_negative_number_is_a_value_and_not_an_option(folder: Path) -> None:
 def test_the_configuration_is_frozen(folder: Path) -> None:
     config = load_config(folder / "run.toml")
     with pytest.raises(ValidationError, match="frozen"):
-        config.run.seed = 1  # type: ignore[misc]
+        config.run.seed = 1
 
 
 def test_json_round_trip_changes_nothing(folder: Path) -> None:
@@ -268,4 +268,4 @@ def test_problems_come_from_one_source(folder: Path) -> None:
 
 def test_direct_construction_is_as_strict(folder: Path) -> None:
     with pytest.raises(ValidationError, match="extra_forbidden"):
-        RolloutConfig(batch=1)  # type: ignore[call-arg]
+        RolloutConfig(batch=1)

@@ -262,7 +262,7 @@ def recorded_forward(drafter: LearnedDrafter) -> list[tuple[Tensor, Tensor, Tens
         calls.append((embeddings.clone(), features.clone(), positions.clone(), output.clone()))
         return output
 
-    drafter.model.forward = forward  # type: ignore[method-assign]
+    drafter.model.forward = forward
     return calls
 
 
@@ -418,7 +418,7 @@ def run_engine(
         answers: dict[tuple[str, int], Sequence[int]] = {}
         run_engine(Fixed(Strategy.OFF), requests, lambda r, _: answers.update({(r.problem_id, r.sample_index): r.token_ids}))
         drafter.__class__ = OracleTrees
-        drafter.artificial = ArtificialDrafter("oracle", 0, answers)  # type: ignore[attr-defined]
+        drafter.artificial = ArtificialDrafter("oracle", 0, answers)
     drafter.on_finish = on_finish
     engine.load_drafter(drafter)
     for _ in engine.generate(requests):
@@ -704,9 +704,9 @@ def test_the_trainer_returns_within_the_micro_step_in_which_it_is_preempted(with
         begun.append(len(begun) + 1)
         return micro_step()
 
-    spot.micro_step = counted  # type: ignore[method-assign]
+    spot.micro_step = counted
     train = spot.trainer.step
-    spot.trainer.step = lambda batch: (sizes.append(len(batch.token_ids_N)), train(batch))[1]  # type: ignore[method-assign, func-returns-value]
+    spot.trainer.step = lambda batch: (sizes.append(len(batch.token_ids_N)), train(batch))[1]
     with patch.object(TARGET, "forward_capturing", wraps=TARGET.forward_capturing) as forward:
         report = spot.run(lambda: len(begun) >= preempted_in)
         sizes += [len(call.args[0]) for call in forward.call_args_list]
@@ -728,7 +728,7 @@ def test_sessions_go_on_where_the_last_one_was_preempted() -> None:
         spot = make_spot(ready_buffer(3, 150, with_features=False))
         for num_steps in sessions:
             left = iter(range(num_steps))
-            spot.run(lambda left=left: next(left, None) is None)  # type: ignore[misc]
+            spot.run(lambda left=left: next(left, None) is None)
         return [p.detach().clone() for p in spot.trainer.model.parameters()]
 
     for one, many in zip(train([9]), train([1] * 9), strict=True):
@@ -753,7 +753,7 @@ def test_micro_steps_grow_with_the_step_before_and_never_beyond_their_bound() ->
     spot = SpotTrainer(DrafterTrainer(make_model(), TARGET, HASS), ready_buffer(4, 150), tokens_per_micro_step=400)
     sizes: list[int] = []
     train = spot.trainer.step
-    spot.trainer.step = lambda batch: (sizes.append(len(batch.token_ids_N)), train(batch))[1]  # type: ignore[method-assign, func-returns-value]
+    spot.trainer.step = lambda batch: (sizes.append(len(batch.token_ids_N)), train(batch))[1]
     for step_seconds, fits in ((None, 1), (1e-9, 1), (1e9, 400)):
         spot.step_seconds = step_seconds
         sizes.clear()
@@ -791,7 +791,7 @@ def test_the_longest_of_the_previous_step_are_trained_on_with_features_of_the_ne
 
     batches: list[PackedBatch] = []
     train = spot.trainer.step
-    spot.trainer.step = lambda batch: (batches.append(batch), train(batch))[1]  # type: ignore[method-assign, func-returns-value]
+    spot.trainer.step = lambda batch: (batches.append(batch), train(batch))[1]
     steps = iter(range(20))
     spot.run(lambda: next(steps, None) is None)
     assert len(batches) > 5
@@ -865,7 +865,7 @@ def test_captured_features_are_trained_on_only_where_the_configuration_says_so()
             tokens = random_tokens(60, index)
             spot.add(make_rollout(tokens, 5, index=index), features_of(POLICY, tokens[:-1]))
         steps = iter(range(10))
-        report = spot.run(lambda steps=steps: next(steps, None) is None)  # type: ignore[misc]
+        report = spot.run(lambda steps=steps: next(steps, None) is None)
         assert report.num_tokens > 0
         assert (report.captured_tokens > 0) == keeps_captured
         assert report.recomputed_tokens == (0 if keeps_captured else 3 * 59)
@@ -883,7 +883,7 @@ def count_predicted(spot: SpotTrainer) -> list[int]:
         predicted.append(int(batch.weight_M.sum()))
         return train(batch)
 
-    spot.trainer.step = counted  # type: ignore[method-assign]
+    spot.trainer.step = counted
     return predicted
 
 
@@ -1201,5 +1201,5 @@ def test_a_restored_spot_trainer_starts_its_next_step_with_the_same_tokens_and_p
         one.train_size = MicroStepSize(48)
         one.buffer.random.seed(3)
         steps = iter(range(9))
-        one.run(lambda steps=steps: next(steps, None) is None)  # type: ignore[misc]
+        one.run(lambda steps=steps: next(steps, None) is None)
     assert content_hash(restored.trainer.model.state_dict()) == content_hash(spot.trainer.model.state_dict())

@@ -92,7 +92,7 @@ def test_without_speculation_nothing_is_allocated_for_drafting() -> None:
     assert engine.noise.width < make_engine(POLICY, Fixed(Strategy("learned", 4, 1, 4))).noise.width
     assert engine.stats.accept_length is None
     with pytest.raises(UserError, match="speculation is off"):
-        engine.load_drafter(make_engine(POLICY, Fixed(Strategy("learned", 2, 1, 2))).drafter)  # type: ignore[arg-type]
+        engine.load_drafter(make_engine(POLICY, Fixed(Strategy("learned", 2, 1, 2))).drafter)
 
 
 def test_a_response_ends_at_a_stop_token_at_its_limit_or_at_the_window() -> None:

@@ -68,7 +68,7 @@ class CountOperations(TorchDispatchMode):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(str(func))
         return func(*args, **(kwargs or {}))
 
@@ -112,14 +112,14 @@ def test_switching_on_costs_one_catch_up_of_the_drafter_and_no_forward_of_the_ta
     engine = make_engine(policy, OnFrom(30))
     target_rows: list[int] = []
     drafter_rows: list[int] = []
-    target, learned = engine.model, engine.drafter.learned  # type: ignore[union-attr]
+    target, learned = engine.model, engine.drafter.learned
 
     def spy(model: object, name: str, rows: list[int]) -> None:
         original = getattr(model, name)
 
         def forward(first: Tensor, *rest: object) -> Tensor:
             rows.append(len(first))
-            return original(first, *rest)  # type: ignore[no-any-return]
+            return original(first, *rest)
 
         setattr(model, name, forward)
 

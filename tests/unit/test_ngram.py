@@ -219,10 +219,10 @@ def test_the_hybrid_takes_up_retrieval_although_the_learned_drafter_was_better_a
 
     def propose(context: DraftContext, strategy: Strategy, noise_BDV: torch.Tensor) -> DraftTree:
         tree = choose(context, strategy, noise_BDV)
-        taken.append(any(engine.drafter._is_retrieved))  # type: ignore[union-attr]
+        taken.append(any(engine.drafter._is_retrieved))
         return tree
 
-    engine.drafter.propose = propose  # type: ignore[method-assign]
+    engine.drafter.propose = propose
     params = SamplingParams(temperature=0.0, max_tokens=120)  # a random model runs in circles
     for _ in engine.generate([Request("p", 0, (3, 4, 5), params)]):
         pass
@@ -283,7 +283,7 @@ def test_rows_of_a_hybrid_batch_draft_each_in_their_own_way(width: int, threshol
             mixed.append((tree, hybrid._is_retrieved.index(True), retrieved[-1]))
         return tree
 
-    hybrid.ngram.retrieve, hybrid.propose = keep, propose  # type: ignore[method-assign]
+    hybrid.ngram.retrieve, hybrid.propose = keep, propose
     params = SamplingParams(temperature=1.0, max_tokens=60)
     prompts = [(3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7), (30, 31, 32, 33, 34)]
     for _ in engine.generate([Request(str(i), 0, prompt, params) for i, prompt in enumerate(prompts)]):

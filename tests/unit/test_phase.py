@@ -117,7 +117,7 @@ def make_phase(
         world, engine, coordinator, scorers, lambda ids: "", timeline, lambda: False, learned, spot, watch, refresh
     )
     if watch is None:
-        phase.watch = Unwatched()  # type: ignore[assignment]
+        phase.watch = Unwatched()
     return phase
 
 
@@ -255,7 +255,7 @@ class LateWork:
 
 
 def test_training_gives_way_to_new_work_and_goes_on_after_it() -> None:
-    queue, events = LateWork(), []  # type: ignore[var-annotated]
+    queue, events = LateWork(), []
     queue.unfinished = 3  # the third is another replica's
     script = iter([lambda: None, queue.appear, lambda: None, lambda: queue.finish(2)])
 
@@ -278,7 +278,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
     expected = {rollout.problem_id: rollout.token_ids for rollout in alone.generate(group[0] for group in requests)}
     coordinators, works, offered = make_coordinators(2), [], threading.Event()
     offer = coordinators[1].offer_help
-    coordinators[1].offer_help = lambda: (offer(), offered.set())[0]  # type: ignore[method-assign]
+    coordinators[1].offer_help = lambda: (offer(), offered.set())[0]
 
     def replica(index: int) -> Callable[[], tuple[list[Rollout], float, DrafterReport]]:
         engine, _ = make_engine(strategy=TREES if speculates else Strategy.OFF)
@@ -288,7 +288,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
             wait_for(offered)
             return step()
 
-        engine.step = step_when_help_is_offered  # type: ignore[method-assign]
+        engine.step = step_when_help_is_offered
         phase = make_phase(engine, coordinators[index])
         coordinators[index].begin("rollout", len(problems))
         works.append(_Work(coordinators[index], requests))
@@ -301,7 +301,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
             assert index == 1 or engine.is_idle or not taken
             return taken
 
-        works[index].take = take_back_only_when_idle  # type: ignore[method-assign]
+        works[index].take = take_back_only_when_idle
         return lambda: phase._generate(problems, works[index], None, None)
 
     with running(replica(0), replica(1)) as results:
@@ -433,14 +433,14 @@ def test_a_drafter_loaded_between_two_engine_steps_drafts_as_if_it_had_always_be
     for engine in (always, switched):
         engine.add(requests)
         trees: dict[tuple[int, ...], list[int]] = {}
-        propose = engine.drafter.propose  # type: ignore[union-attr]
+        propose = engine.drafter.propose
 
         def watched(context: Any, *args: Any, propose: Any = propose, trees: dict[Any, Any] = trees) -> Any:
             tree = propose(context, *args)
             trees |= {tuple(row): drafted.tolist() for row, drafted in zip(context.tokens, tree.tokens_BN, strict=True)}
             return tree
 
-        engine.drafter.propose = watched  # type: ignore[union-attr, method-assign]
+        engine.drafter.propose = watched
         for step in range(10**6):
             if engine.is_idle:
                 break
@@ -575,14 +575,14 @@ def test_features_are_read_out_only_where_they_are_trained_on() -> None:
         engine, learned = make_engine()
         read = learned.history.read
         num_reads: list[int] = []
-        learned.history.read = lambda s, f, t, read=read, n=num_reads: (f == [0] and n.append(1)) or read(s, f, t)  # type: ignore
+        learned.history.read = lambda s, f, t, read=read, n=num_reads: (f == [0] and n.append(1)) or read(s, f, t)
         trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
         spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured)
         (coordinator,) = make_coordinators(1)
         phase = make_phase(engine, coordinator, learned, spot, make_watch(engine, learned, spot))
         finished: list[str] = []
         add = spot.add
-        spot.add = lambda r, f, add=add, done=finished: done.append(r.problem_id) or add(r, f)  # type: ignore
+        spot.add = lambda r, f, add=add, done=finished: done.append(r.problem_id) or add(r, f)
         phase.run(make_problems(2), 1, PARAMS, "rollout", 0)
         assert sorted(finished) == ["p0", "p1"]
         assert (learned.on_finish is not None) == keeps_captured

@@ -370,7 +370,7 @@ def test_ranks_differ_by_at_most_the_largest_sequence(costs: list[float], num_ra
 
 def test_learning_rates_follow_the_schedule() -> None:
     def rates(schedule: str, warmup: int) -> list[float]:
-        config = OptimizerConfig(learning_rate=1.0, schedule=schedule, warmup_steps=warmup)  # type: ignore[arg-type]
+        config = OptimizerConfig(learning_rate=1.0, schedule=schedule, warmup_steps=warmup)
         return [learning_rate(config, step, 8) for step in range(8)]
 
     assert rates("constant", 0) == [1.0] * 8

@@ -269,11 +269,11 @@ def test_only_the_draft_vocabulary_is_proposed() -> None:
     original = drafter.propose
 
     def spy(*args: object) -> object:
-        tree = original(*args)  # type: ignore[arg-type]
+        tree = original(*args)
         proposed.update(tree.tokens_BN[:, 1:][tree.parents_BN[:, 1:] >= 0].tolist())
         return tree
 
-    drafter.propose = spy  # type: ignore[assignment, method-assign]
+    drafter.propose = spy
     params = SamplingParams(max_tokens=60, seed=1)
     list(engine.generate(Request(f"p{i}", 0, (3, i + 1), params) for i in range(4)))
     assert len(proposed) > 5

@@ -117,9 +117,9 @@ def test_when_the_drafter_goes_bad_the_mind_is_changed_and_changed_back(make: Ca
     good, bad = {"learned": 0.9, "ngram": 0.1, "hybrid": 0.1}, {"learned": 0.0, "ngram": 0.1, "hybrid": 0.1}
     for period, hazard in enumerate((good, bad, good)):
         machine = Machine(hazard, 25.0, period)
-        chosen = play(tuner, machine, [8] * 1500, lambda _, period=period: (period, period))  # type: ignore[misc]
+        chosen = play(tuner, machine, [8] * 1500, lambda _, period=period: (period, period))
         late = chosen[-200:]
-        arms = tuner.groups[tuner.bucket(BatchState(8, 1.0, 0, 0))][1] if isinstance(tuner, BegMab) else ARMS  # type: ignore[attr-defined]
+        arms = tuner.groups[tuner.bucket(BatchState(8, 1.0, 0, 0))][1] if isinstance(tuner, BegMab) else ARMS
         assert share_of_best(machine, late, [8] * 200, arms) > (0.8 if isinstance(tuner, BegMab) else 0.95)
 
 
@@ -286,6 +286,6 @@ def test_the_users_word_becomes_a_tuner_or_one_line() -> None:
     fixed = make_tuner("hybrid:4x1x4", ALL)
     assert isinstance(fixed, Fixed)
     assert fixed.strategy == Strategy("hybrid", 4, 1, 4)
-    assert make_tuner("4x1x4", ("ngram",)).strategy.drafter == "ngram"  # type: ignore[union-attr]
+    assert make_tuner("4x1x4", ("ngram",)).strategy.drafter == "ngram"
     with pytest.raises(UserError, match="needs a drafter of kind learned"):
         make_tuner("learned:4x1x4", ("ngram",))

@@ -194,7 +194,7 @@ def test_a_publication_that_does_not_arrive_is_an_error(stale: str) -> None:
     parts.trainer.optimizer.param_groups[0]["lr"] = 0.1
     before = parts.model.state_dict()[stale].clone()
     load = parts.learned.model.load
-    parts.learned.model.load = lambda tensors, version: load({**tensors, stale: before}, version)  # type: ignore
+    parts.learned.model.load = lambda tensors, version: load({**tensors, stale: before}, version)
     with pytest.raises(RuntimeError, match=r"version 1 did not arrive in rank 0's engine"):
         parts.step()
 
@@ -281,7 +281,7 @@ def test_a_publication_that_does_not_arrive_is_an_error_in_a_step_without_a_meas
     parts.trainer.optimizer.param_groups[0]["lr"] = 0.1
     before = parts.model.state_dict()[stale].clone()
     load = parts.learned.model.load
-    parts.learned.model.load = lambda tensors, version: load({**tensors, stale: before}, version)  # type: ignore
+    parts.learned.model.load = lambda tensors, version: load({**tensors, stale: before}, version)
     with pytest.raises(RuntimeError, match=r"version 2 did not arrive in rank 0's engine"):
         parts.step(1)
 
@@ -303,7 +303,7 @@ def test_a_drafter_that_turns_nan_between_measurements_is_undone_at_once_and_bac
     check = parts.step(1)
     assert (check.training[:7], check.version, check.has_switched) == ("undone:", 1, True)
     assert content_hash(parts.model.state_dict()) == weights
-    parts.trainer.step = step  # type: ignore[method-assign]
+    parts.trainer.step = step
     checks = [parts.step(seed) for seed in (2, 3)]
     assert [check.training for check in checks] == ["trained", "trained"]
     assert [check.set_aside for check in checks] == [check.set_aside, ""]
@@ -354,7 +354,7 @@ def test_the_gate_compares_only_what_was_measured() -> None:
 
 def poisoned(parts: Parts, where: str) -> None:
     if where == "loss":
-        parts.trainer.step = lambda batch: (_ for _ in ()).throw(FloatingPointError("the loss is nan"))  # type: ignore
+        parts.trainer.step = lambda batch: (_ for _ in ()).throw(FloatingPointError("the loss is nan"))
     else:
         step = parts.trainer.step
 
@@ -362,10 +362,10 @@ def poisoned(parts: Parts, where: str) -> None:
             loss = step(batch)
             with torch.no_grad():
                 parts.model.fc.weight[3, 5] = math.nan
-            parts.trainer.step = lambda batch: 0.0  # type: ignore[method-assign]
+            parts.trainer.step = lambda batch: 0.0
             return loss
 
-        parts.trainer.step = broken  # type: ignore[method-assign]
+        parts.trainer.step = broken
 
 
 @pytest.mark.parametrize("where", ["loss", "weights"])
@@ -383,7 +383,7 @@ def test_a_drafter_that_turns_nan_is_undone_set_aside_and_comes_back(where: str)
     assert math.isfinite(check.acceptance), "what is measured is the version that the engine still has"
     assert content_hash(parts.model.state_dict()) == weights
     assert all(torch.equal(a, b) for a, b in zip(parts.trainer.shared_tensors(), moments, strict=True))
-    parts.trainer.step = step  # type: ignore[method-assign]
+    parts.trainer.step = step
     check = parts.step(2)
     assert (check.training, check.set_aside, check.has_switched, check.version) == ("trained", "", True, 2)
 
@@ -426,7 +426,7 @@ def test_while_it_is_set_aside_retrieval_answers_for_it_and_tokens_stay_the_same
         assert engine.drafter.version == is_aside, "statistics of the other state age"
         calls: list[int] = []
         propose = engine.drafter.learned.propose
-        engine.drafter.learned.propose = lambda *a, p=propose, c=calls: c.append(1) or p(*a)  # type: ignore
+        engine.drafter.learned.propose = lambda *a, p=propose, c=calls: c.append(1) or p(*a)
         texts.append({(r.sample_index, r.token_ids) for r in engine.generate(requests)})
         assert bool(calls) != is_aside
     assert texts[0] == texts[1]
@@ -534,7 +534,7 @@ def make_checkpoint(step: int, value: float = 1.0) -> Checkpoint:
 def test_a_checkpoint_holds_what_was_when_it_was_saved(tmp_path: Path) -> None:
     writer, given = CheckpointWriter(tmp_path / "c"), make_checkpoint(3)
     writer.save(given)
-    for tensor in (given.policy["w"], given.drafter["fc"], given.training["policy"]["state"][0]["exp_avg"]):  # type: ignore
+    for tensor in (given.policy["w"], given.drafter["fc"], given.training["policy"]["state"][0]["exp_avg"]):
         tensor.fill_(9.0)  # training goes on while the thread writes
     writer.wait()
     path = latest_checkpoint(tmp_path / "c")

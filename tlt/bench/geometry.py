@@ -111,9 +111,9 @@ def measure_step(
     for _ in range(2):
         engine.step()
     watch = Stopwatch()
-    engine.noise.rows = watch.watch("noise", engine.noise.rows)  # type: ignore[method-assign]
-    drafter.propose = watch.watch("drafting", drafter.propose)  # type: ignore[method-assign]
-    engine._forward = watch.watch("forward", engine._forward)  # type: ignore[method-assign]
+    engine.noise.rows = watch.watch("noise", engine.noise.rows)  # type: ignore[method-assign]  # a stop watch around it
+    drafter.propose = watch.watch("drafting", drafter.propose)  # type: ignore[method-assign]  # a stop watch around it
+    engine._forward = watch.watch("forward", engine._forward)  # type: ignore[method-assign]  # a stop watch around it
     engine.verify = watch.watch("sampling", engine.verify)
     tokens, start = engine.stats.num_tokens, time.perf_counter()
     for _ in range(num_steps):

@@ -192,7 +192,7 @@ class DraftModel(nn.Module):
             self._rope = Rope(self.config.layer, self.config.layer.max_positions, hidden_ME.dtype, hidden_ME.device)
         rope, pair = self._rope.at(positions_M), torch.cat([embeddings_ME, hidden_ME], dim=-1)
         if self.config.method == "eagle":
-            return run_layer(self.layers[0], 0, self.fc(pair), rope, attend)  # type: ignore[arg-type]
+            return run_layer(self.layers[0], 0, self.fc(pair), rope, attend)  # type: ignore[arg-type]  # ModuleList yields Module
         return run_layer(self.midlayer, 0, hidden_ME, rope, attend, pair)
 
     def logits(self, hidden_ME: Tensor, head_VE: Tensor) -> Tensor:

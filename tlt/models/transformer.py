@@ -169,7 +169,7 @@ class Linear(nn.Linear):
         is_fast = x_NI.dtype == torch.float32 and x_NI.device.type == "cpu" and len(x_NI) >= _MIN_ROWS
         if not (is_fast and torch.backends.mkldnn.is_available()):
             return super().forward(x_NI)
-        product: Tensor = _OneDnnProduct.apply(x_NI, self.weight)  # type: ignore[no-untyped-call]
+        product: Tensor = _OneDnnProduct.apply(x_NI, self.weight)  # type: ignore[no-untyped-call]  # apply has no types in torch
         return product if self.bias is None else product + self.bias
 
 
