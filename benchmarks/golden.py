@@ -1,0 +1,152 @@
+"""Does a refactor change a number? Runs the command line of a tree and keeps what must not depend on the clock.
+
+    python benchmarks/golden.py record before.json --tree ../before      # a clone of the commit to compare with
+    python benchmarks/golden.py record after.json
+    python benchmarks/golden.py compare before.json after.json           # exit code 1, one line for each difference
+
+    train      two quickstart steps in float64, drafter as it is      policy, metrics
+    generate   off, chains, trees, retrieval, both                    tokens, log-probabilities, how far drafts were accepted
+    drafter    one pass over these responses, two presets             tensors
+    audit      one verdict                                            e-values
+    bench      two paired steps with and without TLT, float64         digests of tokens and rewards, equal weights
+
+Records of different processors differ in rounding: compare only what one machine has recorded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+METRICS = (
+    "step", "reward_mean", "solve_rate", "num_responses", "num_tokens", "response_tokens", "truncated_share",
+    "zero_variance_groups", "loss", "grad_norm", "entropy", "clip_fraction", "kl", "lr", "policy_version",
+)  # fmt: skip
+"""What of a step's record follows from the seed alone."""
+
+STRATEGIES = ("off", "4x1x4", "3x2x5", "ngram:8x1x8", "hybrid:6x1x6")
+BENCH = ("num_tokens", "reward_mean", "num_different", "num_steps_with_same_weights")
+
+
+class Tree:
+    """A checkout, run through its command line."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root.resolve()
+        self.recipe = self.root / "recipes" / "countdown"
+
+    def tlt(self, *words: str | Path, codes: tuple[int, ...] = (0,)) -> str:
+        """Standard output of `tlt WORDS`; another exit code than these ends the recording."""
+        command = [sys.executable, "-c", "import sys; from tlt.cli import main; sys.exit(main())", *map(str, words)]
+        environment = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode not in codes:
+            sys.exit(f"tlt {' '.join(map(str, words))}: exit code {done.returncode}\n{done.stderr}")
+        return done.stdout
+
+    def summary(self, *words: str | Path) -> dict[str, Any]:
+        """The JSON of the last line."""
+        found: dict[str, Any] = json.loads(self.tlt(*words, codes=(0, 1)).splitlines()[-1])
+        return found
+
+
+def sha256(value: Any) -> str:
+    data = value.read_bytes() if isinstance(value, Path) else json.dumps(value).encode()
+    return hashlib.sha256(data).hexdigest()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def record(tree: Tree, folder: Path) -> dict[str, Any]:
+    """Every part of the record, by name; `folder` is scratch."""
+    found: dict[str, Any] = {}
+    base, drafter = tree.recipe / "base", tree.recipe / "drafter"
+    problems = folder / "problems.jsonl"
+    tree.tlt("task", "countdown", "--num", "12", "--split", "test", "--seed", "3", "--out", problems)
+    found["task"] = sha256(problems)
+
+    for strategy in STRATEGIES:
+        out = folder / f"{strategy.replace(':', '-')}.jsonl"
+        words = ["--prompts", problems, "--out", out, "--samples", "4", "--max-tokens", "512", "--speculation", strategy]
+        summary = tree.summary("generate", base, *words, *([] if strategy == "off" else ["--drafter", drafter]))
+        lines = read_lines(out)
+        found[f"generate {strategy}"] = {
+            "tokens": sha256([line["token_ids"] for line in lines]),
+            "logprobs": sha256([line["logprobs"] for line in lines]),
+            "accept_length": summary["accept_length"],
+            "accept_by_depth": summary["accept_by_depth"],
+        }
+
+    for preset in ("hass", "eagle3"):
+        out = folder / f"drafter-{preset}"
+        words = ["--responses", folder / "off.jsonl", "--preset", preset, "--out", out, "--threads", "1"]
+        found[f"drafter train {preset}"] = {
+            "loss": tree.summary("drafter", "train", base, *words)["loss"],
+            "tensors": sha256(out / "model.safetensors"),
+        }
+
+    words = ["--task", "countdown", "--num", "8", "--samples", "2", "--speculation", "off,4x1x4", "--drafter", drafter]
+    found["audit"] = tree.summary("audit", base, *words)
+
+    run, quickstart = folder / "run", tree.recipe / "quickstart.toml"
+    exact = ["--run.dtype", "float64", "--drafter.train", "false", "--evaluation.num_problems", "0"]
+    tree.tlt("train", quickstart, *exact, "--run.num_steps", "2", "--run.out_dir", run)
+    found["train"] = {
+        "policy": sha256(run / "policy" / "model.safetensors"),
+        "metrics": [{name: line[name] for name in METRICS} for line in read_lines(run / "metrics.jsonl")],
+    }
+
+    words = ["--rollout.problems_per_step", "4", "--rollout.samples_per_problem", "4", "--run.out_dir", folder / "bench"]
+    variants = ["--variants", "tlt", "--steps", "2", "--out", folder / "report"]
+    tree.tlt("bench", "train", quickstart, *variants, *exact, *words)
+    report = json.loads((folder / "report.json").read_text())
+    found["bench train"] = {
+        "runs": {name: {key: run[key] for key in BENCH} for name, run in report["runs"].items()},
+        "digests": [line["digest"] for line in read_lines(folder / "bench" / "turns.jsonl")],
+    }
+    return found
+
+
+def differences(before: Any, after: Any, place: str = "") -> list[str]:
+    """One line for each value that is not the same."""
+    if isinstance(before, Mapping) and isinstance(after, Mapping):
+        return [
+            line
+            for key in sorted(before.keys() | after.keys())
+            for line in differences(before.get(key), after.get(key), f"{place} / {key}" if place else key)
+        ]
+    return [] if before == after else [f"{place}: {before} → {after}"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recording = commands.add_parser("record", help="run everything and write the record")
+    recording.add_argument("out", type=Path)
+    recording.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="the checkout to run")
+    comparing = commands.add_parser("compare", help="print what differs")
+    comparing.add_argument("before", type=Path)
+    comparing.add_argument("after", type=Path)
+    options = parser.parse_args()
+    if options.command == "record":
+        with tempfile.TemporaryDirectory(prefix="golden-") as folder:
+            options.out.write_text(json.dumps(record(Tree(options.tree), Path(folder)), indent=1) + "\n")
+        return 0
+    before, after = (json.loads(path.read_text()) for path in (options.before, options.after))
+    lines = differences(before, after)
+    print("\n".join(lines) or f"identical: {', '.join(before)}")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
