@@ -1,1 +1,0 @@
-"""How TLT meets other people's engines and trainers, one file each."""
