@@ -25,14 +25,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tlt.bench.plots import check_plots, plot_runs
+from benchmarks.plots import check_plots, plot_runs
 from tlt.bench.report import Changes, header, number, table, write_report
 from tlt.bench.train import OFF, Plan, launch_runs, summarize, to_markdown
-from tlt.config import load_config
-from tlt.drafting.export import save_drafter
-from tlt.models.checkpoint import load_config as load_model_config
-from tlt.models.drafter import DraftModel, drafter_config
-from tlt.train import preflight
+from tlt.config.schema import load_config
+from tlt.drafter.folder import save_drafter
+from tlt.drafter.model import DraftModel, drafter_config
+from tlt.models.hf_weights import load_config as load_model_config
+from tlt.train.run import preflight
 from tlt.types import UserError
 
 NUM_WINDOWS = 6

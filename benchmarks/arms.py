@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tlt.rollout.engine import EngineStats, RolloutEngine
+from tlt.engine.engine import EngineStats, RolloutEngine
 from tlt.types import BatchState, Request, StepOutcome, Strategy
 
 

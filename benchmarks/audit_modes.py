@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.bench.report import environment
-from tlt.cli import main as tlt
+from tlt.cli.main import main as tlt
 
 BASE, DRAFTER = "recipes/countdown/base", "recipes/countdown/drafter"
 MODES = ("--speculation", "off,adaptive,4x1x4,3x2x5", "--drafter", DRAFTER)

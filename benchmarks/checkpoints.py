@@ -24,10 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.distributed.checkpoint import Checkpoint, CheckpointWriter, RunState, save_checkpoint
-from tlt.models.checkpoint import load_config
-from tlt.models.drafter import DraftModel, drafter_config
-from tlt.models.transformer import ModelConfig
+from tlt.drafter.model import DraftModel, drafter_config
+from tlt.models.decoder import ModelConfig
+from tlt.models.hf_weights import load_config
+from tlt.train.checkpoint import Checkpoint, CheckpointWriter, RunState, save_checkpoint
 
 BASE = Path(__file__).parents[1] / "recipes" / "countdown" / "base"
 SHAPES = {

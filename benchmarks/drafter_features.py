@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 
-from tlt.bench.longtail import read_workload
+from benchmarks.longtail import read_workload
 from tlt.bench.report import environment
-from tlt.drafting.buffer import TrajectoryBuffer
-from tlt.drafting.export import choose_preset, load_drafter
-from tlt.drafting.spot import SpotTrainer
-from tlt.drafting.trainer import DrafterTrainer
-from tlt.models.checkpoint import load_config, load_tensors
-from tlt.models.drafter import DraftModel
-from tlt.models.transformer import PackedTransformer
-from tlt.rollout.history import FeatureHistory
+from tlt.drafter.buffer import TrajectoryBuffer
+from tlt.drafter.folder import choose_preset, load_drafter
+from tlt.drafter.history import FeatureHistory
+from tlt.drafter.model import DraftModel
+from tlt.drafter.spot import SpotTrainer
+from tlt.drafter.trainer import DrafterTrainer
+from tlt.models.decoder import PackedTransformer
+from tlt.models.hf_weights import load_config, load_tensors
 from tlt.types import Rollout
 
 NUM_CARRIED = 8

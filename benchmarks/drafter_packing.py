@@ -21,14 +21,14 @@ from typing import Any
 
 import torch
 
-from tlt.bench.longtail import LengthShape, read_workload
+from benchmarks.longtail import LengthShape, read_workload
 from tlt.bench.report import environment
-from tlt.drafting.buffer import PackedBatch
-from tlt.drafting.export import choose_preset, load_drafter
-from tlt.drafting.trainer import DrafterTrainer
-from tlt.models.checkpoint import load_config, load_tensors
-from tlt.models.drafter import DraftModel
-from tlt.models.transformer import PackedTransformer
+from tlt.drafter.buffer import PackedBatch
+from tlt.drafter.folder import choose_preset, load_drafter
+from tlt.drafter.model import DraftModel
+from tlt.drafter.trainer import DrafterTrainer
+from tlt.models.decoder import PackedTransformer
+from tlt.models.hf_weights import load_config, load_tensors
 
 
 def make_batch(lengths: Sequence[int], padded_to: int | None, size: int, vocab_size: int) -> PackedBatch:

@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 
-from tlt.models.checkpoint import expected_shapes
-from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
-from tlt.models.transformer import ModelConfig
-from tlt.rollout.drafters import LearnedDrafter
-from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.hybrid import make_drafter
-from tlt.rollout.tuner import Fixed
+from tlt.drafter.hybrid import make_drafter
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
+from tlt.engine.engine import RolloutEngine
+from tlt.models.decoder import ModelConfig
+from tlt.models.hf_weights import expected_shapes
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor
 from tlt.speculative.verify import verify
+from tlt.tuning.tuner import Fixed
 from tlt.types import DraftTree, Request, SamplingParams, Strategy, Verdict
 
 SHAPES = {

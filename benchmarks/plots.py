@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.replay import Replay
 from tlt.bench.measure import Trace
-from tlt.bench.replay import Replay
 from tlt.types import UserError
 
 

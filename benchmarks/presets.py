@@ -21,16 +21,16 @@ import torch
 
 from tlt.bench.acceptance import observe, speedup
 from tlt.bench.report import environment, provenance, ratio_text, table, write_report
-from tlt.commands import read_prompts, read_responses
-from tlt.drafting.buffer import TrajectoryBuffer
-from tlt.drafting.export import StoredDrafter
-from tlt.drafting.losses import PRESETS, Preset
-from tlt.drafting.spot import FeatureRecompute
-from tlt.drafting.trainer import DrafterTrainer
-from tlt.models.checkpoint import load_config, load_tensors
-from tlt.models.drafter import DraftModel, drafter_config
+from tlt.cli.commands import read_prompts, read_responses
+from tlt.drafter.buffer import TrajectoryBuffer
+from tlt.drafter.folder import StoredDrafter
+from tlt.drafter.losses import PRESETS, Preset
+from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.spot import FeatureRecompute
+from tlt.drafter.trainer import DrafterTrainer
+from tlt.models.decoder import PackedTransformer
+from tlt.models.hf_weights import load_config, load_tensors
 from tlt.models.tokenizer import load_tokenizer
-from tlt.models.transformer import PackedTransformer
 from tlt.types import Request, Rollout, SamplingParams
 
 

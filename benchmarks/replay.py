@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tlt.bench.arms import ArmCosts
+from benchmarks.arms import ArmCosts
 from tlt.types import BatchState, StepOutcome, Strategy, StrategyTuner
 
 PROMPT_TOKENS = 40

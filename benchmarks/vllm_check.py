@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 
-from tlt.bench.peers import setup_vllm, vllm_environment
-from tlt.commands import write_problems
-from tlt.commands_drafter import EvalOptions, ExportOptions, evaluate, export
-from tlt.drafting.export import load_drafter, save_drafter
-from tlt.drafting.formats import FORMATS, NUM_DRAFT_TOKENS
-from tlt.models.checkpoint import load_config
-from tlt.models.drafter import DraftModel
+from benchmarks.peers import setup_vllm, vllm_environment
+from tlt.cli.commands import write_problems
+from tlt.cli.commands_drafter import EvalOptions, ExportOptions, evaluate, export
+from tlt.drafter.folder import load_drafter, save_drafter
+from tlt.drafter.formats import FORMATS, NUM_DRAFT_TOKENS
+from tlt.drafter.model import DraftModel
+from tlt.models.hf_weights import load_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = Path("recipes/countdown")
@@ -124,7 +124,7 @@ def train_eagle3(base: Path, folder: Path) -> Path:
 
 
 def tlt(*words: object) -> None:
-    subprocess.run([sys.executable, "-m", "tlt.cli", *map(str, words)], check=True)
+    subprocess.run([sys.executable, "-m", "tlt", *map(str, words)], check=True)
 
 
 def with_vocabulary(drafter: Path, base: Path, token_ids: Sequence[int], out: Path) -> Path:

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-from tlt.bench.longtail import hash_model, make_longtail, measure_lengths, write_workload
-from tlt.drafting.export import load_drafter
-from tlt.models.checkpoint import load_config, load_tensors
-from tlt.models.drafter import PackedDrafter
+from benchmarks.longtail import hash_model, make_longtail, measure_lengths, write_workload
+from tlt.drafter.folder import load_drafter
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.model import PackedDrafter
+from tlt.engine.engine import RolloutEngine
+from tlt.models.hf_weights import load_config, load_tensors
 from tlt.models.tokenizer import load_tokenizer
-from tlt.rl.tasks import get_task
-from tlt.rollout.drafters import LearnedDrafter
-from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.tuner import make_tuner
+from tlt.tasks.base import get_task
+from tlt.tuning.tuner import make_tuner
 from tlt.types import Problem, SamplingParams
 
 HERE = Path(__file__).parent

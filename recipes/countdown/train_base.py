@@ -27,7 +27,7 @@ from make_tokenizer import CHARACTERS, SPECIAL, make_tokenizer
 from torch import Tensor, nn
 from transformers import AttentionInterface, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from tlt.rl.tasks.countdown import draw_puzzle, write_search
+from tlt.tasks.countdown import draw_puzzle, write_search
 
 IDS = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
 #: Labels the loss skips.

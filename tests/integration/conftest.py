@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tlt.drafting.export import save_drafter
-from tlt.models.checkpoint import load_config, save_checkpoint
-from tlt.models.drafter import DraftModel, drafter_config
-from tlt.models.transformer import ModelConfig, Transformer
+from tlt.drafter.folder import save_drafter
+from tlt.drafter.model import DraftModel, drafter_config
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf_weights import load_config, save_checkpoint
 
 BASE = Path(__file__).parents[2] / "recipes" / "countdown" / "base"
 

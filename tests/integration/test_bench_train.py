@@ -14,8 +14,8 @@ import torch
 
 from tlt.bench.report import with_changes
 from tlt.bench.train import OFF, Plan, launch_runs, read_turns
-from tlt.config import Config, load_config
-from tlt.distributed.checkpoint import latest_checkpoint, load_checkpoint
+from tlt.config.schema import Config, load_config
+from tlt.train.checkpoint import latest_checkpoint, load_checkpoint
 
 PLAN = Plan({"off": OFF, "tlt": {}}, num_steps=1, minutes=10.0)
 
@@ -37,7 +37,7 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 def test_the_command_compares_whole_runs_on_two_ranks(workspace: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(workspace), os.environ.get("PYTHONPATH", "")])}
-    words = [sys.executable, "-m", "tlt.cli", "bench", "train", str(workspace / "run.toml"), "--steps", "2"]
+    words = [sys.executable, "-m", "tlt", "bench", "train", str(workspace / "run.toml"), "--steps", "2"]
     words += ["--out", str(tmp_path / "result"), "--rollout.speculation", "4x1x4", "--run.out_dir", str(tmp_path / "runs")]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr + done.stdout

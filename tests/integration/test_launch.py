@@ -29,7 +29,7 @@ def say(**what):
 
 def entry(scenario, stop):
     import torch
-    from tlt.distributed.collectives import (
+    from tlt.distributed.world import (
         any_rank, average_weighted, broadcast_tensors, gather_objects, init_process_group_from_env, shutdown)
     from tlt.types import UserError
 
@@ -39,7 +39,7 @@ def entry(scenario, stop):
     say(ready=True, pid=os.getpid())
     latest = time.monotonic() + 300  # whatever becomes of the test, no process stays
     if scenario == "collectives":
-        from tlt.distributed.coordinator import connect_coordinator
+        from tlt.distributed.work_queue import connect_coordinator
         from tlt.report.timeline import shared_epoch
 
         def average(weights, dtype=torch.float32, fill=None):

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 def command(workspace: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
     environment = {**os.environ, "PYTHONPATH": str(workspace), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    return [sys.executable, "-m", "tlt.cli", "train", *arguments], environment
+    return [sys.executable, "-m", "tlt", "train", *arguments], environment
 
 
 def train(workspace: Path, name: str, *overrides: str) -> Path:

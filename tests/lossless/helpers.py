@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
-from tlt.models.transformer import ModelConfig, Transformer
-from tlt.rollout.drafters import LearnedDrafter
-from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.hybrid import make_drafter
+from tlt.drafter.hybrid import make_drafter
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
+from tlt.engine.engine import RolloutEngine
+from tlt.models.decoder import ModelConfig, Transformer
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
 from tlt.types import BatchState, DraftTree, Request, Rollout, SamplingParams, StepOutcome, Strategy, StrategyTuner, Verdict

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import PARAMS, STOP, VOCAB, Switching, make_engine, make_policy, to_transformers
-from tlt.audit import Auditor, AuditReport, PlantedFault, Referee
-from tlt.rollout.engine import RolloutEngine, Verify
+from tlt.audit.verdict import Auditor, AuditReport, PlantedFault, Referee
+from tlt.engine.engine import RolloutEngine, Verify
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.verify import verify
 from tlt.types import DraftTree, Request, SamplingParams, Strategy, StrategyTuner, Verdict

@@ -22,14 +22,14 @@ from tests.lossless.helpers import (
     to_transformers,
     tokens_of,
 )
+from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
+from tlt.drafter.hybrid import HybridDrafter
+from tlt.drafter.ngram import NgramDrafter
+from tlt.engine.engine import RolloutEngine
 from tlt.models import attention
 from tlt.models.attention import PackedCausal
-from tlt.rollout.calibration import DEFAULT_CONFIDENCE_THRESHOLD
-from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.hybrid import HybridDrafter
-from tlt.rollout.ngram import NgramDrafter
-from tlt.rollout.tuner import Fixed, default_arms, make_tuner
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
+from tlt.tuning.tuner import Fixed, default_arms, make_tuner
 from tlt.types import DraftTree, Request, Rollout, Strategy, StrategyTuner, Verdict
 
 POLICY = make_policy()

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from tlt.models.transformer import ModelConfig
-from tlt.rollout import noise as noise_module
-from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.noise import NoiseBlocks
+from tlt.engine import noise as noise_module
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.noise import NoiseBlocks
+from tlt.models.decoder import ModelConfig
 from tlt.speculative import sampling
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, philox
 from tlt.types import Request, SamplingParams

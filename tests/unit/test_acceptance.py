@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy
-from tlt import cli
 from tlt.bench.acceptance import Acceptance, observe, speedup
-from tlt.drafting.export import StoredDrafter, save_drafter
+from tlt.cli import main as cli
+from tlt.drafter.folder import StoredDrafter, save_drafter
+from tlt.drafter.model import DraftModel, Method, align, drafter_config
 from tlt.models.attention import PackedCausal
-from tlt.models.checkpoint import content_hash, save_checkpoint
-from tlt.models.drafter import DraftModel, Method, align, drafter_config
-from tlt.models.transformer import ModelConfig, Transformer
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf_weights import content_hash, save_checkpoint
 from tlt.types import Request, SamplingParams
 
 DEEP = replace(CONFIG, num_layers=4)

@@ -20,8 +20,8 @@ from scipy.stats import binom
 from torch import Tensor
 
 from tests.unit.test_cli import WINDOW, fail, save_tokenizer, write_lines
-from tlt import cli
-from tlt.audit import (
+from tlt.audit.server import read_token_ids
+from tlt.audit.verdict import (
     BETS,
     EVENTS,
     SOURCES,
@@ -35,9 +35,9 @@ from tlt.audit import (
     suffix_matches,
     tokens_for_power,
 )
-from tlt.integrations.completions import read_token_ids
-from tlt.models.checkpoint import save_checkpoint
-from tlt.models.transformer import ModelConfig, Transformer
+from tlt.cli import main as cli
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf_weights import save_checkpoint
 from tlt.speculative.sampling import BatchParams, law_probabilities
 from tlt.types import DraftTree, Rollout, SamplingParams, UserError
 
@@ -394,7 +394,7 @@ def test_the_referee_gives_the_same_logits_in_pieces(model: Path, monkeypatch: p
     referee = Referee(model, torch.float64)
     prompt, tokens = (3, 4, 5), tuple(i % 23 for i in range(50))
     (whole,) = referee.logits(prompt, tokens)
-    monkeypatch.setattr("tlt.audit._CHUNK_LOGITS", 1)
+    monkeypatch.setattr("tlt.audit.verdict._CHUNK_LOGITS", 1)
     pieces = list(referee.logits(prompt, tokens))
     assert len(pieces) == 4
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-10)

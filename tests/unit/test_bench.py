@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.arms import ArmCosts, Step, Turns, record_arms
+from benchmarks.geometry import SHAPES, SimulatedAcceptance, measure, to_markdown
+from benchmarks.plots import plot_longtail, plot_regret
+from benchmarks.replay import RecordedCosts, replay
 from tests.lossless.helpers import CONFIG, make_engine, make_policy
-from tlt.bench.arms import ArmCosts, Step, Turns, record_arms
-from tlt.bench.geometry import SHAPES, SimulatedAcceptance, measure, to_markdown
 from tlt.bench.measure import Ratio, constant_batch, side_by_side, trace
-from tlt.bench.plots import plot_longtail, plot_regret
-from tlt.bench.replay import RecordedCosts, replay
 from tlt.bench.subject import BestArms
-from tlt.cli import main
-from tlt.rollout.costs import CostModel
-from tlt.rollout.tuner import BegMab, Fixed, default_groups
+from tlt.cli.main import main
+from tlt.tuning.cost_model import CostModel
+from tlt.tuning.tuner import BegMab, Fixed, default_groups
 from tlt.types import BatchState, Request, SamplingParams, StepOutcome, Strategy
 
 OFF, SHORT, LONG = Strategy.OFF, Strategy("learned", 2, 1, 2), Strategy("learned", 6, 1, 6)

@@ -25,9 +25,10 @@ from transformers import (
     Qwen3Config,
 )
 
-from tlt.models import checkpoint
+from tlt.models import hf_weights as checkpoint
 from tlt.models.attention import PackedCausal
-from tlt.models.checkpoint import (
+from tlt.models.decoder import ModelConfig, RopeScaling, Transformer
+from tlt.models.hf_weights import (
     config_to_hf,
     content_hash,
     expected_shapes,
@@ -37,7 +38,6 @@ from tlt.models.checkpoint import (
     plan_shards,
     save_checkpoint,
 )
-from tlt.models.transformer import ModelConfig, RopeScaling, Transformer
 from tlt.types import UserError
 
 PUBLISHED = Path(__file__).parent / "published_configs"

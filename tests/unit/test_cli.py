@@ -15,10 +15,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tlt import cli, commands
-from tlt.models.checkpoint import save_checkpoint
+from tlt.cli import commands
+from tlt.cli import main as cli
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf_weights import save_checkpoint
 from tlt.models.tokenizer import load_tokenizer
-from tlt.models.transformer import ModelConfig, Transformer
 from tlt.types import Rollout, UserError
 
 VOCABULARY = ("<pad>", "<eos>", *"0123456789+-*/=,:[]x!")
@@ -84,7 +85,7 @@ def fail(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_help_is_fast_and_loads_no_torch() -> None:
-    code = "import sys; from tlt.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
+    code = "import sys; from tlt.cli.main import main; main(['--help']); sys.exit('torch' in sys.modules)"
     begin = time.monotonic()
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert finished.returncode == 0

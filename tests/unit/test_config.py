@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tlt.config import Config, ModelConfig, RolloutConfig, TaskConfig, load_config, parse_overrides
+from tlt.config.schema import Config, ModelConfig, RolloutConfig, TaskConfig, load_config, parse_overrides
 from tlt.types import UserError
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "countdown" / "quickstart.toml"

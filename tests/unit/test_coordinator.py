@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, Store, TCPStore
 
-from tlt.distributed.coordinator import HELP_SECONDS, Coordinator, ReplicaTimeout, connect_coordinator, local_coordinator
+from tlt.distributed.work_queue import HELP_SECONDS, Coordinator, ReplicaTimeout, connect_coordinator, local_coordinator
 
 
 class Clock:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlt.rl.tasks import get_task
-from tlt.rl.tasks.countdown import MAX_INTERMEDIATE, TASK, Countdown, Puzzle, is_correct, moves, reachable, write_search
+from tlt.tasks.base import get_task
+from tlt.tasks.countdown import MAX_INTERMEDIATE, TASK, Countdown, Puzzle, is_correct, moves, reachable, write_search
 
 Steps = tuple[tuple[int, str, int, int], ...]
 
@@ -159,15 +159,15 @@ def test_options_out_of_range_are_errors(options: dict[str, Any]) -> None:
 
 
 def test_tasks_are_found_by_name_or_path() -> None:
-    assert all(get_task(name) is get_task("countdown") for name in ("countdown", "tlt.rl.tasks.countdown:TASK"))
+    assert all(get_task(name) is get_task("countdown") for name in ("countdown", "tlt.tasks.countdown:TASK"))
     assert isinstance(get_task("countdown"), Countdown)
     with pytest.raises(ValueError, match=r"unknown task 'chess'.*countdown.*package\.module:object"):
         get_task("chess")
-    for name in ("no.such.module:task", "tlt.rl.tasks.countdown:NONE", "tlt.rl.tasks.countdown:MAX_INTERMEDIATE"):
+    for name in ("no.such.module:task", "tlt.tasks.countdown:NONE", "tlt.tasks.countdown:MAX_INTERMEDIATE"):
         with pytest.raises(ValueError, match=f"task '{name}'"):
             get_task(name)
 
 
 def test_task_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, tlt.rl.tasks.countdown; assert not {'torch', 'transformers'} & set(sys.modules)"
+    code = "import sys, tlt.tasks.countdown; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -26,22 +26,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, Switching, make_policy
-from tlt.drafting.buffer import TOKEN_ID_BYTES, PackedBatch, TrajectoryBuffer
-from tlt.drafting.export import load_drafter, save_drafter
-from tlt.drafting.losses import PRESETS, Preset, draft_loss
-from tlt.drafting.spot import MICRO_STEP_SHARE, MIN_TOKENS, FeatureRecompute, MicroStepSize, SpotTrainer
-from tlt.drafting.trainer import DrafterTrainer
+from tlt.drafter import learned as drafters_module
+from tlt.drafter.buffer import TOKEN_ID_BYTES, PackedBatch, TrajectoryBuffer
+from tlt.drafter.calibration import Calibration
+from tlt.drafter.folder import load_drafter, save_drafter
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.losses import PRESETS, Preset, draft_loss
+from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, drafter_config
+from tlt.drafter.spot import MICRO_STEP_SHARE, MIN_TOKENS, FeatureRecompute, MicroStepSize, SpotTrainer
+from tlt.drafter.trainer import DrafterTrainer
+from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled
-from tlt.models.checkpoint import content_hash
-from tlt.models.drafter import DraftModel, Method, PackedDrafter, align, drafter_config
-from tlt.models.transformer import PackedTransformer, Transformer
-from tlt.rollout import drafters as drafters_module
-from tlt.rollout.calibration import Calibration
-from tlt.rollout.drafters import LearnedDrafter
-from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.tuner import Fixed
+from tlt.models.decoder import PackedTransformer, Transformer
+from tlt.models.hf_weights import content_hash
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
+from tlt.tuning.tuner import Fixed
 from tlt.types import (
     DrafterReport,
     DraftTree,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, STOP, make_engine, make_policy, make_requests, tokens_of
-from tlt.rollout.engine import EngineStats
-from tlt.rollout.tuner import Fixed, make_tuner
+from tlt.engine.engine import EngineStats
+from tlt.tuning.tuner import Fixed, make_tuner
 from tlt.types import Request, SamplingParams, Strategy, UserError
 
 POLICY = make_policy()
@@ -33,7 +33,7 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples(monkeypatch: pytest.Monk
 
 def test_what_is_prefilled_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In order; a text that is too long alone goes alone."""
-    monkeypatch.setattr("tlt.rollout.engine._PREFILL_TOKENS", 9)
+    monkeypatch.setattr("tlt.engine.engine._PREFILL_TOKENS", 9)
     engine = make_engine(POLICY)
     forwarded: list[int] = []
     forward = engine.model.forward_capturing

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG as TINY
-from tlt.drafting.export import StoredDrafter, load_drafter, save_drafter
-from tlt.drafting.formats import FORMATS, Target, export_drafter
+from tlt.drafter.folder import StoredDrafter, load_drafter, save_drafter
+from tlt.drafter.formats import FORMATS, Target, export_drafter
+from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_config
 from tlt.models.attention import PackedCausal
-from tlt.models.checkpoint import load_config
-from tlt.models.drafter import DraftModel, Method, PackedDrafter, drafter_config
-from tlt.models.transformer import ModelConfig
+from tlt.models.decoder import ModelConfig
+from tlt.models.hf_weights import load_config
 from tlt.types import UserError
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "drafter_formats.json").read_text())

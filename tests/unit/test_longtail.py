@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.lossless.helpers import STOP, make_engine, make_policy
-from tlt.bench.longtail import (
+from benchmarks.longtail import (
     LengthShape,
     Workload,
     _assign,
@@ -25,6 +24,7 @@ from tlt.bench.longtail import (
     target_ratios,
     write_workload,
 )
+from tests.lossless.helpers import STOP, make_engine, make_policy
 from tlt.types import Problem, Request, SamplingParams, UserError
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "countdown"

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lossless.helpers import make_engine, make_policy
-from tlt.rollout import ngram
-from tlt.rollout.hybrid import HybridDrafter
-from tlt.rollout.ngram import ANCHORS, NgramDrafter, SuffixIndex, _match_bucket
-from tlt.rollout.tuner import Fixed, make_tuner
+from tlt.drafter import ngram
+from tlt.drafter.hybrid import HybridDrafter
+from tlt.drafter.ngram import ANCHORS, NgramDrafter, SuffixIndex, _match_bucket
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
+from tlt.tuning.tuner import Fixed, make_tuner
 from tlt.types import DraftTree, Request, Rollout, SamplingParams, Strategy, Verdict
 
 SHORT = ANCHORS[-1]

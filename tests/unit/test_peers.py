@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.lossless.helpers import CONFIG, make_policy
-from tlt.bench import peers
-from tlt.bench.longtail import Workload, hash_model
-from tlt.bench.peers import (
+from benchmarks import peers
+from benchmarks.longtail import Workload, hash_model
+from benchmarks.peers import (
     PeerError,
     PeerResult,
     generate_batch,
@@ -26,7 +25,8 @@ from tlt.bench.peers import (
     vllm_job,
     vllm_results,
 )
-from tlt.models.checkpoint import save_checkpoint
+from tests.lossless.helpers import CONFIG, make_policy
+from tlt.models.hf_weights import save_checkpoint
 from tlt.types import Request, SamplingParams, UserError
 
 PROMPTS = ((1, 2, 3), (4,), (5, 6, 8, 9), (1, 2, 3), (10, 11))

@@ -20,22 +20,22 @@ import torch
 from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG, make_policy
-from tlt.distributed.collectives import World
-from tlt.distributed.coordinator import Coordinator
 from tlt.distributed.mailbox import Mailbox
-from tlt.drafting.buffer import TrajectoryBuffer
-from tlt.drafting.losses import PRESETS
-from tlt.drafting.spot import SpotTrainer
-from tlt.drafting.trainer import DrafterTrainer
-from tlt.drafting.watch import DrafterWatch
+from tlt.distributed.work_queue import Coordinator
+from tlt.distributed.world import World
+from tlt.drafter.buffer import TrajectoryBuffer
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.losses import PRESETS
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
+from tlt.drafter.service import DrafterWatch
+from tlt.drafter.spot import SpotTrainer
+from tlt.drafter.trainer import DrafterTrainer
+from tlt.engine.engine import EngineStats, RolloutEngine
 from tlt.models.attention import PackedCausal
-from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
-from tlt.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase, StopRequested, _Work, worth_migrating
 from tlt.report.timeline import Timeline
-from tlt.rollout.drafters import LearnedDrafter
-from tlt.rollout.engine import EngineStats, RolloutEngine
-from tlt.rollout.tuner import Fixed
-from tlt.train import Run
+from tlt.train.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase, StopRequested, _Work, worth_migrating
+from tlt.train.run import Run
+from tlt.tuning.tuner import Fixed
 from tlt.types import DrafterReport, PartialResponse, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
 PARAMS = SamplingParams(temperature=0.7, max_tokens=24)
@@ -183,7 +183,7 @@ def wait_for(event: threading.Event) -> None:
 def test_a_replica_that_runs_dry_trains_before_anything_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one engine step: after its last token come no further engine step and no wait."""
     events: list[str] = []
-    monkeypatch.setattr("tlt.phase.time.sleep", lambda seconds: events.append("wait"))
+    monkeypatch.setattr("tlt.train.phase.time.sleep", lambda seconds: events.append("wait"))
     idle, busy = make_coordinators(2)
     busy.begin("rollout", 4)
     held = busy.take(1)
@@ -271,7 +271,7 @@ def test_training_gives_way_to_new_work_and_goes_on_after_it() -> None:
 @pytest.mark.parametrize("speculates", [True, False])
 def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has all the work and the other none. Everything is finished once, with the tokens that one alone would give."""
-    monkeypatch.setattr("tlt.distributed.coordinator.HELP_SECONDS", 0.0)
+    monkeypatch.setattr("tlt.distributed.work_queue.HELP_SECONDS", 0.0)
     problems = make_problems(4)
     alone, _ = make_engine(strategy=Strategy.OFF)
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
@@ -362,7 +362,7 @@ def test_a_replica_at_the_limit_of_passes_waits_and_its_waiting_is_not_counted_a
         if len(waits) == 3:
             busy.finish(held[0])
 
-    monkeypatch.setattr("tlt.phase.time.sleep", wait)
+    monkeypatch.setattr("tlt.train.phase.time.sleep", wait)
     phase = make_phase(OneTokenEngine(), idle, spot=spot)
     phase.should_stop = lambda: trainer.num_tokens > 10**4
     start = time.perf_counter()
@@ -505,7 +505,7 @@ def test_a_drafter_that_is_not_finite_is_not_sent(fault: float) -> None:
 
 def test_runs_side_by_side_have_mailboxes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
-    monkeypatch.setattr("tlt.train.connect_mailbox", lambda store, name: names.append(name))
+    monkeypatch.setattr("tlt.train.run.connect_mailbox", lambda store, name: names.append(name))
     for folder in ("a", "b"):
         settings = SimpleNamespace(refresh_during_rollout=True, refresh_seconds=1.0)
         world = SimpleNamespace(store=None, group=object())

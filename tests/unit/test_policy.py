@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tlt.config import AlgorithmConfig, OptimizerConfig
-from tlt.models.transformer import ModelConfig, Transformer
-from tlt.rl import policy
-from tlt.rl.policy import NonFiniteUpdate, PolicyTrainer, UpdateMetrics, learning_rate, plan_micro_batches, plan_ranks
+from tlt.config.schema import AlgorithmConfig, OptimizerConfig
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.rl import update as policy
+from tlt.rl.update import NonFiniteUpdate, PolicyTrainer, UpdateMetrics, learning_rate, plan_micro_batches, plan_ranks
 from tlt.types import Reward, Rollout, UserError
 
 CONFIG = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)

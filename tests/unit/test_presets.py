@@ -11,18 +11,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, to_transformers
-from tlt.config import Config
-from tlt.drafting.buffer import PackedBatch
-from tlt.drafting.export import choose_preset, load_drafter, save_drafter
-from tlt.drafting.losses import PRESETS
-from tlt.drafting.trainer import DrafterTrainer
+from tlt.config.schema import Config
+from tlt.drafter.buffer import PackedBatch
+from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.losses import PRESETS
+from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, capture_layers, drafter_config, training_capture
+from tlt.drafter.trainer import DrafterTrainer
+from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled, _CausalAndOwn, causal_and_own
-from tlt.models.drafter import DraftModel, Method, PackedDrafter, align, capture_layers, drafter_config, training_capture
-from tlt.models.transformer import PackedTransformer, Transformer
-from tlt.rollout.drafters import LearnedDrafter
-from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.tuner import Fixed
-from tlt.train import preflight
+from tlt.models.decoder import PackedTransformer, Transformer
+from tlt.train.run import preflight
+from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy, UserError
 
 DEEP = replace(CONFIG, num_layers=5)
@@ -312,6 +312,6 @@ def test_a_constant_that_the_drafters_form_does_not_have_is_refused_before_anyth
     save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
     drafter = {"path": tmp_path, "train": True, "feature_weight": 1.0}
     config = Config.model_validate({"model": {"path": tmp_path}, "task": {"name": "countdown"}, "drafter": drafter})
-    monkeypatch.setattr("tlt.train.load_model_config", lambda path: DEEP)
+    monkeypatch.setattr("tlt.train.run.load_model_config", lambda path: DEEP)
     with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
         preflight(config)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 
 from tlt.models import attention
 from tlt.models.attention import Cached, PackedCausal, StoringPrefill, padding_mask, real_tokens
-from tlt.models.checkpoint import parse_config
-from tlt.models.transformer import Linear, ModelConfig, PackedLinear, PackedTransformer, Transformer, rope_inverse_frequencies
+from tlt.models.decoder import Linear, ModelConfig, PackedLinear, PackedTransformer, Transformer, rope_inverse_frequencies
+from tlt.models.hf_weights import parse_config
 from tlt.speculative.tree import chain_mask
 
 VOCAB = 61

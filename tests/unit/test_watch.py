@@ -17,8 +17,25 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine, make_policy
-from tlt.config import Config, DrafterConfig, ModelConfig, TaskConfig
-from tlt.distributed.checkpoint import (
+from tlt.config.schema import Config, DrafterConfig, ModelConfig, TaskConfig
+from tlt.distributed.world import World
+from tlt.drafter.buffer import TrajectoryBuffer
+from tlt.drafter.folder import load_drafter, save_drafter
+from tlt.drafter.hybrid import HybridDrafter
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.losses import PRESETS
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
+from tlt.drafter.ngram import NgramDrafter, count_retrieved
+from tlt.drafter.service import DrafterWatch, distribution, draw, engine_logits, judge, read, trainer_logits
+from tlt.drafter.spot import SpotTrainer
+from tlt.drafter.trainer import DrafterTrainer
+from tlt.files import replace_folder
+from tlt.models.attention import PackedCausal
+from tlt.models.decoder import PackedTransformer
+from tlt.models.hf_weights import content_hash, load_config, load_tensors
+from tlt.models.hf_weights import save_checkpoint as save_model
+from tlt.report.timeline import Timeline
+from tlt.train.checkpoint import (
     Checkpoint,
     CheckpointWriter,
     RunState,
@@ -26,25 +43,8 @@ from tlt.distributed.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from tlt.distributed.collectives import World
-from tlt.drafting.buffer import TrajectoryBuffer
-from tlt.drafting.export import load_drafter, save_drafter
-from tlt.drafting.losses import PRESETS
-from tlt.drafting.spot import SpotTrainer
-from tlt.drafting.trainer import DrafterTrainer
-from tlt.drafting.watch import DrafterWatch, distribution, draw, engine_logits, judge, read, trainer_logits
-from tlt.files import replace_folder
-from tlt.models.attention import PackedCausal
-from tlt.models.checkpoint import content_hash, load_config, load_tensors
-from tlt.models.checkpoint import save_checkpoint as save_model
-from tlt.models.drafter import DraftModel, PackedDrafter, drafter_config
-from tlt.models.transformer import PackedTransformer
-from tlt.report.timeline import Timeline
-from tlt.rollout.drafters import LearnedDrafter
-from tlt.rollout.hybrid import HybridDrafter
-from tlt.rollout.ngram import NgramDrafter, count_retrieved
-from tlt.rollout.tuner import Fixed
-from tlt.train import Run, restore
+from tlt.train.run import Run, restore
+from tlt.tuning.tuner import Fixed
 from tlt.types import DrafterReport, Request, Rollout, SamplingParams, Strategy, UserError
 
 POLICY = make_policy()
@@ -143,7 +143,7 @@ def test_a_prompt_longer_than_the_sample_leaves_something_to_measure() -> None:
     assert sorted(counts.values()) == [6, 24]
     parts, prompt_ids = Parts(), tuple(range(1, 61)) * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tlt.drafting.watch.CANARY_TOKENS", 30)
+        patch.setattr("tlt.drafter.service.CANARY_TOKENS", 30)
         check = parts.watch.end_step([replace(r, prompt_ids=prompt_ids) for r in make_rollouts(2)], 0, 1.0)
     assert 0 < check.acceptance < 1
 
@@ -314,7 +314,7 @@ def test_outputs_that_are_not_finite_are_seen_between_measurements(monkeypatch: 
     parts = Parts(check_every=3, gate=1.0)
     assert not parts.step(0).set_aside
     for name in ("engine_logits", "trainer_logits"):
-        monkeypatch.setattr(f"tlt.drafting.watch.{name}", lambda drafter, target, sample: sample.target_RV * math.nan)
+        monkeypatch.setattr(f"tlt.drafter.service.{name}", lambda drafter, target, sample: sample.target_RV * math.nan)
     check = parts.step(1, trains=False)
     assert check.set_aside == "its outputs are not finite"
     assert parts.watch.trains, "a drafter set aside is trained"
@@ -602,7 +602,7 @@ def test_a_drafter_folder_is_replaced_only_when_the_new_one_is_complete(
 ) -> None:
     path, model = tmp_path / "drafter", DraftModel(drafter_config(CONFIG)).initialize(1)
     save_drafter(path, model, torch.float32)
-    monkeypatch.setattr("tlt.drafting.export.describe", kill)
+    monkeypatch.setattr("tlt.drafter.folder.describe", kill)
     with pytest.raises(KeyboardInterrupt):
         save_drafter(path, DraftModel(drafter_config(CONFIG)).initialize(2), torch.float32)
     assert content_hash(load_drafter(path, CONFIG).tensors) == content_hash(dict(model.state_dict()))

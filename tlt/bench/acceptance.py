@@ -19,14 +19,14 @@ import torch
 from torch import Tensor
 
 from tlt.bench.measure import Ratio, side_by_side
-from tlt.drafting.export import StoredDrafter
-from tlt.models.drafter import PackedDrafter
-from tlt.models.transformer import ModelConfig
-from tlt.rollout.drafters import LearnedDrafter
-from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.tuner import Fixed
+from tlt.drafter.folder import StoredDrafter
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.model import PackedDrafter
+from tlt.engine.engine import RolloutEngine
+from tlt.models.decoder import ModelConfig
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.verify import verify
+from tlt.tuning.tuner import Fixed
 from tlt.types import DraftTree, Request, Strategy, Verdict
 
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.7, 1.5, float("inf"))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tlt import __version__
-from tlt.config import Config
+from tlt.config.schema import Config
 from tlt.report.metrics import dumps, replace_text
 
 Changes = Mapping[str, Mapping[str, Any]]

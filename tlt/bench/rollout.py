@@ -25,23 +25,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tlt.bench.arms import ArmCosts, record_arms
-from tlt.bench.longtail import Workload, hash_model, read_workload
+from benchmarks.arms import ArmCosts, record_arms
+from benchmarks.longtail import Workload, hash_model, read_workload
+from benchmarks.peers import PeerResult, run_transformers, run_vllm
+from benchmarks.plots import plot_longtail, plot_regret
+from benchmarks.replay import RecordedCosts, Replay, replay
 from tlt.bench.measure import Ratio, Trace, constant_batch, side_by_side
-from tlt.bench.peers import PeerResult, run_transformers, run_vllm
-from tlt.bench.plots import plot_longtail, plot_regret
-from tlt.bench.replay import RecordedCosts, Replay, replay
 from tlt.bench.report import Changes, header, number, provenance, ratio_text, table, with_changes, write_report
 from tlt.bench.subject import BestArms, Subject
-from tlt.config import Config
-from tlt.distributed.collectives import World, init_process_group_from_env, shutdown
-from tlt.distributed.coordinator import connect_coordinator
-from tlt.phase import PhaseResult
+from tlt.config.schema import Config
+from tlt.distributed.work_queue import connect_coordinator
+from tlt.distributed.world import World, init_process_group_from_env, shutdown
+from tlt.engine.engine import EngineStats
 from tlt.report.timeline import critical_path_share, read_spans
-from tlt.rollout.costs import CostModel
-from tlt.rollout.engine import EngineStats
-from tlt.rollout.tuner import BegMab, default_arms, default_groups
-from tlt.train import Run, device_name, problems_of_step
+from tlt.train.phase import PhaseResult
+from tlt.train.run import Run, device_name, problems_of_step
+from tlt.tuning.cost_model import CostModel
+from tlt.tuning.tuner import BegMab, default_arms, default_groups
 from tlt.types import Rollout, SpanName, Strategy, StrategyTuner
 
 if TYPE_CHECKING:

@@ -6,17 +6,17 @@ import dataclasses
 
 import torch
 
-from tlt.bench.arms import ArmCosts
-from tlt.config import Config
-from tlt.drafting.export import load_drafter
-from tlt.models.checkpoint import load_config, load_tensors
-from tlt.models.drafter import PackedDrafter
+from benchmarks.arms import ArmCosts
+from tlt.config.schema import Config
+from tlt.drafter.folder import load_drafter
+from tlt.drafter.hybrid import drafter_kinds, make_drafter
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.model import PackedDrafter
+from tlt.engine.engine import RolloutEngine
+from tlt.models.hf_weights import load_config, load_tensors
 from tlt.models.tokenizer import load_tokenizer
-from tlt.rollout.drafters import LearnedDrafter
-from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.hybrid import drafter_kinds, make_drafter
-from tlt.rollout.tuner import make_tuner
-from tlt.train import device_name, load_problems, problems_of_step
+from tlt.train.run import device_name, load_problems, problems_of_step
+from tlt.tuning.tuner import make_tuner
 from tlt.types import BatchState, Request, SamplingParams, StepOutcome, Strategy, StrategyTuner, resolve_dtype
 
 

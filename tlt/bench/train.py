@@ -33,14 +33,14 @@ import torch
 
 from tlt.bench.measure import Ratio
 from tlt.bench.report import Changes, number, provenance, ratio_text, table, with_changes
-from tlt.config import Config
-from tlt.distributed.collectives import World, any_rank, gather_objects, init_process_group_from_env, shutdown
-from tlt.distributed.coordinator import connect_coordinator
-from tlt.phase import PhaseResult, StopRequested
+from tlt.config.schema import Config
+from tlt.distributed.work_queue import connect_coordinator
+from tlt.distributed.world import World, any_rank, gather_objects, init_process_group_from_env, shutdown
 from tlt.report.console import Console
 from tlt.report.metrics import StepRecord, read_metrics
 from tlt.report.timeline import covered_seconds, critical_path_share, read_spans
-from tlt.train import Run, advance, device_name, load_problems
+from tlt.train.phase import PhaseResult, StopRequested
+from tlt.train.run import Run, advance, device_name, load_problems
 from tlt.types import Problem, Span, SpanName, UserError
 
 if TYPE_CHECKING:

@@ -20,20 +20,20 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt.config import Config, load_config
+from tlt.config.schema import Config, load_config
 from tlt.files import Record, check_output_file, get_id, read_jsonl, write_atomically, write_jsonl
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tlt.audit import AuditReport, Referee
+    from tlt.audit.verdict import AuditReport, Referee
     from tlt.bench.rollout import Options
+    from tlt.drafter.learned import LearnedDrafter
+    from tlt.engine.engine import EngineStats, RolloutEngine, Verify
+    from tlt.models.decoder import ModelConfig
     from tlt.models.tokenizer import Tokenizer
-    from tlt.models.transformer import ModelConfig
-    from tlt.rl.tasks import Task
-    from tlt.rollout.drafters import LearnedDrafter
-    from tlt.rollout.engine import EngineStats, RolloutEngine, Verify
+    from tlt.tasks.base import Task
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -67,8 +67,8 @@ def generate(options: GenerateOptions) -> Record:
     """Writes one line per response, in the order of prompts and samples; returns the summary."""
     import torch
 
-    from tlt.models.checkpoint import load_config as load_model_config
-    from tlt.models.checkpoint import load_tensors
+    from tlt.models.hf_weights import load_config as load_model_config
+    from tlt.models.hf_weights import load_tensors
     from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
     _check_generate(options)
@@ -101,8 +101,8 @@ def _check_generate(options: GenerateOptions) -> None:
 
 
 def _check_engine(options: GenerateOptions | AuditOptions, speculation: str) -> None:
-    from tlt.rollout.hybrid import drafter_kinds
-    from tlt.rollout.tuner import make_tuner
+    from tlt.drafter.hybrid import drafter_kinds
+    from tlt.tuning.tuner import make_tuner
 
     for name, value in (("samples", options.samples), ("max-batch-size", options.max_batch_size), ("threads", options.threads)):
         if value < 1:
@@ -184,10 +184,10 @@ def _make_engine(
     """`verify` None is the engine's own."""
     import torch
 
-    from tlt.rollout.engine import RolloutEngine
-    from tlt.rollout.hybrid import drafter_kinds, make_drafter
-    from tlt.rollout.tuner import make_tuner
+    from tlt.drafter.hybrid import drafter_kinds, make_drafter
+    from tlt.engine.engine import RolloutEngine
     from tlt.speculative.verify import verify as default_verify
+    from tlt.tuning.tuner import make_tuner
 
     has_cuda = torch.cuda.is_available()
     if options.device == "cuda" and not has_cuda:
@@ -208,9 +208,9 @@ def _make_engine(
 
 
 def _load_drafter(path: Path, engine: RolloutEngine, tensors: Mapping[str, Tensor], max_slots: int) -> LearnedDrafter:
-    from tlt.drafting.export import load_drafter
-    from tlt.models.drafter import PackedDrafter
-    from tlt.rollout.drafters import LearnedDrafter
+    from tlt.drafter.folder import load_drafter
+    from tlt.drafter.learned import LearnedDrafter
+    from tlt.drafter.model import PackedDrafter
 
     stored = load_drafter(path, engine.config, tensors)
     packed = PackedDrafter.from_tensors(stored.config, stored.tensors, engine.model.dtype, engine.device)
@@ -265,7 +265,7 @@ def make_problems(task: Task, name: str, num: int, seed: int, options: Mapping[s
 
 
 def _get_task(name: str) -> Task:
-    from tlt.rl.tasks import get_task
+    from tlt.tasks.base import get_task
 
     try:
         return get_task(name)
@@ -379,7 +379,7 @@ def audit(options: AuditOptions, command: str, on_report: Callable[[AuditReport]
     """Judges every mode; `on_report` receives each report as it is made. Returns the summary, and writes all to `out`."""
     import torch
 
-    from tlt.audit import Auditor, Referee
+    from tlt.audit.verdict import Auditor, Referee
     from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
     _check_audit(options)
@@ -471,7 +471,7 @@ def _audited_modes(
         for sample_index in range(options.samples)
     ]
     if options.url is not None:
-        from tlt.integrations.completions import complete
+        from tlt.audit.server import complete
 
         assert options.engine_model is not None
         yield options.url, list(complete(options.url, options.engine_model, requests, options.max_batch_size))
@@ -485,9 +485,9 @@ def _audited_name(options: AuditOptions, speculation: str) -> str:
 
 
 def _generate_audited(options: AuditOptions, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
-    from tlt.audit import PlantedFault
-    from tlt.models.checkpoint import load_config as load_model_config
-    from tlt.models.checkpoint import load_tensors
+    from tlt.audit.verdict import PlantedFault
+    from tlt.models.hf_weights import load_config as load_model_config
+    from tlt.models.hf_weights import load_tensors
 
     config = load_model_config(options.model)
     verify = PlantedFault(options.plant_fault, options.params.seed) if options.plant_fault else None
@@ -568,15 +568,15 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     """
     import torch
 
-    from tlt.drafting.buffer import TrajectoryBuffer
-    from tlt.drafting.export import choose_preset, load_drafter, save_drafter
-    from tlt.drafting.losses import PRESETS
-    from tlt.drafting.spot import RECOMPUTE_TOKENS, FeatureRecompute
-    from tlt.drafting.trainer import DrafterTrainer
-    from tlt.models.checkpoint import content_hash, load_tensors
-    from tlt.models.checkpoint import load_config as load_model_config
-    from tlt.models.drafter import DraftModel, drafter_config
-    from tlt.models.transformer import PackedTransformer
+    from tlt.drafter.buffer import TrajectoryBuffer
+    from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
+    from tlt.drafter.losses import PRESETS
+    from tlt.drafter.model import DraftModel, drafter_config
+    from tlt.drafter.spot import RECOMPUTE_TOKENS, FeatureRecompute
+    from tlt.drafter.trainer import DrafterTrainer
+    from tlt.models.decoder import PackedTransformer
+    from tlt.models.hf_weights import content_hash, load_tensors
+    from tlt.models.hf_weights import load_config as load_model_config
 
     _check_drafter_train(options)
     config = load_model_config(options.model)
@@ -650,10 +650,10 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
 
 def _answer(options: DrafterTrainOptions, config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[Rollout]:
     """The model's own responses to the prompts, by adaptive speculation without a learned drafter."""
+    from tlt.drafter.hybrid import drafter_kinds, make_drafter
+    from tlt.engine.engine import RolloutEngine
     from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
-    from tlt.rollout.engine import RolloutEngine
-    from tlt.rollout.hybrid import drafter_kinds, make_drafter
-    from tlt.rollout.tuner import make_tuner
+    from tlt.tuning.tuner import make_tuner
 
     assert options.prompts is not None, "responses or prompts are given"
     tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
@@ -785,12 +785,12 @@ def bench_rollout(
     config_path: Path, overrides: Sequence[str], options: Options, command: str, say: Callable[[str], None]
 ) -> Record:
     """Measures the configuration's rollout (see bench/rollout.py); returns the ratios over off, by measurement."""
-    from tlt.bench.longtail import hash_model, read_workload
-    from tlt.bench.plots import check_plots
+    from benchmarks.longtail import hash_model, read_workload
+    from benchmarks.plots import check_plots
     from tlt.bench.rollout import run_benchmark
-    from tlt.rollout.hybrid import drafter_kinds
-    from tlt.rollout.tuner import make_tuner
-    from tlt.train import preflight
+    from tlt.drafter.hybrid import drafter_kinds
+    from tlt.train.run import preflight
+    from tlt.tuning.tuner import make_tuner
 
     _check_words("parts", options.parts, PARTS)
     _check_words("peers", options.peers, PEERS)
@@ -836,7 +836,7 @@ def bench_train(config_path: Path, overrides: Sequence[str], options: BenchTrain
     reports what was measured and exits as a run does."""
     from tlt.bench.report import header, write_report
     from tlt.bench.train import FROZEN, OFF, Plan, launch_runs, summarize, to_markdown
-    from tlt.train import preflight
+    from tlt.train.run import preflight
 
     changes = {"tlt": {}, "frozen": FROZEN}
     _check_words("variants", options.variants, tuple(changes))
@@ -888,7 +888,7 @@ def bench_geometry(options: BenchGeometryOptions, command: str, say: Callable[[s
     """Costs per step in a real model's shape (see bench/geometry.py); returns the milliseconds of a step by measurement."""
     import torch
 
-    from tlt.bench.geometry import SHAPES, measure, to_markdown
+    from benchmarks.geometry import SHAPES, measure, to_markdown
     from tlt.bench.report import environment
     from tlt.types import Strategy
 

@@ -25,9 +25,9 @@ class ExportOptions:
 
 def export(options: ExportOptions, warn: Callable[[str], None]) -> Record:
     """Writes the new folder `options.to` (see drafting/formats.py). `warn` hears of weights that do not belong together."""
-    from tlt.drafting.export import load_drafter
-    from tlt.drafting.formats import FORMATS, Target, export_drafter, mismatch
-    from tlt.models.checkpoint import config_to_hf, content_hash, load_config, load_tensors
+    from tlt.drafter.folder import load_drafter
+    from tlt.drafter.formats import FORMATS, Target, export_drafter, mismatch
+    from tlt.models.hf_weights import config_to_hf, content_hash, load_config, load_tensors
 
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new folder")
@@ -67,9 +67,9 @@ def evaluate(options: EvalOptions) -> Record:
     import torch
 
     from tlt.bench.acceptance import observe, speedup
-    from tlt.commands import read_prompts
-    from tlt.drafting.export import load_drafter
-    from tlt.models.checkpoint import load_config, load_tensors
+    from tlt.cli.commands import read_prompts
+    from tlt.drafter.folder import load_drafter
+    from tlt.models.hf_weights import load_config, load_tensors
     from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
     _check_eval(options)

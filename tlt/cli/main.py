@@ -377,18 +377,18 @@ def run(command: Any, overrides: Sequence[str]) -> int:
 
 
 def _train(command: Train, overrides: Sequence[str]) -> int:
-    from tlt.commands import resolve_train_config
+    from tlt.cli.commands import resolve_train_config
 
     config = resolve_train_config(command.config, overrides, command.resume)
     from tlt.distributed.launch import launch
-    from tlt.train import preflight
+    from tlt.train.run import preflight
 
     preflight(config)
-    return launch(config.to_json(), config.run.num_ranks, "tlt.train:main", threads_per_rank=config.run.threads_per_rank)
+    return launch(config.to_json(), config.run.num_ranks, "tlt.train.run:main", threads_per_rank=config.run.threads_per_rank)
 
 
 def _generate(command: Generate) -> int:
-    from tlt import commands
+    from tlt.cli import commands
     from tlt.types import SamplingParams
 
     params = SamplingParams(
@@ -416,7 +416,7 @@ def _generate(command: Generate) -> int:
 
 
 def _task(command: Task) -> int:
-    from tlt import commands
+    from tlt.cli import commands
     from tlt.types import UserError
 
     try:
@@ -429,7 +429,7 @@ def _task(command: Task) -> int:
 
 
 def _score(command: Score) -> int:
-    from tlt import commands
+    from tlt.cli import commands
 
     score = commands.score(command.name, command.problems, command.responses, command.out)
     width = max(len(problem.problem_id) for problem in score.problems)
@@ -442,8 +442,8 @@ def _score(command: Score) -> int:
 
 
 def _audit(command: Audit) -> int:
-    from tlt import commands
-    from tlt.audit import AuditReport
+    from tlt.audit.verdict import AuditReport
+    from tlt.cli import commands
     from tlt.types import SamplingParams
 
     given = dict(vars(command))
@@ -484,7 +484,7 @@ def describe_audit(report: Any) -> str:
 
 
 def _drafter_train(command: DrafterTrain) -> int:
-    from tlt import commands
+    from tlt.cli import commands
 
     shown = time.monotonic()
 
@@ -498,7 +498,7 @@ def _drafter_train(command: DrafterTrain) -> int:
 
 
 def _drafter_export(command: DrafterExport) -> int:
-    from tlt import commands_drafter
+    from tlt.cli import commands_drafter
 
     def warn(line: str) -> None:
         print(f"tlt drafter export: warning: {line}", file=sys.stderr)
@@ -507,7 +507,7 @@ def _drafter_export(command: DrafterExport) -> int:
 
 
 def _drafter_eval(command: DrafterEval) -> int:
-    from tlt import commands_drafter
+    from tlt.cli import commands_drafter
 
     summary = commands_drafter.evaluate(commands_drafter.EvalOptions(**vars(command)))
     _print_evaluation(summary)
@@ -541,9 +541,9 @@ def _print_evaluation(summary: dict[str, Any]) -> None:
 
 
 def _bench_rollout(command: BenchRollout, overrides: Sequence[str]) -> int:
-    from tlt import commands
-    from tlt.bench.peers import setup_vllm
+    from benchmarks.peers import setup_vllm
     from tlt.bench.rollout import Options
+    from tlt.cli import commands
 
     options = Options(
         parts=_words(command.parts),
@@ -567,7 +567,7 @@ def _bench_rollout(command: BenchRollout, overrides: Sequence[str]) -> int:
 
 
 def _bench_train(command: BenchTrain, overrides: Sequence[str]) -> int:
-    from tlt import commands
+    from tlt.cli import commands
 
     options = commands.BenchTrainOptions(command.out, _words(command.variants), command.steps, command.minutes)
     words = ["tlt bench train", *sys.argv[3:]]
@@ -575,7 +575,7 @@ def _bench_train(command: BenchTrain, overrides: Sequence[str]) -> int:
 
 
 def _bench_geometry(command: BenchGeometry) -> int:
-    from tlt import commands
+    from tlt.cli import commands
 
     options = commands.BenchGeometryOptions(
         command.out,
@@ -681,7 +681,7 @@ def _split_name(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def split_overrides(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Takes `--section.key value` and `--section.key=value` out of the arguments; tlt.config reads them."""
+    """Takes `--section.key value` and `--section.key=value` out of the arguments; tlt.config.schema reads them."""
     rest: list[str] = []
     overrides: list[str] = []
     pending = list(arguments)

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt.drafting.foreign import drop_repeated, read_directory
-from tlt.drafting.losses import DEFAULT_PRESET, PRESETS, Preset
+from tlt.drafter.foreign import drop_repeated, read_directory
+from tlt.drafter.losses import DEFAULT_PRESET, PRESETS, Preset
+from tlt.drafter.model import DraftConfig, DraftModel, Method, drafter_config
 from tlt.files import replace_folder
-from tlt.models.checkpoint import config_to_hf, parse_config
-from tlt.models.drafter import DraftConfig, DraftModel, Method, drafter_config
-from tlt.models.transformer import ModelConfig
+from tlt.models.decoder import ModelConfig
+from tlt.models.hf_weights import config_to_hf, parse_config
 from tlt.types import UserError
 
 ARCHITECTURES: dict[str, Method] = {"EagleLlamaForCausalLM": "eagle", "LlamaForCausalLMEagle3": "eagle3"}

@@ -17,8 +17,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from tlt.models.checkpoint import INDEX, WEIGHTS, load_stored
-from tlt.models.drafter import Method, draft_token_ids
+from tlt.drafter.model import Method, draft_token_ids
+from tlt.models.hf_weights import INDEX, WEIGHTS, load_stored
 from tlt.types import UserError
 
 ARCHITECTURES: Mapping[str, Method | None] = {

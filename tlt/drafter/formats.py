@@ -20,8 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt import __version__
-from tlt.drafting.export import StoredDrafter, describe
-from tlt.models.drafter import Method, draft_token_ids
+from tlt.drafter.folder import StoredDrafter, describe
+from tlt.drafter.model import Method, draft_token_ids
 from tlt.types import UserError
 
 NUM_DRAFT_TOKENS = 3

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.rollout.calibration import DEFAULT_CONFIDENCE_THRESHOLD
-from tlt.rollout.drafters import LearnedDrafter
-from tlt.rollout.ngram import DEFAULT_MAX_TOKENS, NgramDrafter
+from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.ngram import DEFAULT_MAX_TOKENS, NgramDrafter
 from tlt.speculative.protocol import DraftContext, Drafter
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict

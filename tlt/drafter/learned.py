@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calibration, TauSearch
+from tlt.drafter.history import FeatureHistory
+from tlt.drafter.model import TOKEN_AHEAD, PackedDrafter, training_capture
 from tlt.models.attention import Cached, StoringPrefill, padding_mask
-from tlt.models.drafter import TOKEN_AHEAD, PackedDrafter, training_capture
-from tlt.models.transformer import PackedTransformer
-from tlt.rollout.cache import Cache
-from tlt.rollout.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calibration, TauSearch
-from tlt.rollout.history import FeatureHistory
+from tlt.models.decoder import PackedTransformer
+from tlt.models.kv_cache import Cache
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.tree import chain, chain_mask
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict

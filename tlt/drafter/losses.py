@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.models.drafter import Method
+from tlt.drafter.model import Method
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt.models.transformer import (
+from tlt.models.decoder import (
     Attend,
     DecoderLayer,
     Linear,

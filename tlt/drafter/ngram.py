@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tlt.rollout.calibration import DEFAULT_CONFIDENCE_THRESHOLD
+from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict

@@ -27,10 +27,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.drafting.trainer import DrafterTrainer
+from tlt.drafter.model import DraftModel, PackedDrafter, align, training_capture
+from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.attention import PackedCausal
-from tlt.models.drafter import DraftModel, PackedDrafter, align, training_capture
-from tlt.models.transformer import PackedTransformer
+from tlt.models.decoder import PackedTransformer
 from tlt.types import DrafterCheck, DrafterReport, Rollout
 
 CANARY_TOKENS = 256

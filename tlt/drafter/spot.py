@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.drafting.buffer import Trajectory, TrajectoryBuffer
-from tlt.drafting.trainer import DrafterTrainer
+from tlt.drafter.buffer import Trajectory, TrajectoryBuffer
+from tlt.drafter.model import DraftModel
+from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.attention import Cached
-from tlt.models.drafter import DraftModel
-from tlt.models.transformer import PackedTransformer
+from tlt.models.decoder import PackedTransformer
 from tlt.speculative.tree import chain_mask
 from tlt.types import DrafterReport, Rollout, Span, SpanName
 

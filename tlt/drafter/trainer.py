@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.drafting.buffer import PackedBatch
-from tlt.drafting.losses import Preset, draft_loss
+from tlt.drafter.buffer import PackedBatch
+from tlt.drafter.losses import Preset, draft_loss
+from tlt.drafter.model import DraftModel, align, training_capture
 from tlt.models.attention import Unrolled
-from tlt.models.drafter import DraftModel, align, training_capture
-from tlt.models.transformer import PackedTransformer
+from tlt.models.decoder import PackedTransformer
 
 
 class DrafterTrainer:

@@ -19,12 +19,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from tlt.engine.noise import NoiseBlocks
+from tlt.engine.scheduler import Admission, Scheduler
+from tlt.engine.sequence import Sequence
 from tlt.models.attention import Cached, StoringPrefill, pad, padding_mask
-from tlt.models.transformer import ModelConfig, PackedTransformer
-from tlt.rollout.cache import Cache
-from tlt.rollout.noise import NoiseBlocks
-from tlt.rollout.scheduler import Admission, Scheduler
-from tlt.rollout.sequence import Sequence
+from tlt.models.decoder import ModelConfig, PackedTransformer
+from tlt.models.kv_cache import Cache
 from tlt.speculative.protocol import DraftContext, Drafter
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.tree import ancestors, chain, chain_mask, tree_mask

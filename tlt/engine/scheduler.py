@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tlt.rollout.sequence import Sequence
+from tlt.engine.sequence import Sequence
 from tlt.types import PartialResponse, Request
 
 

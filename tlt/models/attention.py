@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.models.transformer import ModelConfig
+from tlt.models.decoder import ModelConfig
 
 
 class PackedCausal:

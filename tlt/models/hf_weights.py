@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt.models.transformer import Architecture, ModelConfig, RopeScaling, Transformer
+from tlt.models.decoder import Architecture, ModelConfig, RopeScaling, Transformer
 from tlt.types import UserError
 
 ARCHITECTURES: dict[str, Architecture] = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}

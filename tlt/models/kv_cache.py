@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tlt.models.transformer import ModelConfig
+from tlt.models.decoder import ModelConfig
 
 _BLOCK = 128
 """Granularity of lengths, in tokens."""

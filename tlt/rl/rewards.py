@@ -26,7 +26,7 @@ from multiprocessing.connection import Connection, Pipe
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tlt.rl.tasks import Task, get_task
+from tlt.tasks.base import Task, get_task
 
 if TYPE_CHECKING:
     from tlt.types import Reward

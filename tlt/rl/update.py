@@ -30,9 +30,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tlt.config import AlgorithmConfig, OptimizerConfig
+from tlt.config.schema import AlgorithmConfig, OptimizerConfig
 from tlt.models.attention import PackedCausal
-from tlt.models.transformer import ModelConfig, Transformer
+from tlt.models.decoder import ModelConfig, Transformer
 from tlt.rl.algorithms import clipped_policy_loss, entropy, group_advantages, importance_weights, kl_estimate, token_mean
 from tlt.types import Reward, Rollout, UserError
 

@@ -4,7 +4,7 @@ import importlib
 from typing import Any, Protocol, runtime_checkable
 
 #: The tasks that come with TLT, as "module:object".
-BUILTIN = {"countdown": "tlt.rl.tasks.countdown:TASK"}
+BUILTIN = {"countdown": "tlt.tasks.countdown:TASK"}
 
 
 @runtime_checkable

@@ -175,7 +175,7 @@ def draw_puzzle(rng: random.Random, split: Split, mix: Mapping[int, float], max_
 
 @dataclass(frozen=True)
 class Countdown:
-    """The task `countdown` (see `tlt.rl.tasks.Task`)."""
+    """The task `countdown` (see `tlt.tasks.base.Task`)."""
 
     def problems(
         self,

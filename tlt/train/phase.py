@@ -22,16 +22,16 @@ from dataclasses import dataclass, field
 
 from safetensors.torch import load, save
 
-from tlt.distributed.collectives import World, any_rank, gather_objects
-from tlt.distributed.coordinator import Coordinator
 from tlt.distributed.mailbox import Mailbox
-from tlt.drafting.spot import SpotTrainer
-from tlt.drafting.watch import DrafterWatch
-from tlt.models.drafter import DraftModel
+from tlt.distributed.work_queue import Coordinator
+from tlt.distributed.world import World, any_rank, gather_objects
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.model import DraftModel
+from tlt.drafter.service import DrafterWatch
+from tlt.drafter.spot import SpotTrainer
+from tlt.engine.engine import EngineStats, RolloutEngine
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
-from tlt.rollout.drafters import LearnedDrafter
-from tlt.rollout.engine import EngineStats, RolloutEngine
 from tlt.types import (
     DrafterCheck,
     DrafterReport,

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tlt.config import Config, DrafterConfig
-from tlt.distributed.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint
-from tlt.distributed.collectives import (
+from tlt.config.schema import Config, DrafterConfig
+from tlt.distributed.mailbox import connect_mailbox
+from tlt.distributed.work_queue import Coordinator, connect_coordinator
+from tlt.distributed.world import (
     World,
     any_rank,
     average_weighted,
@@ -30,32 +31,31 @@ from tlt.distributed.collectives import (
     init_process_group_from_env,
     shutdown,
 )
-from tlt.distributed.coordinator import Coordinator, connect_coordinator
-from tlt.distributed.mailbox import connect_mailbox
-from tlt.drafting.buffer import TrajectoryBuffer
-from tlt.drafting.export import choose_preset, load_drafter, save_drafter
-from tlt.drafting.spot import SpotTrainer
-from tlt.drafting.trainer import DrafterTrainer
-from tlt.drafting.watch import DrafterWatch
+from tlt.drafter.buffer import TrajectoryBuffer
+from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
+from tlt.drafter.hybrid import HybridDrafter, drafter_kinds, make_drafter
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.model import DraftModel, PackedDrafter
+from tlt.drafter.ngram import count_retrieved
+from tlt.drafter.service import DrafterWatch
+from tlt.drafter.spot import SpotTrainer
+from tlt.drafter.trainer import DrafterTrainer
+from tlt.engine.engine import RolloutEngine
 from tlt.files import Record, get_id, read_jsonl
-from tlt.models.checkpoint import content_hash, load_tensors
-from tlt.models.checkpoint import load_config as load_model_config
-from tlt.models.checkpoint import save_checkpoint as save_model
-from tlt.models.drafter import DraftModel, PackedDrafter
+from tlt.models.decoder import Transformer
+from tlt.models.hf_weights import content_hash, load_tensors
+from tlt.models.hf_weights import load_config as load_model_config
+from tlt.models.hf_weights import save_checkpoint as save_model
 from tlt.models.tokenizer import check_prompt, load_tokenizer
-from tlt.models.transformer import Transformer
-from tlt.phase import DrafterRefresh, PhaseResult, RolloutPhase, StopRequested
 from tlt.report.console import Console
 from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test
 from tlt.report.timeline import Timeline, merge_timelines, rank_path, shared_epoch
-from tlt.rl.policy import PolicyTrainer, UpdateMetrics
 from tlt.rl.rewards import RewardPool
-from tlt.rl.tasks import get_task
-from tlt.rollout.drafters import LearnedDrafter
-from tlt.rollout.engine import RolloutEngine
-from tlt.rollout.hybrid import HybridDrafter, drafter_kinds, make_drafter
-from tlt.rollout.ngram import count_retrieved
-from tlt.rollout.tuner import make_tuner
+from tlt.rl.update import PolicyTrainer, UpdateMetrics
+from tlt.tasks.base import get_task
+from tlt.train.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint
+from tlt.train.phase import DrafterRefresh, PhaseResult, RolloutPhase, StopRequested
+from tlt.tuning.tuner import make_tuner
 from tlt.types import Problem, SamplingParams, SpanName, UserError, resolve_dtype
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 
-from tlt.rollout.costs import CostModel
+from tlt.tuning.cost_model import CostModel
 from tlt.types import BatchState, StepOutcome, Strategy, StrategyTuner, UserError
 
 

@@ -1,0 +1,7 @@
+"""`python -m tlt` is `tlt`."""
+
+import sys
+
+from tlt.cli.main import main
+
+sys.exit(main())
