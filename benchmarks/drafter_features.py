@@ -27,8 +27,8 @@ from tlt.drafter.history import FeatureHistory
 from tlt.drafter.model import DraftModel
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.models.decoder import PackedTransformer
 from tlt.models.hf_weights import load_config, load_tensors
+from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout
 
 NUM_CARRIED = 8

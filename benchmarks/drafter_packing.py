@@ -27,8 +27,8 @@ from tlt.drafter.buffer import PackedBatch
 from tlt.drafter.folder import choose_preset, load_drafter
 from tlt.drafter.model import DraftModel
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.models.decoder import PackedTransformer
 from tlt.models.hf_weights import load_config, load_tensors
+from tlt.models.packed import PackedTransformer
 
 
 def make_batch(lengths: Sequence[int], padded_to: int | None, size: int, vocab_size: int) -> PackedBatch:

@@ -28,8 +28,8 @@ from tlt.drafter.losses import PRESETS, Preset
 from tlt.drafter.model import DraftModel, drafter_config
 from tlt.drafter.spot import FeatureRecompute
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.models.decoder import PackedTransformer
 from tlt.models.hf_weights import load_config, load_tensors
+from tlt.models.packed import PackedTransformer
 from tlt.models.tokenizer import load_tokenizer
 from tlt.types import Request, Rollout, SamplingParams
 

@@ -31,9 +31,9 @@ from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.files import replace_folder
 from tlt.models.attention import PackedCausal
-from tlt.models.decoder import PackedTransformer
 from tlt.models.hf_weights import content_hash, load_config, load_tensors
 from tlt.models.hf_weights import save_checkpoint as save_model
+from tlt.models.packed import PackedTransformer
 from tlt.report.timeline import Timeline
 from tlt.train.checkpoint import (
     Checkpoint,
