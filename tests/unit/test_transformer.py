@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Pr
 from tlt.models import cpu_kernels
 from tlt.models.attention import Cached, PackedCausal, StoringPrefill, padding_mask, real_tokens
 from tlt.models.decoder import Linear, ModelConfig, Transformer, rope_inverse_frequencies
-from tlt.models.hf_weights import parse_config
+from tlt.models.hf_config import parse_config
 from tlt.models.packed import PackedLinear, PackedTransformer
 from tlt.speculative.tree import chain_mask
 

@@ -67,7 +67,7 @@ def generate(options: GenerateOptions) -> Record:
     """Writes one line per response, in the order of prompts and samples; returns the summary."""
     import torch
 
-    from tlt.models.hf_weights import load_config as load_model_config
+    from tlt.models.hf_config import load_model_config
     from tlt.models.hf_weights import load_tensors
     from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
@@ -486,7 +486,7 @@ def _audited_name(options: AuditOptions, speculation: str) -> str:
 
 def _generate_audited(options: AuditOptions, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
     from tlt.audit.verdict import PlantedFault
-    from tlt.models.hf_weights import load_config as load_model_config
+    from tlt.models.hf_config import load_model_config
     from tlt.models.hf_weights import load_tensors
 
     config = load_model_config(options.model)
@@ -574,8 +574,8 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     from tlt.drafter.model import DraftModel, drafter_config
     from tlt.drafter.spot import RECOMPUTE_TOKENS, FeatureRecompute
     from tlt.drafter.trainer import DrafterTrainer
+    from tlt.models.hf_config import load_model_config
     from tlt.models.hf_weights import content_hash, load_tensors
-    from tlt.models.hf_weights import load_config as load_model_config
     from tlt.models.packed import PackedTransformer
 
     _check_drafter_train(options)
