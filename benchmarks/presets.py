@@ -21,7 +21,7 @@ import torch
 
 from tlt.bench.acceptance import observe, speedup
 from tlt.bench.report import environment, provenance, ratio_text, table, write_report
-from tlt.cli.commands import read_prompts, read_responses
+from tlt.cli.commands import read_responses
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.losses import PRESETS, Preset
@@ -31,6 +31,7 @@ from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import load_tensors
 from tlt.models.packed import PackedTransformer
+from tlt.models.prompts import read_prompts
 from tlt.models.tokenizer import load_tokenizer
 from tlt.types import Request, Rollout, SamplingParams
 
