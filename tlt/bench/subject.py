@@ -13,7 +13,8 @@ from tlt.drafter.hybrid import drafter_kinds, make_drafter
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.model import PackedDrafter
 from tlt.engine.engine import RolloutEngine
-from tlt.models.hf_weights import load_config, load_tensors
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import load_tensors
 from tlt.models.tokenizer import load_tokenizer
 from tlt.train.run import device_name, load_problems, problems_of_step
 from tlt.tuning.tuner import make_tuner
@@ -42,7 +43,7 @@ class Subject:
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(config.run.threads_per_rank)
         self.config = config
-        self.model_config = load_config(config.model.path)
+        self.model_config = load_model_config(config.model.path)
         self.dtype, self.device = resolve_dtype(config.run.dtype), torch.device(device_name(config))
         master = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.tensors = load_tensors(config.model.path, self.model_config, master)
