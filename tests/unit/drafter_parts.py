@@ -22,14 +22,7 @@ from tlt.models.decoder import PackedTransformer, Transformer
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed
-from tlt.types import (
-    DraftTree,
-    Request,
-    Rollout,
-    SamplingParams,
-    Strategy,
-    StrategyTuner,
-)
+from tlt.types import DraftTree, Request, Rollout, SamplingParams, Strategy, StrategyTuner
 
 SIZE = CONFIG.hidden_size
 POLICY = make_policy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,19 +16,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG
-from tests.unit.drafter_parts import (
-    MODEL,
-    SIZE,
-    plain_forward,
-    randn,
-)
+from tests.unit.drafter_parts import MODEL, SIZE, plain_forward, randn
 from tlt.drafter.folder import load_drafter, save_drafter
-from tlt.drafter.model import PackedDrafter
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
+from tlt.files import replace_folder
 from tlt.models.attention import PackedCausal
 from tlt.models.hf_weights import content_hash
-from tlt.types import (
-    UserError,
-)
+from tlt.types import UserError
 
 
 def test_a_drafter_directory_gives_back_what_was_saved(tmp_path: Path) -> None:
@@ -88,3 +83,44 @@ def test_a_drafter_of_another_target_is_refused(tmp_path: Path) -> None:
     save_drafter(tmp_path, MODEL, torch.float32)
     with pytest.raises(UserError, match="drafter for this model"):
         load_drafter(tmp_path, replace(CONFIG, hidden_size=64))
+
+
+def kill(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("breaks", [OSError, KeyboardInterrupt])
+def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path, breaks: type[BaseException]) -> None:
+    target = tmp_path / "drafter"
+    with replace_folder(target) as folder:
+        (folder / "a").write_text("old")
+
+    def write() -> None:
+        with replace_folder(target) as folder:
+            (folder / "a").write_text("new")
+            raise breaks
+
+    with pytest.raises(breaks):
+        write()
+    assert (target / "a").read_text() == "old"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_drafter_folder_is_replaced_only_when_the_new_one_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, model = tmp_path / "drafter", DraftModel(drafter_config(CONFIG)).initialize(1)
+    save_drafter(path, model, torch.float32)
+    monkeypatch.setattr("tlt.drafter.folder.describe", kill)
+    with pytest.raises(KeyboardInterrupt):
+        save_drafter(path, DraftModel(drafter_config(CONFIG)).initialize(2), torch.float32)
+    assert content_hash(load_drafter(path, CONFIG).tensors) == content_hash(dict(model.state_dict()))
+
+
+def test_a_drafter_folder_with_numbers_that_are_not_finite_is_refused(tmp_path: Path) -> None:
+    model = DraftModel(drafter_config(CONFIG)).initialize(1)
+    with torch.no_grad():
+        model.fc.weight[0, 0] = math.nan
+    save_drafter(tmp_path / "drafter", model, torch.float32)
+    with pytest.raises(UserError, match=r"fc\.weight holds numbers that are not finite"):
+        load_drafter(tmp_path / "drafter", CONFIG)

@@ -32,14 +32,7 @@ from tlt.drafter import learned as drafters_module
 from tlt.drafter.calibration import Calibration
 from tlt.drafter.learned import LearnedDrafter
 from tlt.tuning.tuner import Fixed
-from tlt.types import (
-    DraftTree,
-    Rollout,
-    SamplingParams,
-    Strategy,
-    StrategyTuner,
-    Verdict,
-)
+from tlt.types import DraftTree, Rollout, SamplingParams, Strategy, StrategyTuner, Verdict
 
 
 @pytest.mark.parametrize("strategy", [Strategy("learned", 4, 1, 4), Strategy("learned", 3, 3, 9)], ids=str)

@@ -33,11 +33,7 @@ from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.decoder import PackedTransformer
 from tlt.models.hf_weights import content_hash
 from tlt.tuning.tuner import Fixed
-from tlt.types import (
-    DrafterReport,
-    Span,
-    Strategy,
-)
+from tlt.types import DrafterReport, Span, Strategy
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 128])
