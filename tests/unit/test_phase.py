@@ -33,8 +33,10 @@ from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.engine import EngineStats, RolloutEngine
 from tlt.models.attention import PackedCausal
 from tlt.report.timeline import Timeline
-from tlt.train.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase, StopRequested, _Work, worth_migrating
+from tlt.train.drafter_side import DrafterRefresh
+from tlt.train.phase import PhaseResult, ReplicaReport, RolloutPhase, StopRequested
 from tlt.train.run import Run
+from tlt.train.work import Work, worth_migrating
 from tlt.tuning.tuner import Fixed
 from tlt.types import DrafterReport, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
@@ -148,7 +150,7 @@ def generate(phase: RolloutPhase, problems: Sequence[Problem]) -> tuple[list[Rol
     """The part of a phase in which a replica waits for nobody."""
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
     phase.coordinator.begin("rollout", len(problems))
-    return phase._generate(problems, _Work(phase.coordinator, requests), phase.spot, None)
+    return phase._generate(problems, Work(phase.coordinator, requests), phase.spot, None)
 
 
 def make_coordinators(num: int) -> list[Coordinator]:
@@ -291,7 +293,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
         engine.step = step_when_help_is_offered
         phase = make_phase(engine, coordinators[index])
         coordinators[index].begin("rollout", len(problems))
-        works.append(_Work(coordinators[index], requests))
+        works.append(Work(coordinators[index], requests))
         while index == 0 and engine.room:  # a full engine never sees that the queue is empty
             engine.add(works[0].take(1))
         take = works[index].take
@@ -333,7 +335,7 @@ def test_what_waits_for_a_slot_is_handed_over_first() -> None:
     works = []
     for coordinator in (busy, idle):
         coordinator.begin("rollout", 1)
-        works.append(_Work(coordinator, [group]))
+        works.append(Work(coordinator, [group]))
     engine.add(works[0].take(1))
     engine.step()
     idle.offer_help()

@@ -39,7 +39,8 @@ from tlt.distributed.world import World, init_process_group_from_env, shutdown
 from tlt.engine.engine import EngineStats
 from tlt.report.timeline import critical_path_share, read_spans
 from tlt.train.phase import PhaseResult
-from tlt.train.run import Run, device_name, problems_of_step
+from tlt.train.problems import problems_of_step
+from tlt.train.run import Run, device_name
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import BegMab, default_arms, default_groups
 from tlt.types import Rollout, SpanName, Strategy, StrategyTuner

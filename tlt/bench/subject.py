@@ -16,7 +16,8 @@ from tlt.engine.engine import RolloutEngine
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import load_tensors
 from tlt.models.tokenizer import load_tokenizer
-from tlt.train.run import device_name, load_problems, problems_of_step
+from tlt.train.problems import load_problems, problems_of_step
+from tlt.train.run import device_name
 from tlt.tuning.tuner import make_tuner
 from tlt.types import BatchState, Request, SamplingParams, StepOutcome, Strategy, StrategyTuner, resolve_dtype
 

@@ -40,7 +40,8 @@ from tlt.report.console import Console
 from tlt.report.metrics import StepRecord, read_metrics
 from tlt.report.timeline import covered_seconds, critical_path_share, read_spans
 from tlt.train.phase import PhaseResult, StopRequested
-from tlt.train.run import Run, advance, device_name, load_problems
+from tlt.train.problems import load_problems
+from tlt.train.run import Run, advance, device_name
 from tlt.types import Problem, Span, SpanName, UserError
 
 if TYPE_CHECKING:

@@ -14,15 +14,10 @@ that still generate through a mailbox (`DrafterRefresh`); tokens do not depend o
 
 from __future__ import annotations
 
-import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from safetensors.torch import load, save
-
-from tlt.distributed.mailbox import Mailbox
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
 from tlt.drafter.learned import LearnedDrafter
@@ -32,6 +27,8 @@ from tlt.drafter.spot import SpotTrainer
 from tlt.engine.engine import EngineStats, RolloutEngine
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
+from tlt.train.drafter_side import DrafterRefresh
+from tlt.train.work import Work
 from tlt.types import (
     DrafterCheck,
     DrafterReport,
@@ -126,117 +123,6 @@ class PhaseResult:
         return total
 
 
-class DrafterRefresh:
-    """Takes drafters from replicas that train to engines that still generate, within one rollout: at most one in `seconds`, on
-    either side. What a rollout publishes is of no use to the next one, which starts with the average.
-
-    mailbox: the run's own.
-    """
-
-    def __init__(self, mailbox: Mailbox, learned: LearnedDrafter, seconds: float) -> None:
-        self.mailbox, self.learned, self.seconds = mailbox, learned, seconds
-
-    def begin(self, rollout: str) -> None:
-        """A rollout starts, under a name of its own in this run. A version is none: after an undone update it comes again."""
-        self._header = f"{rollout}\n".encode()
-        self._next = time.perf_counter() + self.seconds
-        self.num_refreshes = 0
-
-    def publish(self, model: DraftModel) -> None:
-        """Sends the drafter, unless it holds a number that is not finite: that the end of the step deals with."""
-        if self._is_due():
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-            if all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-                self.mailbox.send(self._header + save(tensors))
-
-    def refresh(self) -> None:
-        """Between engine steps: what the engine drafts with becomes the latest that another replica has published."""
-        if self._is_due() and (message := self.mailbox.receive()) is not None and message.startswith(self._header):
-            self.learned.load(load(message[len(self._header) :]), self.learned.version + 1)
-            self.num_refreshes += 1
-
-    def _is_due(self) -> bool:
-        now = time.perf_counter()
-        is_due = now >= self._next
-        if is_due:
-            self._next = now + self.seconds
-        return is_due
-
-
-class _Work:
-    """What a replica holds of a phase's units: groups of requests, and responses in the making that others have handed over."""
-
-    def __init__(self, coordinator: Coordinator, requests: Sequence[Sequence[Request]]) -> None:
-        self.coordinator, self.requests = coordinator, requests
-        self.group_of = {group[0].problem_id: group for group in requests}
-        self.unit_of: dict[tuple[str, int], int] = {}
-        self.num_open: Counter[int] = Counter()
-        self.num_received = 0
-        self.gap_seconds = self.gap_training = 0.0
-
-    @property
-    def unit_size(self) -> int:
-        return len(self.requests[0])
-
-    def take(self, room: int) -> list[Request]:
-        """Up to `room` units' work; nothing: there is none now."""
-        taken: list[Request] = []
-        for unit in self.coordinator.take(room):
-            if unit < len(self.requests):
-                taken += self._hold(unit, self.requests[unit])
-            else:
-                received = [self._unpack(part) for part in self.coordinator.receive(unit)]
-                taken += self._hold(unit, received)
-                self.num_received += len(received)
-        return taken
-
-    def finish(self, key: tuple[str, int]) -> None:
-        """This response is no longer the replica's: it has ended, or somebody else goes on with it."""
-        unit = self.unit_of.pop(key)
-        self.num_open[unit] -= 1
-        if self.num_open[unit] == 0:
-            self.coordinator.finish(unit)
-
-    def share(self, engine: RolloutEngine, num_offers: int) -> None:
-        """Hands one of those who offer help its part of what runs or waits here, if that is worth it."""
-        num_waiting = min(engine.num_waiting, (engine.num_waiting + len(engine.running)) // (1 + num_offers))
-        slots = worth_migrating([(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers)
-        if not (num_waiting or slots) or (unit := self.coordinator.accept_help()) is None:
-            return
-        requests = engine.withdraw_waiting(num_waiting) if num_waiting else engine.withdraw(slots)
-        self.coordinator.hand_over(unit, [self._pack(request) for request in requests])
-        for request in requests:
-            self.finish((request.problem_id, request.sample_index))
-
-    def _hold(self, unit: int, requests: Sequence[Request]) -> Sequence[Request]:
-        for request in requests:
-            self.unit_of[request.problem_id, request.sample_index] = unit
-        self.num_open[unit] = len(requests)
-        return requests
-
-    def _pack(self, request: Request) -> bytes:
-        """All replicas know the phase's requests; JSON gives back every float as it was."""
-        return json.dumps([request.problem_id, request.sample_index, request.token_ids, request.logprobs]).encode()
-
-    def _unpack(self, part: bytes) -> Request:
-        problem_id, sample_index, token_ids, logprobs = json.loads(part)
-        request: Request = self.group_of[problem_id][sample_index]
-        return replace(request, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
-
-
-def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:
-    """Which of a replica's running responses go to the next of `num_offers` that have run dry: an equal part, long and short
-    ones alike, but none for which more tokens would be read again there than may still come.
-
-    responses: by slot, the tokens in the cache and the tokens that may still come.
-    """
-    if len(responses) < 2:
-        return []
-    worth = sorted((num_cached, slot) for slot, (num_cached, num_left) in enumerate(responses) if num_cached <= num_left)
-    num = min(max(len(responses) // (1 + num_offers), 1), len(worth))
-    return [worth[i * len(worth) // num][1] for i in range(num)]
-
-
 class RolloutPhase:
     """One per run and rank. `learned` is the engine's learned drafter, if it has one, `watch` who looks after it, and `spot`
     who trains it, if anybody does; `refresh` lets others use it before the rollout ends; `decode` turns response tokens into
@@ -288,7 +174,7 @@ class RolloutPhase:
         self.coordinator.begin(f"{purpose} {step}", len(problems))
         self.engine.stats = EngineStats()
         start = time.perf_counter()
-        work = _Work(self.coordinator, requests)
+        work = Work(self.coordinator, requests)
         rollouts, last_token, report = self._generate(problems, work, spot, refresh)
         if any_rank(self.world, self.should_stop()):
             self.engine.abort()
@@ -326,7 +212,7 @@ class RolloutPhase:
     def _generate(
         self,
         problems: Sequence[Problem],
-        work: _Work,
+        work: Work,
         spot: SpotTrainer | None,
         refresh: DrafterRefresh | None,
     ) -> tuple[list[Rollout], float, DrafterReport]:

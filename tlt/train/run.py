@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,20 +40,21 @@ from tlt.drafter.ngram import count_retrieved
 from tlt.drafter.service import DrafterWatch
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.files import Record, get_id, read_jsonl
 from tlt.models.decoder import Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import content_hash, load_tensors, save_model
-from tlt.models.tokenizer import check_prompt, load_tokenizer
+from tlt.models.tokenizer import load_tokenizer
 from tlt.report.console import Console
-from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test
+from tlt.report.metrics import MetricsWriter, paired_sign_flip_test
 from tlt.report.timeline import Timeline, merge_timelines, rank_path, shared_epoch
 from tlt.rl.rewards import RewardPool
 from tlt.rl.update import PolicyTrainer, UpdateMetrics
-from tlt.tasks.base import get_task
 from tlt.train.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint
-from tlt.train.phase import DrafterRefresh, PhaseResult, RolloutPhase, StopRequested
-from tlt.types import Problem, SamplingParams, SpanName, UserError, resolve_dtype
+from tlt.train.drafter_side import DrafterRefresh
+from tlt.train.phase import PhaseResult, RolloutPhase, StopRequested
+from tlt.train.problems import load_problems, problems_of_step
+from tlt.train.record import step_record
+from tlt.types import SamplingParams, SpanName, UserError, resolve_dtype
 
 if TYPE_CHECKING:
     from tlt.distributed.launch import StopRequest
@@ -433,100 +433,3 @@ def preset_changes(settings: DrafterConfig) -> dict[str, Any]:
         "feature_weight": settings.feature_weight,
         "distribution_weight": settings.distribution_weight,
     }
-
-
-def load_problems(config: Config, split: str) -> list[Problem]:
-    """The task's problems of a split, as tokens; each is checked against the model's window."""
-    tokenizer = load_tokenizer(config.model.path)
-    window = load_model_config(config.model.path).max_positions
-    records = _problem_records(config, split)
-    problems = []
-    for record in records:
-        where = f"task {config.task.name}, problem {record['problem_id']!r}"
-        prompt_ids = tokenizer.encode_text(record["prompt"], where)
-        check_prompt(prompt_ids, where, vocab_size=tokenizer.vocab_size, window=window)
-        problems.append(Problem(record["problem_id"], prompt_ids, record))
-    return problems
-
-
-def _problem_records(config: Config, split: str) -> list[dict[str, Any]]:
-    file = config.task.problems_file
-    if split == "train" and file is not None:
-        return [_checked_problem(place, record) for place, record in read_jsonl(file, "task.problems_file")]
-    num = config.task.num_problems if split == "train" else config.evaluation.num_problems
-    assert num is not None
-    try:
-        return get_task(config.task.name).problems(num, config.run.seed, split=split, **config.task.options)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"task {config.task.name}: {error}; correct [task] in the configuration") from None
-
-
-def _checked_problem(place: str, record: Record) -> Record:
-    get_id(place, record)
-    if not isinstance(record.get("prompt"), str):
-        raise UserError(f"{place}: prompt is {record.get('prompt')!r}; it must be text, as tlt task writes it")
-    return record
-
-
-def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int) -> list[Problem]:
-    """Step `step`'s share of an endless sequence of epochs, each shuffled by (seed, epoch). What does not fill a step at
-    the end of an epoch waits for the next."""
-    steps_per_epoch = len(problems) // num
-    epoch, position = divmod(step, steps_per_epoch)
-    order = list(range(len(problems)))
-    random.Random(f"{seed}/{epoch}").shuffle(order)
-    return [problems[i] for i in order[position * num : (position + 1) * num]]
-
-
-def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_seconds: float, cpu_seconds: float) -> StepRecord:
-    """What metrics.jsonl keeps of a step."""
-    lengths = [len(rollout.token_ids) for rollout in phase.rollouts]
-    stats = phase.stats
-    reports = [replica.drafter for replica in phase.replicas]
-    trained = [report for report in reports if report.num_tokens]
-    nan, check = float("nan"), phase.check
-    drafter_tokens = sum(report.num_tokens for report in reports)
-    return StepRecord(
-        step=step,
-        reward_mean=sum(reward.value for reward in phase.rewards) / len(phase.rewards),
-        solve_rate=sum(reward.is_solved for reward in phase.rewards) / len(phase.rewards),
-        num_responses=len(lengths),
-        num_tokens=sum(lengths),
-        response_tokens=LengthStats.of(lengths),
-        truncated_share=sum(rollout.finish_reason == "length" for rollout in phase.rollouts) / len(lengths),
-        zero_variance_groups=update.zero_variance_groups,
-        loss=update.loss,
-        grad_norm=update.grad_norm,
-        entropy=update.entropy,
-        clip_fraction=update.clip_fraction,
-        kl=update.kl if update.kl is not None else nan,
-        lr=update.lr,
-        engine_trainer_logprob_gap=update.engine_trainer_logprob_gap,
-        rollout_seconds=phase.seconds,
-        update_seconds=update.seconds,
-        step_seconds=step_seconds,
-        cpu_seconds=cpu_seconds,
-        idle_seconds=phase.idle_seconds,
-        drafter_train_seconds=phase.drafter_seconds,
-        harvested_share=phase.drafter_seconds / phase.idle_seconds if phase.idle_seconds > 0 else nan,
-        drafter_loss=sum(r.loss * r.num_tokens for r in trained) / drafter_tokens if trained else nan,
-        drafter_tokens=drafter_tokens,
-        drafter_captured_tokens=sum(report.captured_tokens for report in reports),
-        drafter_recomputed_tokens=sum(report.recomputed_tokens for report in reports),
-        drafter_refreshes=sum(replica.num_refreshes for replica in phase.replicas),
-        num_migrated=sum(replica.num_migrated for replica in phase.replicas),
-        preemption_seconds=phase.preemption_seconds,
-        accept_length=stats.accept_length if stats.accept_length is not None else nan,
-        accept_by_depth=tuple(stats.accept_by_depth),
-        strategy_seconds={name: s.seconds for name, s in stats.by_strategy.items()},
-        strategy_speed={name: s.speed for name, s in stats.by_strategy.items()},
-        strategy_predicted={n: s.predicted_speed for n, s in stats.by_strategy.items() if s.predicted_speed is not None},
-        tokens_per_second=sum(lengths) / phase.seconds,
-        policy_version=phase.rollouts[0].policy_version,
-        drafter_version=check.version if check is not None else 0,
-        finished_at=time.time(),
-        drafter_acceptance=check.acceptance if check is not None else nan,
-        retrieval_acceptance=check.retrieval if check is not None else nan,
-        drafter_training=check.training if check is not None else "off",
-        drafter_set_aside=check.set_aside if check is not None else "",
-    )
