@@ -13,7 +13,7 @@ from tests.lossless.helpers import CONFIG
 from tlt.drafter.model import DraftModel, drafter_config
 from tlt.models.hf_weights import content_hash
 from tlt.train.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint, save_checkpoint
-from tlt.train.run import restore
+from tlt.train.drafter_side import restore
 from tlt.types import UserError
 
 

@@ -39,9 +39,10 @@ from tlt.distributed.world import World, any_rank, gather_objects, init_process_
 from tlt.report.console import Console
 from tlt.report.metrics import StepRecord, read_metrics
 from tlt.report.timeline import covered_seconds, critical_path_share, read_spans
+from tlt.train.loop import advance
 from tlt.train.phase import PhaseResult, StopRequested
 from tlt.train.problems import load_problems
-from tlt.train.run import Run, advance, device_name
+from tlt.train.run import Run, device_name
 from tlt.types import Problem, Span, SpanName, UserError
 
 if TYPE_CHECKING:

@@ -712,7 +712,7 @@ def bench_rollout(
     from benchmarks.plots import check_plots
     from tlt.bench.rollout import run_benchmark
     from tlt.drafter.hybrid import drafter_kinds
-    from tlt.train.run import preflight
+    from tlt.train.start import preflight
     from tlt.tuning.tuner import make_tuner
 
     _check_words("parts", options.parts, PARTS)
@@ -759,7 +759,7 @@ def bench_train(config_path: Path, overrides: Sequence[str], options: BenchTrain
     reports what was measured and exits as a run does."""
     from tlt.bench.report import header, write_report
     from tlt.bench.train import FROZEN, OFF, Plan, launch_runs, summarize, to_markdown
-    from tlt.train.run import preflight
+    from tlt.train.start import preflight
 
     changes = {"tlt": {}, "frozen": FROZEN}
     _check_words("variants", options.variants, tuple(changes))

@@ -381,10 +381,10 @@ def _train(command: Train, overrides: Sequence[str]) -> int:
 
     config = resolve_train_config(command.config, overrides, command.resume)
     from tlt.distributed.launch import launch
-    from tlt.train.run import preflight
+    from tlt.train.start import preflight
 
     preflight(config)
-    return launch(config.to_json(), config.run.num_ranks, "tlt.train.run:main", threads_per_rank=config.run.threads_per_rank)
+    return launch(config.to_json(), config.run.num_ranks, "tlt.train.loop:main", threads_per_rank=config.run.threads_per_rank)
 
 
 def _generate(command: Generate) -> int:

@@ -73,6 +73,15 @@ COLUMNS = (
 )
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Solve rates on held-out problems at the first and at the last evaluation, and the p value of their paired difference."""
+
+    before: float
+    after: float
+    p_value: float
+
+
 class Console:
     """Prints a run, on the rank where it is `enabled`; elsewhere every method does nothing. `close` it (or use `with`).
 
@@ -199,14 +208,14 @@ class Console:
     def summary(
         self,
         products: Mapping[str, Path],
-        progress: Mapping[str, float] | None,
+        progress: Progress | None,
         num_steps: int,
         seconds: float,
         resume_command: str | None = None,
     ) -> None:
         """What the run achieved and where it lies: a panel, or plain "name value" lines where there is no terminal.
 
-        products: name → path.  progress: {"before", "after", "p_value"} of the held-out solve rate, None: not evaluated.
+        products: name → path.  progress: None where there are no two evaluations.
         resume_command: given where the run stopped before its end.
         """
         self.close()
@@ -233,17 +242,17 @@ def _row(cells: list[tuple[str, str]]) -> Text:
 
 def _summary_rows(
     products: Mapping[str, Path],
-    progress: Mapping[str, float] | None,
+    progress: Progress | None,
     num_steps: int,
     seconds: float,
     resume_command: str | None,
 ) -> Iterator[tuple[str, Text]]:
     if progress is not None:
-        has_risen = progress["after"] > progress["before"]
-        solved = Text(f"{progress['before']:.1%} → ")
-        solved.append(f"{progress['after']:.1%}", style="bold green" if has_risen else "bold")
+        has_risen = progress.after > progress.before
+        solved = Text(f"{progress.before:.1%} → ")
+        solved.append(f"{progress.after:.1%}", style="bold green" if has_risen else "bold")
         yield "solved", solved.append(" of held-out problems, before → after", style="dim")
-        yield "", Text(f"paired sign-flip test, one-sided: p {_p_value(progress['p_value'])}", style="dim")
+        yield "", Text(f"paired sign-flip test, one-sided: p {_p_value(progress.p_value)}", style="dim")
     yield "time", Text(f"{duration(seconds)}, {num_steps} steps")
     for name, path in products.items():
         yield name, Text(_near(path), style="cyan")

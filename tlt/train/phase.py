@@ -20,14 +20,10 @@ from dataclasses import dataclass, field
 
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
-from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.model import DraftModel
-from tlt.drafter.service import DrafterWatch
-from tlt.drafter.spot import SpotTrainer
 from tlt.engine.engine import EngineStats, RolloutEngine
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
-from tlt.train.drafter_side import DrafterRefresh
+from tlt.train.drafter_side import DrafterSide
 from tlt.train.work import Work
 from tlt.types import (
     DrafterCheck,
@@ -43,9 +39,11 @@ from tlt.types import (
 
 POLL_SECONDS = 0.002
 
+NO_DRAFTER = DrafterSide()
+
 
 class StopRequested(Exception):
-    """The user asked the run to stop. What was generated in this phase is dropped; the law gives it again."""
+    """The user asked the run to stop. What the phase generated is dropped: the law gives it again, token for token."""
 
 
 @dataclass(frozen=True)
@@ -124,9 +122,10 @@ class PhaseResult:
 
 
 class RolloutPhase:
-    """One per run and rank. `learned` is the engine's learned drafter, if it has one, `watch` who looks after it, and `spot`
-    who trains it, if anybody does; `refresh` lets others use it before the rollout ends; `decode` turns response tokens into
-    text. `migrates`: whether replicas that run dry take over running responses of others."""
+    """Generates and scores the responses to problems, together with the other ranks. One per run and rank.
+
+    decode: response tokens → text.  migrates: whether replicas that run dry take over running responses of others.
+    """
 
     def __init__(
         self,
@@ -137,17 +136,11 @@ class RolloutPhase:
         decode: Callable[[Sequence[int]], str],
         timeline: Timeline,
         should_stop: Callable[[], bool],
-        learned: LearnedDrafter | None = None,
-        spot: SpotTrainer | None = None,
-        watch: DrafterWatch | None = None,
-        refresh: DrafterRefresh | None = None,
         migrates: bool = True,
     ) -> None:
         self.world, self.engine, self.coordinator = world, engine, coordinator
         self.scorers, self.decode, self.timeline = scorers, decode, timeline
-        self.should_stop, self.learned, self.spot, self.watch = should_stop, learned, spot, watch
-        self.refresh, self.migrates = refresh, migrates
-        assert (learned is None) == (watch is None), "a learned drafter is watched"
+        self.should_stop, self.migrates = should_stop, migrates
 
     def run(
         self,
@@ -156,41 +149,36 @@ class RolloutPhase:
         params: SamplingParams,
         purpose: Purpose,
         step: int,
-        train_drafter: bool = True,
+        drafter: DrafterSide = NO_DRAFTER,
     ) -> PhaseResult:
         """Every rank calls this with the same arguments and gets the same result. Raises StopRequested on all ranks when
-        any of them was asked to stop."""
+        any of them was asked to stop.
+
+        drafter: who trains, refreshes and measures the drafter meanwhile; by default nobody does.
+        """
         requests = [
             [Request(problem.problem_id, i, problem.prompt_ids, params, purpose, step) for i in range(num_samples)]
             for problem in problems
         ]
-        watch = self.watch if train_drafter else None
-        spot = self.spot if watch is not None and watch.trains else None
-        if self.learned is not None:  # features are read out only where they are trained on
-            self.learned.on_finish = spot.add if spot is not None and spot.keeps_captured else None
-        refresh = self.refresh if train_drafter else None
-        if refresh is not None:
-            refresh.begin(f"{purpose} {step}")
-        self.coordinator.begin(f"{purpose} {step}", len(problems))
+        name = f"{purpose} {step}"
+        drafter.begin(name)
+        self.coordinator.begin(name, len(problems))
         self.engine.stats = EngineStats()
         start = time.perf_counter()
         work = Work(self.coordinator, requests)
-        rollouts, last_token, report = self._generate(problems, work, spot, refresh)
+        rollouts, last_token, report = self._generate(problems, work, drafter)
         if any_rank(self.world, self.should_stop()):
             self.engine.abort()
             self.coordinator.abandon()
             self.scorers.abandon()
-            if watch is not None:
-                watch.abandon()
-            if self.spot is not None and train_drafter:
-                self.spot.abandon()
-            raise StopRequested(f"during {purpose} {step}")
+            drafter.abandon()
+            raise StopRequested(f"in step {step + 1}" if purpose == "rollout" else "in an evaluation")
         with self.timeline.span(SpanName.SCORE):
             own_rewards = self.scorers.drain()
-        num_refreshes = refresh.num_refreshes if refresh is not None else 0
         end = time.perf_counter()
         gaps = (work.gap_seconds, work.gap_training)
-        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, num_refreshes, work.num_received)
+        counts = (drafter.num_refreshes, work.num_received)
+        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, *counts)
         with self.timeline.span(SpanName.WAIT):
             gathered = gather_objects(
                 self.world, (rollouts, [own_rewards[r.problem_id, r.sample_index] for r in rollouts], replica)
@@ -198,30 +186,22 @@ class RolloutPhase:
         pairs = [pair for rank in gathered for pair in zip(rank[0], rank[1], strict=True)]
         pairs.sort(key=lambda pair: (pair[0].problem_id, pair[0].sample_index))
         rollouts, rewards = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        check = None
-        if watch is not None:
-            with self.timeline.span(SpanName.CHECK_DRAFTER):
-                check = watch.end_step(rollouts, report.num_tokens, params.temperature)
+        check = drafter.check(rollouts, report.num_tokens, params.temperature)
         result = PhaseResult(rollouts, rewards, [rank[2] for rank in gathered], check)
-        if self.spot is not None and train_drafter:
-            self.spot.end_step(rollouts, result.seconds)
+        drafter.end(rollouts, result.seconds)
         if (seconds := replica.preemption_seconds(result.last_token)) is not None:
             self.timeline.record(SpanName.PREEMPT, result.last_token, result.last_token + seconds)
         return result
 
     def _generate(
-        self,
-        problems: Sequence[Problem],
-        work: Work,
-        spot: SpotTrainer | None,
-        refresh: DrafterRefresh | None,
+        self, problems: Sequence[Problem], work: Work, drafter: DrafterSide
     ) -> tuple[list[Rollout], float, DrafterReport]:
+        """The part of a phase in which a replica waits for nobody: (responses ended here, time of the last token, training)."""
         data_of = {problem.problem_id: problem.data for problem in problems}
         rollouts: list[Rollout] = []
         report = DrafterReport()
         last_token = time.perf_counter()
         queue_is_empty = False
-        publish = refresh.publish if refresh is not None else None
         while not self.should_stop():
             if not queue_is_empty and (room := self._room(work.unit_size)):
                 taken = work.take(room)
@@ -235,8 +215,7 @@ class RolloutPhase:
                 last_token = time.perf_counter()
                 for rollout in finished:
                     rollouts.append(rollout)
-                    if spot is not None and not spot.keeps_captured:
-                        spot.add(rollout, None)
+                    drafter.observe(rollout)
                     key = (rollout.problem_id, rollout.sample_index)
                     self.scorers.submit(key, data_of[rollout.problem_id], self.decode(rollout.token_ids))
                     work.finish(key)
@@ -244,13 +223,12 @@ class RolloutPhase:
                 if self.migrates and (num_offers := self.coordinator.num_offers()):
                     queue_is_empty = True  # or nobody would offer; and what is handed over is not to be taken back
                     work.share(self.engine, num_offers)
-                if refresh is not None:
-                    refresh.refresh()
+                drafter.refresh()
             elif self.coordinator.all_done():
                 break
             elif self.coordinator.has_work():
                 queue_is_empty = False
-            elif spot is not None and (session := self._train_drafter(spot, publish)).num_micro_steps:
+            elif (session := drafter.train(self._has_better_to_do)).num_micro_steps:
                 report = report.plus(session)
             elif not self._has_better_to_do():
                 with self.timeline.span(SpanName.WAIT):
@@ -268,7 +246,3 @@ class RolloutPhase:
         if self.migrates:
             self.coordinator.offer_help()
         return False
-
-    def _train_drafter(self, spot: SpotTrainer, publish: Callable[[DraftModel], None] | None) -> DrafterReport:
-        assert self.watch is not None, "a drafter is trained under watch"
-        return self.watch.run(lambda: spot.run(self._has_better_to_do, publish))

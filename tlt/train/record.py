@@ -1,16 +1,36 @@
-"""The line of metrics.jsonl that a step becomes. Knows what a phase and an update report, and nothing else."""
+"""What is kept of a step: a line of metrics.jsonl, a row of the table, and where the time went."""
 
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
+from tlt.distributed.world import gather_objects
 from tlt.report.metrics import LengthStats, StepRecord
 from tlt.rl.update import UpdateMetrics
 from tlt.train.phase import PhaseResult
+from tlt.types import SpanName
+
+if TYPE_CHECKING:
+    from tlt.train.run import Run
+
+
+def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, cpu_started: float) -> None:
+    """Writes and prints the step that began at `started` on the wall's clock and at `cpu_started` on this process's."""
+    ended = time.perf_counter()
+    run.timeline.record(SpanName.STEP, started, ended)
+    cpu_seconds = sum(gather_objects(run.world, time.process_time() - cpu_started))
+    line = step_record(run.step, phase, update, ended - started, cpu_seconds)
+    if run.metrics is not None:
+        run.metrics.write(line)
+    run.console.step(line)
+    if phase.check is not None and phase.check.has_switched:
+        run.console.drafter(run.step + 1, phase.check)
+    run.timeline.flush()
 
 
 def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_seconds: float, cpu_seconds: float) -> StepRecord:
-    """What metrics.jsonl keeps of a step."""
+    """Returns what metrics.jsonl keeps of a step."""
     lengths = [len(rollout.token_ids) for rollout in phase.rollouts]
     stats = phase.stats
     reports = [replica.drafter for replica in phase.replicas]
