@@ -10,8 +10,8 @@ from tlt.types import UserError
 
 
 class FolderLock:
-    """Holds a folder until `release`, or until the process ends, however it ends: the kernel keeps the lock, and no file has to be
-    removed. Makes the folder. Raises UserError where another process holds it, or nothing can be written there."""
+    """Holds a folder until `release`, or until the process ends, however it ends: the kernel keeps the lock. Makes the folder.
+    Raises UserError where another process holds it, or nothing can be written there."""
 
     def __init__(self, folder: Path) -> None:
         try:
