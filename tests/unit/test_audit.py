@@ -20,21 +20,12 @@ from scipy.stats import binom
 from torch import Tensor
 
 from tests.unit.test_cli import WINDOW, fail, save_tokenizer, write_lines
+from tlt.audit.bets import BETS, EVENTS, SOURCES, OnlineNgrams, growth, suffix_matches
+from tlt.audit.estimates import most_likely_share, tokens_for_power
+from tlt.audit.fault import PlantedFault
+from tlt.audit.referee import Referee, law
 from tlt.audit.server import read_token_ids
-from tlt.audit.verdict import (
-    BETS,
-    EVENTS,
-    SOURCES,
-    Auditor,
-    OnlineNgrams,
-    PlantedFault,
-    Referee,
-    growth,
-    law,
-    most_likely_share,
-    suffix_matches,
-    tokens_for_power,
-)
+from tlt.audit.verdict import Auditor
 from tlt.cli import main as cli
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_weights import save_checkpoint
@@ -394,7 +385,7 @@ def test_the_referee_gives_the_same_logits_in_pieces(model: Path, monkeypatch: p
     referee = Referee(model, torch.float64)
     prompt, tokens = (3, 4, 5), tuple(i % 23 for i in range(50))
     (whole,) = referee.logits(prompt, tokens)
-    monkeypatch.setattr("tlt.audit.verdict._CHUNK_LOGITS", 1)
+    monkeypatch.setattr("tlt.audit.referee._CHUNK_LOGITS", 1)
     pieces = list(referee.logits(prompt, tokens))
     assert len(pieces) == 4
     torch.testing.assert_close(torch.cat(pieces), whole, rtol=0, atol=1e-10)

@@ -27,7 +27,8 @@ from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tlt.audit.verdict import AuditReport, Referee
+    from tlt.audit.referee import Referee
+    from tlt.audit.report import AuditReport
     from tlt.bench.rollout import Options
     from tlt.drafter.learned import LearnedDrafter
     from tlt.engine.engine import EngineStats, RolloutEngine, Verify
@@ -379,7 +380,8 @@ def audit(options: AuditOptions, command: str, on_report: Callable[[AuditReport]
     """Judges every mode; `on_report` receives each report as it is made. Returns the summary, and writes all to `out`."""
     import torch
 
-    from tlt.audit.verdict import Auditor, Referee
+    from tlt.audit.referee import Referee
+    from tlt.audit.verdict import Auditor
     from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
     _check_audit(options)
@@ -485,7 +487,7 @@ def _audited_name(options: AuditOptions, speculation: str) -> str:
 
 
 def _generate_audited(options: AuditOptions, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
-    from tlt.audit.verdict import PlantedFault
+    from tlt.audit.fault import PlantedFault
     from tlt.models.hf_weights import load_config as load_model_config
     from tlt.models.hf_weights import load_tensors
 

@@ -442,7 +442,7 @@ def _score(command: Score) -> int:
 
 
 def _audit(command: Audit) -> int:
-    from tlt.audit.verdict import AuditReport
+    from tlt.audit.report import AuditReport
     from tlt.cli import commands
     from tlt.types import SamplingParams
 
