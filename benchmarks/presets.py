@@ -21,7 +21,7 @@ import torch
 
 from tlt.bench.acceptance import observe, speedup
 from tlt.bench.report import environment, provenance, ratio_text, table, write_report
-from tlt.cli.commands import read_prompts, read_responses
+from tlt.cli.commands import read_responses
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.losses import PRESETS, Preset
@@ -30,6 +30,7 @@ from tlt.drafter.spot import FeatureRecompute
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.decoder import PackedTransformer
 from tlt.models.hf_weights import load_config, load_tensors
+from tlt.models.prompts import read_prompts
 from tlt.models.tokenizer import load_tokenizer
 from tlt.types import Request, Rollout, SamplingParams
 

@@ -67,9 +67,9 @@ def evaluate(options: EvalOptions) -> Record:
     import torch
 
     from tlt.bench.acceptance import observe, speedup
-    from tlt.cli.commands import read_prompts
     from tlt.drafter.folder import load_drafter
     from tlt.models.hf_weights import load_config, load_tensors
+    from tlt.models.prompts import read_prompts
     from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
     _check_eval(options)
