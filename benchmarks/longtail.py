@@ -24,7 +24,8 @@ import numpy as np
 
 from tlt.engine.engine import RolloutEngine
 from tlt.files import write_atomically
-from tlt.models.hf_weights import content_hash, load_config, load_tensors
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import content_hash, load_tensors
 from tlt.types import LAW_VERSION, Problem, Request, SamplingParams, UserError
 
 P95, MAX = 4.0, 10.0
@@ -70,7 +71,7 @@ class Workload:
 
 
 def hash_model(path: Path) -> str:
-    return content_hash(load_tensors(path, load_config(path)))
+    return content_hash(load_tensors(path, load_model_config(path)))
 
 
 # ── choosing ─────────────────────────────────────────────────────────────────────────────────────────────────────────

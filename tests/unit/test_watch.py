@@ -31,9 +31,9 @@ from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.files import replace_folder
 from tlt.models.attention import PackedCausal
-from tlt.models.decoder import PackedTransformer
-from tlt.models.hf_weights import content_hash, load_config, load_tensors
-from tlt.models.hf_weights import save_checkpoint as save_model
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import content_hash, load_tensors, save_model
+from tlt.models.packed import PackedTransformer
 from tlt.report.timeline import Timeline
 from tlt.train.checkpoint import (
     Checkpoint,
@@ -519,7 +519,7 @@ def test_tying_is_never_skipped_in_silence(tmp_path: Path, is_tied: bool) -> Non
     else:
         config.write_text(config.read_text().replace('"tie_word_embeddings": true', '"tie_word_embeddings": false'))
     with pytest.raises(UserError, match=r"lm_head\.weight"):
-        load_tensors(tmp_path / "m", load_config(tmp_path / "m"), torch.float32)
+        load_tensors(tmp_path / "m", load_model_config(tmp_path / "m"), torch.float32)
     assert TARGET.head_VE is TARGET.embedding_VE
 
 

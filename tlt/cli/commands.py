@@ -503,9 +503,9 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     from tlt.drafter.model import DraftModel, drafter_config
     from tlt.drafter.spot import RECOMPUTE_TOKENS, FeatureRecompute
     from tlt.drafter.trainer import DrafterTrainer
-    from tlt.models.decoder import PackedTransformer
+    from tlt.models.hf_config import load_model_config
     from tlt.models.hf_weights import content_hash, load_tensors
-    from tlt.models.hf_weights import load_config as load_model_config
+    from tlt.models.packed import PackedTransformer
 
     _check_drafter_train(options)
     config = load_model_config(options.model)
