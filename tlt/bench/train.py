@@ -18,7 +18,6 @@ import copy
 import dataclasses
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -43,7 +42,6 @@ if TYPE_CHECKING:
 OFF: Changes = {"rollout": {"speculation": "off"}, "drafter": {"path": None, "train": False}}
 """The same system without TLT."""
 FROZEN: Changes = {"drafter": {"train": False}}
-_PLAN = "TLT_BENCH_TRAIN"
 
 
 @dataclass(frozen=True)
@@ -81,13 +79,12 @@ class Plan:
 
 
 def launch_runs(config: Config, plan: Plan) -> int:
-    """Runs the plan on the configuration's ranks; returns the exit code. The plan travels in the environment, since
-    `launch` carries the configuration alone."""
+    """Runs the plan on the configuration's ranks and returns the exit code."""
     from tlt.distributed.launch import launch
 
     check_folder(config, plan)
-    os.environ[_PLAN] = json.dumps(dataclasses.asdict(plan), default=str)
-    return launch(config.to_json(), config.run.num_ranks, "tlt.bench.train:main", config.run.threads_per_rank)
+    payload = json.dumps({"config": config.to_json(), "plan": dataclasses.asdict(plan)}, default=str)
+    return launch(payload, config.run.num_ranks, "tlt.bench.train:main", config.run.threads_per_rank)
 
 
 def check_folder(config: Config, plan: Plan) -> None:
@@ -99,12 +96,13 @@ def check_folder(config: Config, plan: Plan) -> None:
             raise UserError(f"run.out_dir: {folder} holds runs of another configuration; give another --run.out_dir")
 
 
-def main(config_json: str, stop: StopRequest) -> None:
-    """What every rank runs."""
-    config = Config.from_json(config_json)
+def main(payload: str, stop: StopRequest) -> None:
+    """Runs on every rank. payload: what launch_runs packed."""
+    given = json.loads(payload)
+    config = Config.from_json(given["config"])
     torch.set_num_threads(config.run.threads_per_rank)
     world = init_process_group_from_env(device_name(config))
-    take_turns(config, Plan(**json.loads(os.environ[_PLAN])), world, stop)
+    take_turns(config, Plan(**given["plan"]), world, stop)
     shutdown(world)
 
 
