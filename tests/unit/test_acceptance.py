@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,21 @@ def test_the_timing_gives_a_ratio_per_round_and_equal_responses() -> None:
     assert num_different == 0
 
 
+def read_strictly(text: str) -> Any:
+    """The value of a JSON text; NaN and Infinity, which JSON does not have, are refused."""
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_an_evaluation_without_an_upper_end_is_strict_json() -> None:
+    """The last bucket by entropy is open, and one round tells no interval."""
+    policy = tensors(Transformer(CONFIG).initialize(1, 0.0))
+    found = observe(CONFIG, policy, make_drafter(CONFIG), requests(1.0), 2, 4)
+    ratio, _ = speedup(CONFIG, policy, make_drafter(CONFIG), requests(num=2, max_tokens=4), 2, 2, 1)
+    for value in (found, ratio):
+        json.dumps(asdict(value), allow_nan=False)
+    assert found.by_entropy[-1].high is None
+
+
 def _export_says_whose_drafter_it_is(
     folder: Path, model: Path, draft_model: DraftModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,7 +151,8 @@ def test_the_commands_export_and_evaluate_a_folder(tmp_path: Path, capsys: pytes
         assert cli.main(["drafter", "eval", str(folder), *asked, "--out", str(out)]) == 0
         printed = capsys.readouterr().out
         assert "accept length" in printed
-        summary = json.loads(out.read_text())
-        assert json.loads(printed.splitlines()[-1]) == summary
+        summary = read_strictly(out.read_text())
+        assert read_strictly(printed.splitlines()[-1]) == summary
+        assert summary["speedup"]["high"] is None, "one round tells no interval"
         found.append(summary["by_position"])
     assert found[0] == found[1]

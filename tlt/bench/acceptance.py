@@ -9,6 +9,7 @@ drafter and the engine are those of a rollout; they are looked at, not replaced.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,10 +40,13 @@ NUM_CONFIDENCE_BUCKETS = 10
 
 @dataclass(frozen=True)
 class Bucket:
-    """Guesses whose entropy or confidence lies in [low, high): how many, its mean over them, the share accepted."""
+    """The guesses whose entropy or confidence lies in [low, high): their number, its mean over them, the share accepted.
+
+    high: None for the last bucket by entropy, which has no upper end.
+    """
 
     low: float
-    high: float
+    high: float | None
     num_guesses: int
     mean: float
     accepted: float
@@ -149,7 +153,8 @@ def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[
         inside = [index for index, value in enumerate(values) if low <= value < high]
         if inside:
             mean = statistics.fmean(values[i] for i in inside)
-            buckets.append(Bucket(low, high, len(inside), mean, statistics.fmean(accepted[i] for i in inside)))
+            upper = high if math.isfinite(high) else None
+            buckets.append(Bucket(low, upper, len(inside), mean, statistics.fmean(accepted[i] for i in inside)))
     return tuple(buckets)
 
 
