@@ -109,6 +109,19 @@ def test_an_evaluation_without_an_upper_end_is_strict_json() -> None:
     assert found.by_entropy[-1].high is None
 
 
+def test_prompts_of_one_token_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A drafter's first guess needs the target's features of two tokens."""
+    model, drafter, prompts = tmp_path / "model", tmp_path / "drafter", tmp_path / "prompts.jsonl"
+    save_model(model, CONFIG, tensors(make_policy().float()), dtype=torch.float32, source=None)
+    save_drafter(drafter, DraftModel(drafter_config(CONFIG)).initialize(2), torch.float32)
+    prompts.write_text('{"prompt_ids": [1]}\n')
+    arguments = ["--model", str(model), "--prompts", str(prompts), "--max-tokens", "1", "--rounds", "1"]
+    assert cli.main(["drafter", "eval", str(drafter), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "not one guess was verified; give prompts of two tokens or more" in error
+    assert error.count("\n") == 1
+
+
 def _export_says_whose_drafter_it_is(
     folder: Path, model: Path, draft_model: DraftModel, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -30,7 +30,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.verify import verify
 from tlt.tuning.tuner import Fixed
-from tlt.types import DraftTree, Request, Strategy, Verdict
+from tlt.types import DraftTree, Request, Strategy, UserError, Verdict
 
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.7, 1.5, float("inf"))
 """Nats. Most tokens of reasoning are nearly certain; they get the narrow buckets."""
@@ -133,7 +133,10 @@ def observe(
     for _ in engine.generate(requests):
         pass
     stats = engine.stats
-    assert stats.accept_length is not None, "a prompt of two tokens or more was given"
+    if stats.accept_length is None:
+        raise UserError(
+            "drafter eval: not one guess was verified; give prompts of two tokens or more, or let responses be longer"
+        )
     edges = (*(index / NUM_CONFIDENCE_BUCKETS for index in range(NUM_CONFIDENCE_BUCKETS)), 1.0 + 1e-6)
     by_confidence = _buckets(guesses.confidence, guesses.accepted, edges)
     return Acceptance(
