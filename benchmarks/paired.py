@@ -8,9 +8,9 @@
 
     round 0: before, after │ round 1: after, before │ …
 
-The ratio is seconds of BEFORE over seconds of AFTER: above 1, AFTER is faster. Every round is one pair; the interval is Student's
-t of the log ratios. Both trees have the same seed, so they write the same tokens; in float32 a near-tie may fall the other way,
-and then the numbers of tokens, which the report gives, differ a little.
+The ratio is seconds of BEFORE over seconds of AFTER: above 1, AFTER is faster. Every round is one pair; the interval is
+Student's t of the log ratios. Both trees have the same seed, so they write the same tokens; in float32 a near-tie may fall the
+other way, and then the numbers of tokens, which the report gives, differ a little.
 """
 
 from __future__ import annotations
