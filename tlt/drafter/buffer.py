@@ -77,6 +77,11 @@ class PackedBatch:
         return int(self.weight_M.sum())
 
 
+def is_trainable(rollout: Rollout) -> bool:
+    """Returns whether a response, its prompt counted, is long enough to hold a pair."""
+    return len(rollout.prompt_ids) + len(rollout.token_ids) >= 3
+
+
 class TrajectoryBuffer:
     """Trajectories in the order in which their tokens or features came, the latest last; bounded by bytes."""
 
@@ -100,9 +105,9 @@ class TrajectoryBuffer:
     def add(self, rollout: Rollout, features_TE: Tensor | None = None) -> None:
         """A response and, where they were captured, its features under `rollout.policy_version`. Responses too short to hold a
         pair are of no use and are left out."""
-        token_ids = (*rollout.prompt_ids, *rollout.token_ids)
-        if len(token_ids) < 3:
+        if not is_trainable(rollout):
             return
+        token_ids = (*rollout.prompt_ids, *rollout.token_ids)
         is_captured = features_TE is not None
         version = rollout.policy_version if is_captured else NO_POLICY
         self.trajectories.append(Trajectory(token_ids, len(rollout.prompt_ids), version, features_TE, is_captured))
