@@ -29,9 +29,6 @@ from tlt.models.decoder import PackedTransformer
 from tlt.speculative.tree import chain_mask
 from tlt.types import DrafterReport, Rollout, Span, SpanName
 
-RECOMPUTE_TOKENS = 128
-"""Target tokens per chunk where nobody waits for its end."""
-
 MIN_TOKENS = 128
 """Of a micro-step: what one begins with, before anything is measured, and what it never falls below."""
 
