@@ -18,7 +18,7 @@ import torch
 
 from tlt.drafter.hybrid import make_drafter
 from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_weights import expected_shapes
@@ -99,7 +99,7 @@ def measure_step(
         config, max_batch_size=batch_size, tuner=Fixed(strategy), verify=SimulatedAcceptance(accept, batch_size)
     )
     engine.load_policy(tensors)
-    model = DraftModel(drafter_config(config)).initialize(1)
+    model = DraftModel(drafter_shape(config)).initialize(1)
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float32)
     learned = LearnedDrafter(packed, engine.model, batch_size, confidence_threshold=0.0)
     drafter = make_drafter(learned, batch_size, confidence_threshold=0.0)

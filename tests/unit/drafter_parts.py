@@ -13,7 +13,7 @@ from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, make_
 from tlt.drafter.buffer import PackedBatch, TrajectoryBuffer
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.losses import PRESETS, Preset, draft_loss
-from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, drafter_config
+from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, drafter_shape
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
@@ -31,7 +31,7 @@ TARGET = PackedTransformer.from_module(POLICY, torch.float64)
 
 def make_model(seed: int = 2, scale: float = 8.0, method: Method = "eagle", draft_vocab: int | None = None) -> DraftModel:
     """A random drafter, its attention and mlp strong enough to matter."""
-    model = DraftModel(drafter_config(CONFIG, method, draft_vocab)).double().initialize(seed)
+    model = DraftModel(drafter_shape(CONFIG, method, draft_vocab)).double().initialize(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and name != "fc.weight":

@@ -29,7 +29,7 @@ from tests.unit.drafter_parts import (
 )
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.losses import PRESETS, draft_loss
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.spot import FeatureRecompute
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.decoder import PackedTransformer, Transformer
@@ -93,7 +93,7 @@ def test_training_and_recomputing_mix_no_devices(preset: str, draft_vocab: int |
     with OneDevice():
         target = PackedTransformer(config, torch.float32, "meta")
         with torch.device("meta"):
-            model = DraftModel(drafter_config(config, PRESETS[preset].method, draft_vocab))
+            model = DraftModel(drafter_shape(config, PRESETS[preset].method, draft_vocab))
         trainer = DrafterTrainer(model, target, PRESETS[preset])
         buffer = TrajectoryBuffer(10**9)
         for length in (20, 30):

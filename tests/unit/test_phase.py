@@ -26,7 +26,7 @@ from tlt.distributed.world import World
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.losses import PRESETS
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.drafter.service import DrafterWatch
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
@@ -396,7 +396,7 @@ def test_preemption_is_measured_from_the_last_response_of_all_where_a_trainer_wa
 
 
 def make_model(seed: int) -> DraftModel:
-    return DraftModel(drafter_config(CONFIG)).double().initialize(seed)
+    return DraftModel(drafter_shape(CONFIG)).double().initialize(seed)
 
 
 def make_engine(seed: int = 2, strategy: Strategy = TREES) -> tuple[RolloutEngine, LearnedDrafter]:

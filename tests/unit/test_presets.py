@@ -16,7 +16,7 @@ from tlt.drafter.buffer import PackedBatch
 from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.losses import PRESETS
-from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, capture_layers, drafter_config, training_capture
+from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, capture_layers, drafter_shape, training_capture
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled, _CausalAndOwn, causal_and_own
@@ -36,7 +36,7 @@ forms = pytest.mark.parametrize(("method", "draft_vocab"), METHODS)
 
 def make_model(method: Method, draft_vocab: int | None, seed: int = 2) -> DraftModel:
     """A random drafter, its attention and mlp strong enough to matter, and every norm with weights of its own."""
-    model = DraftModel(drafter_config(DEEP, method, draft_vocab)).double().initialize(seed)
+    model = DraftModel(drafter_shape(DEEP, method, draft_vocab)).double().initialize(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -189,7 +189,7 @@ def test_the_loss_and_gradient_of_a_packed_batch_are_those_of_its_sequences_alon
 
 @forms
 def test_training_lowers_the_loss_and_leaves_what_is_borrowed_alone(method: Method, draft_vocab: int | None) -> None:
-    model = DraftModel(drafter_config(DEEP, method, draft_vocab)).double().initialize(3)
+    model = DraftModel(drafter_shape(DEEP, method, draft_vocab)).double().initialize(3)
     frozen = {name: tensor.clone() for name, tensor in model.named_buffers()}
     head = TARGET.head_VE.clone()
     trainer = DrafterTrainer(model, TARGET, PRESETS["hass" if method == "eagle" else "eagle3"], 3e-3)

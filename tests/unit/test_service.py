@@ -20,7 +20,7 @@ from tlt.config.schema import Config, DrafterConfig, ModelConfig, TaskConfig
 from tlt.distributed.world import World
 from tlt.drafter.folder import save_drafter
 from tlt.drafter.hybrid import HybridDrafter
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_weights import content_hash, load_config, load_tensors
 from tlt.models.hf_weights import save_checkpoint as save_model
 from tlt.report.timeline import Timeline
@@ -306,7 +306,7 @@ def test_what_the_watch_knows_survives_a_restart_and_a_broken_off_step_leaves_no
 
 
 def test_what_the_configuration_limits_reaches_those_who_keep_to_it(tmp_path: Path) -> None:
-    save_drafter(tmp_path, DraftModel(drafter_config(CONFIG)).initialize(1), torch.float32)
+    save_drafter(tmp_path, DraftModel(drafter_shape(CONFIG)).initialize(1), torch.float32)
     settings = DrafterConfig(path=tmp_path, train=True, max_passes=2.5, check_every=7, gate=0.25)
     config = Config(model=ModelConfig(path=tmp_path), task=TaskConfig(name="t"), drafter=settings)
     world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)

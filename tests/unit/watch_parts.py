@@ -12,7 +12,7 @@ from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.losses import PRESETS
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.drafter.ngram import NgramDrafter
 from tlt.drafter.service import DrafterWatch
 from tlt.drafter.spot import SpotTrainer
@@ -40,7 +40,7 @@ class Parts:
         check_every: int = 1,
         max_passes: float | None = None,
     ) -> None:
-        self.model = DraftModel(drafter_config(CONFIG)).initialize(2)
+        self.model = DraftModel(drafter_shape(CONFIG)).initialize(2)
         packed = PackedDrafter.from_tensors(self.model.config, self.model.state_dict(), torch.float64)
         self.learned = LearnedDrafter(packed, TARGET, 4)
         self.hybrid = HybridDrafter(self.learned, NgramDrafter(4))

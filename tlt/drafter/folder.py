@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tlt.drafter.foreign import drop_repeated, read_directory
 from tlt.drafter.losses import DEFAULT_PRESET, PRESETS, Preset
-from tlt.drafter.model import DraftConfig, DraftModel, Method, drafter_config
+from tlt.drafter.model import DrafterShape, DraftModel, Method, drafter_shape
 from tlt.files import replace_folder
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_weights import config_to_hf, parse_config
@@ -28,7 +28,7 @@ ARCHITECTURES: dict[str, Method] = {"EagleLlamaForCausalLM": "eagle", "LlamaForC
 class StoredDrafter:
     """A drafter as a directory holds it. `about`: what its writer noted of its origin."""
 
-    config: DraftConfig
+    config: DrafterShape
     tensors: dict[str, Tensor]
     about: Mapping[str, Any]
 
@@ -49,7 +49,7 @@ def save_drafter(path: Path, model: DraftModel, dtype: torch.dtype, about: Mappi
         (folder / "config.json").write_text(json.dumps(describe(model.config, dtype, about), indent=2) + "\n")
 
 
-def describe(config: DraftConfig, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def describe(config: DrafterShape, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """config.json of a drafter."""
     described = config_to_hf(config.layer, dtype, {"tlt": dict(about or {})})
     described |= {"architectures": [name for name, method in ARCHITECTURES.items() if method == config.method]}
@@ -103,7 +103,7 @@ def choose_preset(name: str | None, drafter: StoredDrafter, changes: Mapping[str
     return preset
 
 
-def read_config(path: Path, described: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]) -> DraftConfig:
+def read_config(path: Path, described: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]) -> DrafterShape:
     """The drafter's shape from its config.json and what it brought; what must agree with the target is checked."""
     layer = parse_config(described, f"drafter {path}")
     theirs = {"hidden_size": layer.hidden_size, "vocab_size": layer.vocab_size}
@@ -113,7 +113,7 @@ def read_config(path: Path, described: Mapping[str, Any], target: ModelConfig, t
         ours = getattr(target, key.removeprefix("target_"))
         if value != ours:
             raise UserError(f"drafter {path}: {key} is {value}, the target's is {ours}; train a drafter for this model")
-    config = drafter_config(target, described["method"], described.get("draft_vocab_size"))
+    config = drafter_shape(target, described["method"], described.get("draft_vocab_size"))
     capture = tuple(described.get("eagle_aux_hidden_state_layer_ids") or config.capture)
     if list(capture) != sorted(set(capture)) or not 0 <= capture[0] <= capture[-1] <= target.num_layers:
         remedy = f"it must name layers from 0 to {target.num_layers}, rising, so give the model it was trained for"

@@ -74,7 +74,7 @@ def align(lengths: Sequence[int], device: torch.device | str = "cpu") -> Alignme
 
 
 @dataclass(frozen=True)
-class DraftConfig:
+class DrafterShape:
     """The shape of a drafter.
 
     layer: geometry of its one decoder layer, of Llama form; its vocabulary is the target's.
@@ -115,14 +115,14 @@ class DraftConfig:
         return 2 * self.layer.hidden_size if self.method == "eagle" else self.feature_size
 
 
-def drafter_config(target: ModelConfig, method: Method = "eagle", draft_vocab_size: int | None = None) -> DraftConfig:
+def drafter_shape(target: ModelConfig, method: Method = "eagle", draft_vocab_size: int | None = None) -> DrafterShape:
     """A drafter in the target's geometry, whatever the target's family: engines serve no other than Llama's form."""
     layer = dataclasses.replace(target, architecture="llama", num_layers=1, tie_embeddings=True)
     capture = (target.num_layers,) if method == "eagle" else capture_layers(target.num_layers)
-    return DraftConfig(method, layer, capture, draft_vocab_size or target.vocab_size)
+    return DrafterShape(method, layer, capture, draft_vocab_size or target.vocab_size)
 
 
-def training_capture(config: DraftConfig, num_layers: int) -> tuple[int, ...]:
+def training_capture(config: DrafterShape, num_layers: int) -> tuple[int, ...]:
     """What training needs captured: what the drafter reads, and at the end the target's features, which give the
     distribution to match."""
     return config.capture if config.capture[-1] == num_layers else (*config.capture, num_layers)
@@ -142,7 +142,7 @@ class DraftModel(nn.Module):
     d2t: Tensor
     t2d: Tensor
 
-    def __init__(self, config: DraftConfig) -> None:
+    def __init__(self, config: DrafterShape) -> None:
         super().__init__()
         self.config = config
         size, vocab = config.layer.hidden_size, config.layer.vocab_size
@@ -209,7 +209,7 @@ def draft_token_ids(d2t: Tensor) -> Tensor:
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
-def check_arrival(config: DraftConfig, tensors: Mapping[str, Tensor]) -> None:
+def check_arrival(config: DrafterShape, tensors: Mapping[str, Tensor]) -> None:
     """RuntimeError, naming the tensor, where one is missing, unexpected or of another shape."""
     with torch.device("meta"):
         expected = {name: tensor.shape for name, tensor in DraftModel(config).state_dict().items()}
@@ -223,7 +223,7 @@ def check_arrival(config: DraftConfig, tensors: Mapping[str, Tensor]) -> None:
 class PackedDrafter:
     """The engine's copy of a drafter."""
 
-    def __init__(self, config: DraftConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
+    def __init__(self, config: DrafterShape, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         size = config.layer.hidden_size
         self.fc = PackedLinear(config.fc_size, size, dtype, self.device, has_bias=config.has_bias)
@@ -239,7 +239,7 @@ class PackedDrafter:
 
     @classmethod
     def from_tensors(
-        cls, config: DraftConfig, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str = "cpu"
+        cls, config: DrafterShape, tensors: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> PackedDrafter:
         packed = cls(config, dtype, device)
         packed.load(tensors, version=0)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.losses import Preset
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.spot import FeatureRecompute
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.decoder import ModelConfig, PackedTransformer
@@ -61,7 +61,7 @@ def new_drafter(
 ) -> DraftModel:
     """Makes a random drafter of the preset's form for the target. With a `draft_vocab_size` it can propose only the tokens
     that the responses hold most often."""
-    model = DraftModel(drafter_config(target, preset.method, draft_vocab_size)).initialize(seed)
+    model = DraftModel(drafter_shape(target, preset.method, draft_vocab_size)).initialize(seed)
     if model.config.is_reduced:
         model.set_vocabulary(most_frequent(rollouts, model.config.draft_vocab_size, target.vocab_size))
     return model
