@@ -134,7 +134,7 @@ def make_batch(lengths: Sequence[int] = (6, 11, 3), seed: int = 0) -> PackedBatc
 
 
 def unpack(batch: PackedBatch) -> list[PackedBatch]:
-    tokens, features = batch.token_ids_N.split(batch.lengths), batch.features_NE.split(batch.lengths)
+    tokens, features = batch.token_ids_N.split(batch.lengths), batch.captured_NF.split(batch.lengths)
     weights = batch.weight_M.split([n - 1 for n in batch.lengths])
     return [PackedBatch(t, f, (len(t),), w) for t, f, w in zip(tokens, features, weights, strict=True)]
 
@@ -143,7 +143,7 @@ def unroll(model: DraftModel, batch: PackedBatch, num_steps: int) -> list[Tensor
     """Hidden states of every pair after each of its own steps."""
     pairs = align(batch.lengths)
     attend = Unrolled(model.config.layer, pairs.lengths)
-    hidden, states = model.fuse(batch.features_NE[pairs.feature_index_M]), []
+    hidden, states = model.fuse(batch.captured_NF[pairs.feature_index_M]), []
     for step in range(num_steps):
         index, _ = pairs.ahead(step)
         hidden = model(TARGET.embed(batch.token_ids_N[index]), hidden, pairs.positions_M + step, attend)
@@ -156,8 +156,8 @@ def loss_of(model: DraftModel, batch: PackedBatch, preset: Preset = ONE_STEP) ->
     pairs = align(batch.lengths)
     attend = PackedCausal(model.config.layer, pairs.lengths)
     embeddings = TARGET.embed(batch.token_ids_N[pairs.token_index_M])
-    predicted = model(embeddings, batch.features_NE[pairs.feature_index_M], pairs.positions_M, attend)
-    targets = batch.features_NE[pairs.token_index_M]
+    predicted = model(embeddings, batch.captured_NF[pairs.feature_index_M], pairs.positions_M, attend)
+    targets = batch.captured_NF[pairs.token_index_M]
     probabilities = F.linear(targets, TARGET.head_VE).softmax(-1)
     logits = F.linear(predicted, TARGET.head_VE)
     return draft_loss(predicted, targets, logits, probabilities, batch.weight_M.double(), preset)

@@ -103,7 +103,7 @@ def test_training_and_recomputing_mix_no_devices(preset: str, draft_vocab: int |
                 pass
         batch = buffer.sample(60)
         assert batch is not None
-        assert batch.features_NE.is_meta
+        assert batch.captured_NF.is_meta
         with torch.enable_grad():
             trainer.loss(batch).backward()
         assert all(p.grad is not None and p.grad.is_meta for p in trainer.parameters)
@@ -148,7 +148,7 @@ def test_a_loss_that_is_not_finite_raises_and_leaves_the_weights_alone(poison: f
     trainer = DrafterTrainer(make_model(), TARGET, HASS)
     before = content_hash(trainer.model.state_dict())
     batch = make_batch()
-    batch.features_NE[4] = poison
+    batch.captured_NF[4] = poison
     with pytest.raises(FloatingPointError, match="loss is"):
         trainer.step(batch)
     assert content_hash(trainer.model.state_dict()) == before

@@ -97,7 +97,7 @@ def test_a_step_in_training_equals_the_draft_from_there(method: Method, draft_vo
     batch = make_batch(model, (9, 6, 4))
     pairs = align(batch.lengths)
     attend = Unrolled(model.config.layer, pairs.lengths)
-    true_hidden = model.fuse(batch.features_NE[pairs.feature_index_M])
+    true_hidden = model.fuse(batch.captured_NF[pairs.feature_index_M])
     hidden, states = true_hidden, []
     for step in range(steps):
         index, _ = pairs.ahead(step)
@@ -135,9 +135,9 @@ def test_the_loss_is_its_sum_over_steps_and_pairs(method: Method, draft_vocab: i
     preset = PRESETS["hass" if method == "eagle" else "eagle3"]
     batch = make_batch(model)
     pairs, attend = align(batch.lengths), Unrolled(model.config.layer, [n - 1 for n in batch.lengths])
-    features = batch.features_NE[:, -SIZE:]
+    features = batch.captured_NF[:, -SIZE:]
     kept = list(range(VOCAB)) if draft_vocab is None else (model.t2d.nonzero()[:, 0]).tolist()
-    hidden, total = model.fuse(batch.features_NE[pairs.feature_index_M]), 0.0
+    hidden, total = model.fuse(batch.captured_NF[pairs.feature_index_M]), 0.0
     starts = [sum(batch.lengths[:i]) for i in range(len(batch.lengths))]
     for step in range(preset.unrolled_steps):
         index, _ = pairs.ahead(step)
@@ -168,7 +168,7 @@ def test_the_loss_and_gradient_of_a_packed_batch_are_those_of_its_sequences_alon
     model = make_model(method, draft_vocab)
     preset = PRESETS["hass" if method == "eagle" else "eagle3"]
     batch, parameters = make_batch(model), list(model.parameters())
-    tokens, features = batch.token_ids_N.split(batch.lengths), batch.features_NE.split(batch.lengths)
+    tokens, features = batch.token_ids_N.split(batch.lengths), batch.captured_NF.split(batch.lengths)
     weights = batch.weight_M.split([n - 1 for n in batch.lengths])
     parts = [PackedBatch(t, f, (len(t),), w) for t, f, w in zip(tokens, features, weights, strict=True)]
     alone = torch.zeros((), dtype=torch.float64)
@@ -210,8 +210,8 @@ def test_the_packed_drafter_computes_what_the_trainable_one_does(method: Method,
     batch = make_batch(model, (8,))
     embeddings, attend = randn(8, SIZE, seed=1), PackedCausal(model.config.layer, [8])
     with torch.no_grad():
-        hidden = packed.fuse(batch.features_NE)
-        torch.testing.assert_close(hidden, model.fuse(batch.features_NE), rtol=0, atol=1e-10)
+        hidden = packed.fuse(batch.captured_NF)
+        torch.testing.assert_close(hidden, model.fuse(batch.captured_NF), rtol=0, atol=1e-10)
         found = packed.forward(embeddings, hidden, attend.positions(), attend)
         expected = model(embeddings, hidden, attend.positions(), attend)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

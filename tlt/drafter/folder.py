@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tlt.drafter.foreign import drop_repeated, read_directory
 from tlt.drafter.losses import DEFAULT_PRESET, PRESETS, Preset
-from tlt.drafter.model import DrafterShape, DraftModel, Method, drafter_shape
+from tlt.drafter.model import DrafterShape, DraftModel, Method, drafter_shape, find_mismatch
 from tlt.files import replace_folder
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_weights import config_to_hf, parse_config
@@ -74,17 +74,10 @@ def load_drafter(path: Path | str, target: ModelConfig, target_tensors: Mapping[
     described, tensors = read_directory(path)
     tensors = drop_repeated(path, tensors, described["method"], target.vocab_size, target_tensors)
     config = read_config(path, described, target, tensors)
-    with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in DraftModel(config).state_dict().items()}
-    for name in sorted(expected.keys() | tensors.keys()):
-        found_shape = list(tensors[name].shape) if name in tensors else "missing"
-        wanted_shape = list(expected[name]) if name in expected else "no such tensor"
-        if found_shape != wanted_shape:
-            raise UserError(
-                f"drafter {path}: tensor {name} is {found_shape}, the target's drafter has {wanted_shape}; "
-                "train a drafter for this model with tlt drafter train"
-            )
-        if tensors[name].is_floating_point() and not tensors[name].isfinite().all():
+    if (mismatch := find_mismatch(config, tensors)) is not None:
+        raise UserError(f"drafter {path}: {mismatch}; train a drafter for this model with tlt drafter train")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(f"drafter {path}: tensor {name} holds numbers that are not finite; train or copy it again")
     return StoredDrafter(config, tensors, described.get("tlt") or {})
 
