@@ -91,8 +91,8 @@ class DrafterTrainer:
         self.num_tokens = state["num_tokens"]
 
     def shared_tensors(self) -> list[Tensor]:
-        """Returns what replicas average, in a fixed order: weights, Adam moments and step counts (these on the CPU). Moments are
-        created as zeros where none exist yet."""
+        """Returns what replicas average, in a fixed order: weights, Adam moments and step counts (these on the CPU). Where
+        there are no moments yet, zeros are created."""
         tensors: list[Tensor] = []
         for parameter in self.parameters:
             state = self.optimizer.state[parameter]
