@@ -60,7 +60,11 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One response wanted: sample `sample_index` of a problem, with everything its tokens depend on."""
+    """Asks for one response: sample `sample_index` of a problem, with everything its tokens depend on.
+
+    token_ids, logprobs: the response so far, where another engine with the same policy has begun it. It goes on as it would
+    have there: its tokens depend on nothing but the other fields.
+    """
 
     problem_id: str
     sample_index: int
@@ -68,6 +72,8 @@ class Request:
     params: SamplingParams
     purpose: Purpose = "rollout"
     policy_step: int = 0
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
 
     @property
     def key(self) -> tuple[int, int, int, int]:
@@ -77,16 +83,6 @@ class Request:
         digest = hashlib.blake2b(repr((LAW_VERSION, *fields)).encode(), digest_size=16).digest()
         words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
         return words[0], words[1], words[2], words[3]
-
-
-@dataclass(frozen=True)
-class PartialResponse:
-    """A response in the making, on its way to another engine: the tokens so far and their logprobs. It goes on there as
-    it would have here: with the same policy, its tokens depend on nothing but the request."""
-
-    request: Request
-    token_ids: tuple[int, ...]
-    logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True)

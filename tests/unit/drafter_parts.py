@@ -18,7 +18,8 @@ from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled
-from tlt.models.decoder import PackedTransformer, Transformer
+from tlt.models.decoder import Transformer
+from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed

@@ -32,8 +32,9 @@ from tlt.drafter.losses import PRESETS, draft_loss
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.spot import FeatureRecompute
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.models.decoder import PackedTransformer, Transformer
+from tlt.models.decoder import Transformer
 from tlt.models.hf_weights import content_hash
+from tlt.models.packed import PackedTransformer
 
 
 def test_a_packed_batch_has_the_loss_and_the_gradient_of_its_sequences_alone() -> None:

@@ -37,7 +37,7 @@ from tlt.report.timeline import Timeline
 from tlt.train.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase, StopRequested, _Work, worth_migrating
 from tlt.train.run import Run
 from tlt.tuning.tuner import Fixed
-from tlt.types import DrafterReport, PartialResponse, Problem, Request, Reward, Rollout, SamplingParams, Strategy
+from tlt.types import DrafterReport, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
 PARAMS = SamplingParams(temperature=0.7, max_tokens=24)
 POLICY = make_policy()
@@ -295,7 +295,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
             engine.add(works[0].take(1))
         take = works[index].take
 
-        def take_back_only_when_idle(room: int) -> list[Request | PartialResponse]:
+        def take_back_only_when_idle(room: int) -> list[Request]:
             taken = take(room)
             assert index == 1 or engine.is_idle or not taken
             return taken
@@ -338,7 +338,7 @@ def test_what_waits_for_a_slot_is_handed_over_first() -> None:
     idle.offer_help()
     works[0].share(engine, busy.num_offers())
     taken = works[1].take(1)
-    assert [partial.request.sample_index for partial in taken if isinstance(partial, PartialResponse)] == [7, 6, 5, 4]
+    assert [request.sample_index for request in taken] == [7, 6, 5, 4]
     assert engine.num_waiting == 1
     assert len(engine.running) == 3
 

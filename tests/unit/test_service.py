@@ -23,8 +23,8 @@ from tlt.drafter.folder import save_drafter
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.service import RankState
-from tlt.models.hf_weights import content_hash, load_config, load_tensors
-from tlt.models.hf_weights import save_checkpoint as save_model
+from tlt.models.hf_config import load_model_config as load_config
+from tlt.models.hf_weights import content_hash, load_tensors, save_model
 from tlt.report.timeline import Timeline
 from tlt.train.run import Run
 from tlt.tuning.tuner import Fixed

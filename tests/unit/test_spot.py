@@ -30,8 +30,8 @@ from tests.unit.drafter_parts import (
 from tlt.drafter.buffer import TOKEN_ID_BYTES, PackedBatch, TrajectoryBuffer
 from tlt.drafter.spot import MICRO_STEP_SHARE, MIN_TOKENS, FeatureRecompute, MicroStepSize, SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.models.decoder import PackedTransformer
 from tlt.models.hf_weights import content_hash
+from tlt.models.packed import PackedTransformer
 from tlt.tuning.tuner import Fixed
 from tlt.types import DrafterReport, Span, Strategy
 

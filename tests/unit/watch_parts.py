@@ -20,7 +20,7 @@ from tlt.drafter.ngram import NgramDrafter
 from tlt.drafter.service import DrafterWatch, Ranks, RankState
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.models.decoder import PackedTransformer
+from tlt.models.packed import PackedTransformer
 from tlt.types import DrafterReport, Rollout
 
 POLICY = make_policy()

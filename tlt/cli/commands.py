@@ -23,25 +23,18 @@ from tlt.files import Record, check_output_file, get_id, read_jsonl, write_atomi
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
-    from torch import Tensor
 
-    from tlt.audit.verdict import AuditReport, Referee
+    from tlt.audit.referee import Referee
+    from tlt.audit.report import AuditReport
     from tlt.bench.rollout import Options
-    from tlt.drafter.learned import LearnedDrafter
+    from tlt.build import Model
     from tlt.engine.engine import EngineStats, RolloutEngine, Verify
-    from tlt.models.decoder import ModelConfig
     from tlt.models.tokenizer import Tokenizer
     from tlt.tasks.base import Task
 
 
 # --------------------------------------------------------------------------------------------------------------------
 # generate
-
-
-@dataclass(frozen=True)
-class Prompt:
-    problem_id: str
-    prompt_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -65,19 +58,17 @@ def generate(options: GenerateOptions) -> Record:
     """Writes one line per response, in the order of prompts and samples; returns the summary."""
     import torch
 
-    from tlt.models.hf_weights import load_config as load_model_config
-    from tlt.models.hf_weights import load_tensors
-    from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
+    from tlt.build import load_model
+    from tlt.models.prompts import read_prompts
 
     _check_generate(options)
-    model_config = load_model_config(options.model)
-    tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
-    stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(options.model)
-    prompts = read_prompts(options.prompts, tokenizer, vocab_size=model_config.vocab_size, window=model_config.max_positions)
+    model = load_model(options.model)
+    vocab_size, window = model.config.vocab_size, model.config.max_positions
+    prompts = read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
 
     torch.set_num_threads(options.threads)
-    engine = _make_engine(options, options.speculation, model_config, load_tensors(options.model, model_config))
-    params = replace(options.params, stop_ids=stop_ids)
+    engine = _make_engine(options, options.speculation, model)
+    params = replace(options.params, stop_ids=model.stop_ids)
     requests = [
         Request(prompt.problem_id, sample_index, prompt.prompt_ids, params, purpose="generate")
         for prompt in prompts
@@ -89,7 +80,7 @@ def generate(options: GenerateOptions) -> Record:
 
     order = {prompt.problem_id: index for index, prompt in enumerate(prompts)}
     rollouts.sort(key=lambda rollout: (order[rollout.problem_id], rollout.sample_index))
-    write_jsonl(options.out, (_response_record(rollout, tokenizer) for rollout in rollouts))
+    write_jsonl(options.out, (_response_record(rollout, model.tokenizer) for rollout in rollouts))
     return _summarize(rollouts, seconds, engine.stats)
 
 
@@ -113,52 +104,6 @@ def _check_engine(options: GenerateOptions | AuditOptions, speculation: str) -> 
         raise UserError(f"--drafter: {options.drafter} does not exist; give a drafter folder")
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int) -> list[Prompt]:
-    """Prompts as token ids. A line without problem_id is named by its number."""
-    return _encode_prompts(read_jsonl(path, "--prompts"), tokenizer, vocab_size=vocab_size, window=window)
-
-
-def _encode_prompts(
-    records: Sequence[tuple[str, Record]], tokenizer: Tokenizer | None, *, vocab_size: int, window: int
-) -> list[Prompt]:
-    from tlt.models.tokenizer import check_prompt
-
-    prompts: list[Prompt] = []
-    places: dict[str, str] = {}
-    for place, record in records:
-        problem_id = get_id(place, record, default=place.rpartition(":")[2])
-        if problem_id in places:
-            raise UserError(f"{place}: problem_id {problem_id!r} was given at {places[problem_id]} already; make it unique")
-        places[problem_id] = place
-        where = f"{place} (problem {problem_id!r})"
-        prompt_ids = _encode(record, tokenizer, where)
-        check_prompt(prompt_ids, where, vocab_size=vocab_size, window=window)
-        prompts.append(Prompt(problem_id, prompt_ids))
-    return prompts
-
-
-def _encode(record: Record, tokenizer: Tokenizer | None, where: str) -> tuple[int, ...]:
-    kinds = [kind for kind in ("prompt", "prompt_ids", "messages") if kind in record]
-    if len(kinds) != 1:
-        found = "none of them" if not kinds else " and ".join(kinds)
-        raise UserError(f"{where}: has {found}; give exactly one of prompt (text), prompt_ids (token ids), messages (chat)")
-    (kind,) = kinds
-    value = record[kind]
-    if kind == "prompt_ids":
-        if not isinstance(value, list) or not all(type(token) is int for token in value):
-            raise UserError(f"{where}: prompt_ids must be a list of whole numbers")
-        return tuple(value)
-    if tokenizer is None:
-        raise UserError(f"{where}: {kind} needs a tokenizer but the model's folder has none; add it, or give prompt_ids")
-    if kind == "prompt":
-        if not isinstance(value, str) or not value:
-            raise UserError(f"{where}: prompt is {value!r}; it must be text")
-        return tokenizer.encode_text(value, where)
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
-        raise UserError(f"{where}: messages must be a list of objects such as {{'role': 'user', 'content': '…'}}")
-    return tokenizer.encode_chat(value, where)
-
-
 def _response_record(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
     """`text` is null for a model without a tokenizer."""
     return {
@@ -173,46 +118,28 @@ def _response_record(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
 
 
 def _make_engine(
-    options: GenerateOptions | AuditOptions,
-    speculation: str,
-    model_config: ModelConfig,
-    tensors: Mapping[str, Tensor],
-    verify: Verify | None = None,
+    options: GenerateOptions | AuditOptions, speculation: str, model: Model, verify: Verify | None = None
 ) -> RolloutEngine:
     """`verify` None is the engine's own."""
     import torch
 
-    from tlt.drafter.hybrid import drafter_kinds, make_drafter
-    from tlt.engine.engine import RolloutEngine
+    from tlt.build import EngineSettings, build_engine
+    from tlt.drafter.folder import load_drafter
     from tlt.speculative.verify import verify as default_verify
-    from tlt.tuning.tuner import make_tuner
 
     has_cuda = torch.cuda.is_available()
     if options.device == "cuda" and not has_cuda:
         raise UserError("--device: cuda is not available here; give --device cpu or auto")
-    engine = RolloutEngine(
-        model_config,
+    settings = EngineSettings(
+        speculation,
         dtype=resolve_dtype(options.dtype),
         device="cuda" if has_cuda and options.device != "cpu" else "cpu",
         max_batch_size=options.max_batch_size,
-        tuner=make_tuner(speculation, drafter_kinds(options.drafter is not None)),
-        verify=verify or default_verify,
     )
-    engine.load_policy(tensors)
-    if engine.tuner is not None:
-        learned = None if options.drafter is None else _load_drafter(options.drafter, engine, tensors, options.max_batch_size)
-        engine.load_drafter(make_drafter(learned, options.max_batch_size))
-    return engine
-
-
-def _load_drafter(path: Path, engine: RolloutEngine, tensors: Mapping[str, Tensor], max_slots: int) -> LearnedDrafter:
-    from tlt.drafter.folder import load_drafter
-    from tlt.drafter.learned import LearnedDrafter
-    from tlt.drafter.model import PackedDrafter
-
-    stored = load_drafter(path, engine.config, tensors)
-    packed = PackedDrafter.from_tensors(stored.config, stored.tensors, engine.model.dtype, engine.device)
-    return LearnedDrafter(packed, engine.model, max_slots)
+    drafter = None
+    if options.drafter is not None and speculation != "off":
+        drafter = load_drafter(options.drafter, model.config, model.tensors)
+    return build_engine(model.config, model.tensors, settings, drafter, verify=verify or default_verify)
 
 
 def _summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:
@@ -377,7 +304,8 @@ def audit(options: AuditOptions, command: str, on_report: Callable[[AuditReport]
     """Judges every mode; `on_report` receives each report as it is made. Returns the summary, and writes all to `out`."""
     import torch
 
-    from tlt.audit.verdict import Auditor, Referee
+    from tlt.audit.referee import Referee
+    from tlt.audit.verdict import Auditor
     from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
     _check_audit(options)
@@ -457,6 +385,8 @@ def _audited_modes(
     if options.responses is not None:
         yield options.responses.name, _read_audited(options.responses, referee)
         return
+    from tlt.models.prompts import encode_prompts
+
     if options.prompts is not None:
         records = read_jsonl(options.prompts, "--prompts")
     else:
@@ -465,7 +395,7 @@ def _audited_modes(
         records = [(f"task {options.task}", problem) for problem in problems]
     requests = [
         Request(prompt.problem_id, sample_index, prompt.prompt_ids, params, purpose="generate")
-        for prompt in _encode_prompts(records, tokenizer, vocab_size=referee.vocab_size, window=referee.window)
+        for prompt in encode_prompts(records, tokenizer, vocab_size=referee.vocab_size, window=referee.window)
         for sample_index in range(options.samples)
     ]
     if options.url is not None:
@@ -483,13 +413,11 @@ def _audited_name(options: AuditOptions, speculation: str) -> str:
 
 
 def _generate_audited(options: AuditOptions, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
-    from tlt.audit.verdict import PlantedFault
-    from tlt.models.hf_weights import load_config as load_model_config
-    from tlt.models.hf_weights import load_tensors
+    from tlt.audit.fault import PlantedFault
+    from tlt.build import load_model
 
-    config = load_model_config(options.model)
     verify = PlantedFault(options.plant_fault, options.params.seed) if options.plant_fault else None
-    engine = _make_engine(options, speculation, config, load_tensors(options.model, config), verify)
+    engine = _make_engine(options, speculation, load_model(options.model), verify)
     order = {(request.problem_id, request.sample_index): index for index, request in enumerate(requests)}
     return sorted(engine.generate(requests), key=lambda rollout: order[rollout.problem_id, rollout.sample_index])
 
@@ -571,9 +499,9 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     from tlt.drafter.losses import PRESETS
     from tlt.drafter.model import DraftModel
     from tlt.drafter.offline import OfflineSettings, new_drafter, train_offline
-    from tlt.models.decoder import PackedTransformer
+    from tlt.models.hf_config import load_model_config
     from tlt.models.hf_weights import content_hash, load_tensors
-    from tlt.models.hf_weights import load_config as load_model_config
+    from tlt.models.packed import PackedTransformer
 
     _check_drafter_train(options)
     config = load_model_config(options.model)
@@ -588,7 +516,7 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     if options.responses is not None:
         rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
     else:
-        rollouts = _answer(options, config, tensors)
+        rollouts = _answer(options)
     target = PackedTransformer(config, torch.float32)
     target.load(tensors, version=0)
     if not any(map(is_trainable, rollouts)):
@@ -614,21 +542,17 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     return {"responses": len(rollouts), **asdict(summary), "out": str(options.out)}
 
 
-def _answer(options: DrafterTrainOptions, config: ModelConfig, tensors: Mapping[str, Tensor]) -> list[Rollout]:
-    """The model's own responses to the prompts, by adaptive speculation without a learned drafter."""
-    from tlt.drafter.hybrid import drafter_kinds, make_drafter
-    from tlt.engine.engine import RolloutEngine
-    from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
-    from tlt.tuning.tuner import make_tuner
+def _answer(options: DrafterTrainOptions) -> list[Rollout]:
+    """Returns the model's own responses to the prompts, made by adaptive speculation without a learned drafter."""
+    from tlt.build import EngineSettings, build_engine, load_model
+    from tlt.models.prompts import read_prompts
 
     assert options.prompts is not None, "responses or prompts are given"
-    tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
-    stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(options.model)
-    prompts = read_prompts(options.prompts, tokenizer, vocab_size=config.vocab_size, window=config.max_positions)
-    params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=stop_ids, seed=options.seed)
-    engine = RolloutEngine(config, max_batch_size=_ANSWERS_AT_A_TIME, tuner=make_tuner("adaptive", drafter_kinds(False)))
-    engine.load_policy(tensors)
-    engine.load_drafter(make_drafter(None, _ANSWERS_AT_A_TIME))
+    model = load_model(options.model)
+    vocab_size, window = model.config.vocab_size, model.config.max_positions
+    prompts = read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
+    params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
+    engine = build_engine(model.config, model.tensors, EngineSettings("adaptive", max_batch_size=_ANSWERS_AT_A_TIME))
     requests = [
         Request(prompt.problem_id, index, prompt.prompt_ids, params, purpose="generate")
         for prompt in prompts
@@ -735,32 +659,21 @@ def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
 # bench
 
 
-PARTS = ("constant", "longtail", "arms", "workload")
-PEERS = ("transformers", "vllm", "vllm-eager", "vllm-ngram")
-
-
 def bench_rollout(
     config_path: Path, overrides: Sequence[str], options: Options, command: str, say: Callable[[str], None]
 ) -> Record:
     """Measures the configuration's rollout (see bench/rollout.py); returns the ratios over off, by measurement."""
-    from benchmarks.longtail import hash_model, read_workload
-    from benchmarks.plots import check_plots
-    from tlt.bench.rollout import run_benchmark
+    from tlt.bench.rollout import PARTS, run_benchmark
     from tlt.drafter.hybrid import drafter_kinds
     from tlt.train.run import preflight
     from tlt.tuning.tuner import make_tuner
 
     _check_words("parts", options.parts, PARTS)
-    _check_words("peers", options.peers, PEERS)
-    counts = [("rounds", options.rounds), ("arm-rounds", options.arm_rounds), ("steps", options.steps)]
+    counts = [("rounds", options.rounds), ("steps", options.steps)]
     for name, value in [*counts, *(("batches", b) for b in options.batches)]:
         if value < 1:
             raise UserError(f"--{name}: {value} is too small; give 1 or more")
-    if any(peer.startswith("vllm") for peer in options.peers) and options.vllm is None:
-        raise UserError("--peers: vllm needs the interpreter of an environment that has it; give --vllm, or --setup-vllm DIR")
     check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
-    if options.recorded is not None and not options.recorded.is_file():
-        raise UserError(f"--recorded: {options.recorded} does not exist; give the OUT.json of a run with --parts arms")
     config = load_config(config_path, overrides)
     if "workload" in options.parts and config.rollout.speculation == "off":
         raise UserError("rollout.speculation is off, so there is nothing to compare; set it to adaptive, or leave workload out")
@@ -768,9 +681,6 @@ def bench_rollout(
         if variant != "beg-mab":
             make_tuner(variant, drafter_kinds(config.drafter.path is not None))
     preflight(config)
-    if "longtail" in options.parts:
-        check_plots()
-        read_workload(options.workload, hash_model(config.model.path))
     report = run_benchmark(config, options, command, say)
     return {
         m["name"]: m.get("median_ratio") or {n: r["mean"] for n, r in m["ratios"].items()}
@@ -826,48 +736,3 @@ def _check_words(option: str, given: Sequence[str], known: Sequence[str]) -> Non
     for word in given:
         if word not in known:
             raise UserError(f"--{option}: {word!r} is unknown; give some of {', '.join(known)}")
-
-
-@dataclass(frozen=True)
-class BenchGeometryOptions:
-    """What `tlt bench geometry` measures, and the common stem of its two result files."""
-
-    out: Path
-    shape: str
-    batches: tuple[int, ...]
-    strategies: tuple[str, ...]
-    accept: float
-    steps: int
-    prompt_tokens: int
-    threads: int
-
-
-def bench_geometry(options: BenchGeometryOptions, command: str, say: Callable[[str], None]) -> Record:
-    """Costs per step in a real model's shape (see bench/geometry.py); returns the milliseconds of a step by measurement."""
-    import torch
-
-    from benchmarks.geometry import SHAPES, measure, to_markdown
-    from tlt.bench.report import environment
-    from tlt.types import Strategy
-
-    counts = [("steps", options.steps), ("prompt-tokens", options.prompt_tokens), ("threads", options.threads)]
-    for name, value in [*counts, *(("batches", b) for b in options.batches)]:
-        if value < 1:
-            raise UserError(f"--{name}: {value} is too small; give 1 or more")
-    if not 0 <= options.accept <= 1:
-        raise UserError(f"--accept: {options.accept} is no probability; give a number from 0 to 1")
-    window = SHAPES[options.shape].max_positions
-    if options.prompt_tokens < 2 or options.prompt_tokens + 40 * (options.steps + 2) > window:
-        raise UserError(
-            f"--prompt-tokens: {options.prompt_tokens} with {options.steps} steps does not fit the window of {window}; "
-            "give 2 or more, and less of one or the other"
-        )
-    strategies = [Strategy.parse(word) for word in options.strategies]
-    json_path = options.out.with_name(options.out.name + ".json")
-    check_output_file(json_path, "--out")
-    torch.set_num_threads(options.threads)
-    report: Record = {"command": command, "environment": environment()}
-    report |= measure(options.shape, options.batches, strategies, options.accept, options.steps, options.prompt_tokens, say)
-    json_path.write_text(json.dumps(report, indent=1) + "\n")
-    options.out.with_name(options.out.name + ".md").write_text(to_markdown(report))
-    return {f"batch {row['batch_size']}, {row['strategy']}": row["step_ms"] for row in report["rows"]}

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tlt.drafter.model import FIRST_PREDICTED, DraftModel, PackedDrafter, align, predicts_response
 from tlt.models.attention import PackedCausal
-from tlt.models.decoder import PackedTransformer
+from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout
 
 CANARY_TOKENS = 256

@@ -21,7 +21,8 @@ from tlt.drafter.losses import Preset
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.spot import FeatureRecompute
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.models.decoder import ModelConfig, PackedTransformer
+from tlt.models.decoder import ModelConfig
+from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout
 
 _RECOMPUTE_TOKENS = 128

@@ -23,8 +23,9 @@ from tlt.engine.noise import NoiseBlocks
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Sequence
 from tlt.models.attention import Cached, StoringPrefill, pad, padding_mask
-from tlt.models.decoder import ModelConfig, PackedTransformer
+from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import Cache
+from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Drafter
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.tree import ancestors, chain, chain_mask, tree_mask
@@ -32,7 +33,6 @@ from tlt.speculative.verify import verify
 from tlt.types import (
     BatchState,
     DraftTree,
-    PartialResponse,
     Request,
     Rollout,
     Span,
@@ -199,10 +199,10 @@ class RolloutEngine:
     def is_idle(self) -> bool:
         return self.scheduler.is_idle
 
-    def add(self, work: Iterable[Request | PartialResponse]) -> None:
-        """Requests, and responses that `withdraw` took out of another engine with the same policy."""
-        work = list(work)
-        for request in (one.request if isinstance(one, PartialResponse) else one for one in work):
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queues requests, also those that `withdraw` took out of another engine with the same policy."""
+        requests = list(requests)
+        for request in requests:
             if not request.prompt_ids:
                 raise UserError(f"prompt of problem {request.problem_id!r} is empty; give it at least one token")
             if len(request.prompt_ids) >= self.config.max_positions:
@@ -210,23 +210,22 @@ class RolloutEngine:
                     f"prompt of problem {request.problem_id!r} has {len(request.prompt_ids)} tokens; the model's window is "
                     f"{self.config.max_positions}, so shorten it to at most {self.config.max_positions - 1}"
                 )
-        self.scheduler.add(work)
+        self.scheduler.add(requests)
 
     @torch.inference_mode()
-    def withdraw(self, slots: Iterable[int]) -> list[PartialResponse]:
+    def withdraw(self, slots: Iterable[int]) -> list[Request]:
         """Takes these running sequences out in the middle of their responses, between two steps."""
-        partials = []
+        requests = []
         for slot in sorted(slots, reverse=True):
-            partials.append(self.scheduler.running[slot].to_partial())
+            requests.append(self.scheduler.running[slot].to_request())
             if self.drafter is not None:
                 self.drafter.withdraw(slot)
             self._vacate(slot)
-        return partials
+        return requests
 
-    def withdraw_waiting(self, num: int) -> list[PartialResponse]:
+    def withdraw_waiting(self, num: int) -> list[Request]:
         """Takes the last `num` out that have not been admitted yet."""
-        work = [self.scheduler.waiting.pop() for _ in range(num)]
-        return [one if isinstance(one, PartialResponse) else PartialResponse(one, (), ()) for one in work]
+        return [self.scheduler.waiting.pop() for _ in range(num)]
 
     def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
         """Yields each response as it finishes, in no particular order."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tlt.engine.sequence import Sequence
-from tlt.types import PartialResponse, Request
+from tlt.types import Request
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Admission:
 class Scheduler:
     def __init__(self, max_slots: int, window: int) -> None:
         self.max_slots, self.window = max_slots, window
-        self.waiting: deque[Request | PartialResponse] = deque()
+        self.waiting: deque[Request] = deque()
         self.running: list[Sequence] = []
 
     @property
@@ -37,8 +37,8 @@ class Scheduler:
     def is_idle(self) -> bool:
         return not self.running and not self.waiting
 
-    def add(self, work: Iterable[Request | PartialResponse]) -> None:
-        self.waiting.extend(work)
+    def add(self, requests: Iterable[Request]) -> None:
+        self.waiting.extend(requests)
 
     def admit(self) -> list[Admission]:
         """Starts what fits."""

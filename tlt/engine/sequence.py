@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tlt.types import FinishReason, PartialResponse, Request, Rollout, Verdict
+from tlt.types import FinishReason, Request, Rollout, Verdict
 
 
 @dataclass
@@ -18,12 +18,14 @@ class Sequence:
     finish_reason: FinishReason | None = None
 
     @staticmethod
-    def start(work: Request | PartialResponse, window: int) -> Sequence:
-        """From the prompt, or from where another engine left off. `window`: positions that the model has."""
-        partial = work if isinstance(work, PartialResponse) else PartialResponse(work, (), ())
-        request = partial.request
+    def start(request: Request, window: int) -> Sequence:
+        """Starts from the prompt, or from where another engine left off. `window`: positions that the model has."""
         max_tokens = min(request.params.max_tokens, window - len(request.prompt_ids))
-        return Sequence(request, max_tokens, [*request.prompt_ids, *partial.token_ids], list(partial.logprobs))
+        return Sequence(request, max_tokens, [*request.prompt_ids, *request.token_ids], list(request.logprobs))
+
+    @property
+    def response_ids(self) -> tuple[int, ...]:
+        return tuple(self.tokens[len(self.request.prompt_ids) :])
 
     @property
     def num_left(self) -> int:
@@ -49,8 +51,9 @@ class Sequence:
                 break
         return len(self.logprobs) - before
 
-    def to_partial(self) -> PartialResponse:
-        return PartialResponse(self.request, tuple(self.tokens[len(self.request.prompt_ids) :]), tuple(self.logprobs))
+    def to_request(self) -> Request:
+        """Returns the request with the tokens that it has so far: another engine goes on from there."""
+        return replace(self.request, token_ids=self.response_ids, logprobs=tuple(self.logprobs))
 
     def to_rollout(self, policy_version: int) -> Rollout:
         assert self.finish_reason is not None
@@ -59,7 +62,7 @@ class Sequence:
             problem_id=request.problem_id,
             sample_index=request.sample_index,
             prompt_ids=request.prompt_ids,
-            token_ids=tuple(self.tokens[len(request.prompt_ids) :]),
+            token_ids=self.response_ids,
             logprobs=tuple(self.logprobs),
             finish_reason=self.finish_reason,
             policy_version=policy_version,

@@ -18,7 +18,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from safetensors.torch import load, save
 
@@ -35,7 +35,6 @@ from tlt.rl.rewards import RewardPool
 from tlt.types import (
     DrafterCheck,
     DrafterReport,
-    PartialResponse,
     Problem,
     Purpose,
     Request,
@@ -179,16 +178,16 @@ class _Work:
     def unit_size(self) -> int:
         return len(self.requests[0])
 
-    def take(self, room: int) -> list[Request | PartialResponse]:
+    def take(self, room: int) -> list[Request]:
         """Up to `room` units' work; nothing: there is none now."""
-        taken: list[Request | PartialResponse] = []
+        taken: list[Request] = []
         for unit in self.coordinator.take(room):
             if unit < len(self.requests):
                 taken += self._hold(unit, self.requests[unit])
             else:
-                partials = [self._unpack(part) for part in self.coordinator.receive(unit)]
-                taken += self._hold(unit, partials)
-                self.num_received += len(partials)
+                received = [self._unpack(part) for part in self.coordinator.receive(unit)]
+                taken += self._hold(unit, received)
+                self.num_received += len(received)
         return taken
 
     def finish(self, key: tuple[str, int]) -> None:
@@ -204,26 +203,25 @@ class _Work:
         slots = worth_migrating([(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers)
         if not (num_waiting or slots) or (unit := self.coordinator.accept_help()) is None:
             return
-        partials = engine.withdraw_waiting(num_waiting) if num_waiting else engine.withdraw(slots)
-        self.coordinator.hand_over(unit, [self._pack(partial) for partial in partials])
-        for partial in partials:
-            self.finish((partial.request.problem_id, partial.request.sample_index))
+        requests = engine.withdraw_waiting(num_waiting) if num_waiting else engine.withdraw(slots)
+        self.coordinator.hand_over(unit, [self._pack(request) for request in requests])
+        for request in requests:
+            self.finish((request.problem_id, request.sample_index))
 
-    def _hold(self, unit: int, work: Sequence[Request | PartialResponse]) -> Sequence[Request | PartialResponse]:
-        for one in work:
-            request = one.request if isinstance(one, PartialResponse) else one
+    def _hold(self, unit: int, requests: Sequence[Request]) -> Sequence[Request]:
+        for request in requests:
             self.unit_of[request.problem_id, request.sample_index] = unit
-        self.num_open[unit] = len(work)
-        return work
+        self.num_open[unit] = len(requests)
+        return requests
 
-    def _pack(self, partial: PartialResponse) -> bytes:
+    def _pack(self, request: Request) -> bytes:
         """All replicas know the phase's requests; JSON gives back every float as it was."""
-        request = partial.request
-        return json.dumps([request.problem_id, request.sample_index, partial.token_ids, partial.logprobs]).encode()
+        return json.dumps([request.problem_id, request.sample_index, request.token_ids, request.logprobs]).encode()
 
-    def _unpack(self, part: bytes) -> PartialResponse:
+    def _unpack(self, part: bytes) -> Request:
         problem_id, sample_index, token_ids, logprobs = json.loads(part)
-        return PartialResponse(self.group_of[problem_id][sample_index], tuple(token_ids), tuple(logprobs))
+        request: Request = self.group_of[problem_id][sample_index]
+        return replace(request, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
 
 
 def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tlt.build import EngineSettings, build_engine
 from tlt.config.schema import Config, DrafterConfig
 from tlt.distributed.mailbox import connect_mailbox
 from tlt.distributed.work_queue import Coordinator, connect_coordinator
@@ -32,21 +33,19 @@ from tlt.distributed.world import (
     shutdown,
 )
 from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
-from tlt.drafter.hybrid import HybridDrafter, drafter_kinds, make_drafter
+from tlt.drafter.folder import StoredDrafter, choose_preset, load_drafter, save_drafter
+from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.measure import Subject
-from tlt.drafter.model import DraftModel, PackedDrafter
+from tlt.drafter.model import DraftModel
 from tlt.drafter.ngram import count_retrieved
 from tlt.drafter.service import DrafterWatch, Ranks
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.engine.engine import RolloutEngine
 from tlt.files import Record, get_id, read_jsonl
 from tlt.models.decoder import Transformer
-from tlt.models.hf_weights import content_hash, load_tensors
-from tlt.models.hf_weights import load_config as load_model_config
-from tlt.models.hf_weights import save_checkpoint as save_model
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import content_hash, load_tensors, save_model
 from tlt.models.tokenizer import check_prompt, load_tokenizer
 from tlt.report.console import Console
 from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test
@@ -56,7 +55,6 @@ from tlt.rl.update import PolicyTrainer, UpdateMetrics
 from tlt.tasks.base import get_task
 from tlt.train.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint
 from tlt.train.phase import DrafterRefresh, PhaseResult, RolloutPhase, StopRequested
-from tlt.tuning.tuner import make_tuner
 from tlt.types import Problem, SamplingParams, SpanName, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -156,22 +154,15 @@ class Run:
             process_group=world.group,
             reference=reference,
         )
-        self.engine = RolloutEngine(
-            self.model_config,
-            dtype=dtype,
-            device=world.device,
-            max_batch_size=config.rollout.max_batch_size,
-            tuner=make_tuner(
-                config.rollout.speculation, drafter_kinds(config.drafter.path is not None), name=config.rollout.tuner
-            ),
-            on_span=self.timeline.add,
-        )
+        stored = None if config.drafter.path is None else load_drafter(config.drafter.path, self.model_config, initial)
+        settings = EngineSettings.of_run(config, world.device)
+        self.engine = build_engine(self.model_config, initial, settings, stored, on_span=self.timeline.add)
         self.learned: LearnedDrafter | None = None
         self.spot: SpotTrainer | None = None
         self.watch: DrafterWatch | None = None
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints")
-        if self.engine.tuner is not None:
-            self._attach_drafter(initial)
+        if stored is not None and self.engine.drafter is not None:
+            self._look_after_drafter(stored)
         self._resume()
         self.publish(self.step)
         self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
@@ -199,52 +190,34 @@ class Run:
         policy.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
         return policy.to(self.world.device)
 
-    def _attach_drafter(self, initial: dict[str, torch.Tensor]) -> None:
-        """What the engine drafts with, and who trains it."""
-        settings, slots = self.config.drafter, self.config.rollout.max_batch_size
-        if settings.path is not None:
-            stored = load_drafter(settings.path, self.model_config, initial)
-            model = DraftModel(stored.config).to(self.world.device)
-            model.load_state_dict(stored.tensors)
-            packed = PackedDrafter.from_tensors(model.config, model.state_dict(), self.engine.model.dtype, self.world.device)
-            self.draft_model = model
-            self.learned = LearnedDrafter(
-                packed,
-                self.engine.model,
-                slots,
-                ranking=settings.ranking,
-                tau=settings.coupling_temperature,
-                confidence_threshold=settings.confidence_threshold,
-                window=settings.feature_window,
-                keep_targets=settings.train and settings.features == "captured",
+    def _look_after_drafter(self, stored: StoredDrafter) -> None:
+        """Makes the copy of the learned drafter that is trained, who trains it, and who watches over it."""
+        settings, drafter = self.config.drafter, self.engine.drafter
+        assert isinstance(drafter, HybridDrafter), "a learned drafter has retrieval beside it"
+        self.learned = drafter.learned
+        self.draft_model = DraftModel(stored.config).to(self.world.device)
+        self.draft_model.load_state_dict(stored.tensors)
+        if settings.train:
+            seed = self.config.run.seed * self.world.world_size + self.world.rank  # ranks draw different windows
+            preset = choose_preset(settings.preset, stored, preset_changes(settings))
+            self.spot = SpotTrainer(
+                DrafterTrainer(self.draft_model, self.engine.model, preset, settings.learning_rate, settings.clip_grad_norm),
+                TrajectoryBuffer(settings.buffer_mib * 2**20, seed),
+                settings.tokens_per_micro_step,
+                settings.carry_longest,
+                self.timeline.add,
+                keeps_captured=settings.features == "captured",
+                max_passes=settings.max_passes,
             )
-            if settings.train:
-                seed = self.config.run.seed * self.world.world_size + self.world.rank  # ranks draw different windows
-                buffer = TrajectoryBuffer(settings.buffer_mib * 2**20, seed)
-                preset = choose_preset(settings.preset, stored, preset_changes(settings))
-                trainer = DrafterTrainer(model, self.engine.model, preset, settings.learning_rate, settings.clip_grad_norm)
-                self.spot = SpotTrainer(
-                    trainer,
-                    buffer,
-                    settings.tokens_per_micro_step,
-                    settings.carry_longest,
-                    self.timeline.add,
-                    keeps_captured=settings.features == "captured",
-                    max_passes=settings.max_passes,
-                )
-        drafter = make_drafter(self.learned, slots, settings.ngram_tokens, settings.confidence_threshold)
-        self.engine.load_drafter(drafter)
-        if self.learned is not None:
-            assert isinstance(drafter, HybridDrafter), "a learned drafter has retrieval beside it"
-            self.watch = DrafterWatch(
-                Subject(self.draft_model, self.learned.model, self.engine.model, count_retrieved),
-                self.spot.trainer if self.spot is not None else None,
-                self.learned,
-                drafter.set_aside,
-                Ranks(self.world.rank, partial(gather_objects, self.world), partial(average_weighted, self.world)),
-                settings.gate,
-                settings.check_every,
-            )
+        self.watch = DrafterWatch(
+            Subject(self.draft_model, self.learned.model, self.engine.model, count_retrieved),
+            self.spot.trainer if self.spot is not None else None,
+            self.learned,
+            drafter.set_aside,
+            Ranks(self.world.rank, partial(gather_objects, self.world), partial(average_weighted, self.world)),
+            settings.gate,
+            settings.check_every,
+        )
 
     def _make_refresh(self) -> DrafterRefresh | None:
         """None: nobody would publish, or nobody would take it up."""

@@ -1,0 +1,124 @@
+"""Puts together what the user names: a folder becomes a model, a model and its settings become an engine with a drafter.
+
+    folder ── load_model ──▶ Model ──┐
+    drafter/ ── load_drafter ────────┼── build_engine ──▶ RolloutEngine with policy, tuner and drafter
+    EngineSettings ──────────────────┘
+
+This is the only place that does so, for the command line, the training run, the benchmarks and the Python API alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tlt.config.schema import Config, DrafterConfig
+from tlt.drafter.folder import StoredDrafter
+from tlt.drafter.hybrid import drafter_kinds, make_drafter
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.model import PackedDrafter
+from tlt.engine.engine import RolloutEngine, Verify
+from tlt.models.decoder import ModelConfig
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import load_tensors
+from tlt.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
+from tlt.speculative.verify import verify as verify_by_the_law
+from tlt.tuning.tuner import make_tuner
+from tlt.types import Span, StrategyTuner, resolve_dtype
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint folder, read. tokenizer: None where the folder has none; then prompts have to be token ids."""
+
+    path: Path
+    config: ModelConfig
+    tensors: Mapping[str, Tensor]
+    tokenizer: Tokenizer | None
+    stop_ids: tuple[int, ...]
+
+
+def load_model(path: Path, dtype: torch.dtype | None = None) -> Model:
+    """Reads a checkpoint folder. dtype: of the tensors; None: as they are stored. Raises UserError where it cannot be used."""
+    config = load_model_config(path)
+    tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
+    stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(path)
+    return Model(path, config, load_tensors(path, config, dtype), tokenizer, stop_ids)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What an engine is built with, beside its weights.
+
+    speculation: "off", "adaptive" or a fixed strategy such as "4x1x4" (Strategy.parse).
+    tuner: who chooses when speculation is adaptive: "cost-model" or "beg-mab".
+    drafting: how drafters rank, when they stop and what they remember.
+    """
+
+    speculation: str = "off"
+    tuner: str = "cost-model"
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    max_batch_size: int = 64
+    drafting: DrafterConfig = field(default_factory=DrafterConfig)
+
+    @staticmethod
+    def of_run(config: Config, device: torch.device | str) -> EngineSettings:
+        """Returns the settings that a run's configuration asks for."""
+        rollout, dtype = config.rollout, resolve_dtype(config.run.dtype)
+        return EngineSettings(rollout.speculation, rollout.tuner, dtype, device, rollout.max_batch_size, config.drafter)
+
+
+def build_engine(
+    config: ModelConfig,
+    policy: Mapping[str, Tensor],
+    settings: EngineSettings,
+    drafter: StoredDrafter | None = None,
+    *,
+    tuner: StrategyTuner | None = None,
+    verify: Verify = verify_by_the_law,
+    on_span: Callable[[Span], None] | None = None,
+) -> RolloutEngine:
+    """Returns an engine that holds the policy and, unless speculation is off, something to draft with: retrieval, and beside it
+    the learned `drafter` where one is given.
+
+    policy: tensors by their Hugging Face names.  tuner: chooses in place of the one that the settings name.
+    verify: an audit puts a faulty one here.  on_span: receives what the engine spent its time on.
+    Raises UserError for a speculation that needs a drafter which is not there.
+    """
+    tuner = tuner or make_tuner(settings.speculation, drafter_kinds(drafter is not None), settings.tuner)
+    engine = RolloutEngine(
+        config,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_batch_size=settings.max_batch_size,
+        tuner=tuner,
+        on_span=on_span,
+        verify=verify,
+    )
+    engine.load_policy(policy)
+    if tuner is not None:
+        learned = None if drafter is None else build_learned(engine, drafter, settings)
+        drafting, slots = settings.drafting, settings.max_batch_size
+        engine.load_drafter(make_drafter(learned, slots, drafting.ngram_tokens, drafting.confidence_threshold))
+    return engine
+
+
+def build_learned(engine: RolloutEngine, drafter: StoredDrafter, settings: EngineSettings) -> LearnedDrafter:
+    """Returns the drafter at work beside the engine's target. It remembers what training matches only where it is trained."""
+    drafting = settings.drafting
+    packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
+    return LearnedDrafter(
+        packed,
+        engine.model,
+        settings.max_batch_size,
+        ranking=drafting.ranking,
+        tau=drafting.coupling_temperature,
+        confidence_threshold=drafting.confidence_threshold,
+        window=drafting.feature_window,
+        keep_targets=drafting.train and drafting.features == "captured",
+    )
