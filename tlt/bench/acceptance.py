@@ -9,6 +9,7 @@ drafter and the engine are those of a rollout; they are looked at, not replaced.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ import torch
 from torch import Tensor
 
 from tlt.bench.measure import Ratio, side_by_side
+from tlt.build import EngineSettings, build_engine, build_learned
+from tlt.config.schema import DrafterConfig
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.model import PackedDrafter
@@ -27,7 +30,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.verify import verify
 from tlt.tuning.tuner import Fixed
-from tlt.types import DraftTree, Request, Strategy, Verdict
+from tlt.types import DraftTree, Request, Strategy, UserError, Verdict
 
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.7, 1.5, float("inf"))
 """Nats. Most tokens of reasoning are nearly certain; they get the narrow buckets."""
@@ -37,10 +40,13 @@ NUM_CONFIDENCE_BUCKETS = 10
 
 @dataclass(frozen=True)
 class Bucket:
-    """Guesses whose entropy or confidence lies in [low, high): how many, its mean over them, the share accepted."""
+    """The guesses whose entropy or confidence lies in [low, high): their number, its mean over them, the share accepted.
+
+    high: None for the last bucket by entropy, which has no upper end.
+    """
 
     low: float
-    high: float
+    high: float | None
     num_guesses: int
     mean: float
     accepted: float
@@ -119,16 +125,18 @@ def observe(
                     guesses.accepted.append(index < num_accepted)
         return verdicts
 
-    engine = RolloutEngine(
-        config, max_batch_size=max_batch_size, tuner=Fixed(Strategy("learned", depth, 1, depth)), verify=watch
-    )
-    engine.load_policy(policy)
-    observed = _ObservedDrafter(_packed(drafter), engine.model, max_batch_size, confidence_threshold=0.0)
+    tuner = Fixed(Strategy("learned", depth, 1, depth))
+    engine = build_engine(config, policy, _settings(max_batch_size), tuner=tuner, verify=watch)
+    packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, torch.float32)
+    observed = _ObservedDrafter(packed, engine.model, max_batch_size, confidence_threshold=0.0)
     engine.load_drafter(observed)
     for _ in engine.generate(requests):
         pass
     stats = engine.stats
-    assert stats.accept_length is not None, "a prompt of two tokens or more was given"
+    if stats.accept_length is None:
+        raise UserError(
+            "drafter eval: not one guess was verified; give prompts of two tokens or more, or let responses be longer"
+        )
     edges = (*(index / NUM_CONFIDENCE_BUCKETS for index in range(NUM_CONFIDENCE_BUCKETS)), 1.0 + 1e-6)
     by_confidence = _buckets(guesses.confidence, guesses.accepted, edges)
     return Acceptance(
@@ -148,7 +156,8 @@ def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[
         inside = [index for index, value in enumerate(values) if low <= value < high]
         if inside:
             mean = statistics.fmean(values[i] for i in inside)
-            buckets.append(Bucket(low, high, len(inside), mean, statistics.fmean(accepted[i] for i in inside)))
+            upper = high if math.isfinite(high) else None
+            buckets.append(Bucket(low, upper, len(inside), mean, statistics.fmean(accepted[i] for i in inside)))
     return tuple(buckets)
 
 
@@ -165,17 +174,19 @@ def speedup(
     (in float32 a near-tie may)."""
 
     def make(strategy: Strategy | None) -> RolloutEngine:
-        engine = RolloutEngine(config, max_batch_size=max_batch_size, tuner=None if strategy is None else Fixed(strategy))
-        engine.load_policy(policy)
+        tuner = None if strategy is None else Fixed(strategy)
+        engine = build_engine(config, policy, settings, tuner=tuner)
         if strategy is not None:
-            engine.load_drafter(LearnedDrafter(_packed(drafter), engine.model, max_batch_size, confidence_threshold=0.0))
+            engine.load_drafter(build_learned(engine, drafter, settings))
         return engine
 
+    settings = _settings(max_batch_size)
     variants = {"off": lambda: make(None), "chain": lambda: make(Strategy("learned", depth, 1, depth))}
     traces, num_different = side_by_side(variants, requests, num_rounds)
     pairs = zip(traces["off"], traces["chain"], strict=True)
     return Ratio.of([off.seconds / chain.seconds for off, chain in pairs]), num_different
 
 
-def _packed(drafter: StoredDrafter) -> PackedDrafter:
-    return PackedDrafter.from_tensors(drafter.config, drafter.tensors, torch.float32)
+def _settings(max_batch_size: int) -> EngineSettings:
+    """Chains of full length: a threshold would cut those short whose end nobody then sees."""
+    return EngineSettings(max_batch_size=max_batch_size, drafting=DrafterConfig(confidence_threshold=0.0))

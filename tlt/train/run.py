@@ -22,8 +22,9 @@ from tlt.distributed.work_queue import Coordinator, connect_coordinator
 from tlt.distributed.world import World, average_weighted, gather_objects
 from tlt.drafter.folder import StoredDrafter, load_drafter
 from tlt.drafter.hybrid import HybridDrafter
+from tlt.drafter.measure import Subject
 from tlt.drafter.ngram import count_retrieved
-from tlt.drafter.service import DrafterWatch
+from tlt.drafter.service import DrafterWatch, Ranks
 from tlt.models.decoder import Transformer
 from tlt.models.hf_weights import save_model
 from tlt.report.console import Console
@@ -120,17 +121,13 @@ class Run:
             seed = self.config.run.seed * world.world_size + world.rank
             spot = build_spot_trainer(settings, stored, model, target, seed, self.timeline.add)
         watch = DrafterWatch(
-            model,
+            Subject(model, learned.model, target, count_retrieved),
             spot.trainer if spot is not None else None,
-            target,
             learned,
             hybrid.set_aside,
-            count_retrieved,
-            partial(gather_objects, world),
-            partial(average_weighted, world),
-            rank=world.rank,
-            gate=settings.gate,
-            check_every=settings.check_every,
+            Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world)),
+            settings.gate,
+            settings.check_every,
         )
         refresh = None if spot is None else connect_refresh(settings, world, self.out_dir, learned)
         return WatchedDrafter(model, learned, watch, spot, refresh, self.timeline)
