@@ -45,7 +45,7 @@ from tlt.tuning.tuner import BegMab, default_arms, default_groups
 from tlt.types import Rollout, SpanName, Strategy, StrategyTuner
 
 if TYPE_CHECKING:
-    from tlt.distributed.launch import StopRequest
+    from tlt.distributed.signals import StopRequest
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ from tlt.train.phase import DrafterRefresh, PhaseResult, RolloutPhase, StopReque
 from tlt.types import Problem, SamplingParams, SpanName, UserError, resolve_dtype
 
 if TYPE_CHECKING:
-    from tlt.distributed.launch import StopRequest
+    from tlt.distributed.signals import StopRequest
 
 
 def main(config_json: str, stop: StopRequest) -> None:
