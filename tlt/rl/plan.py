@@ -1,7 +1,7 @@
 """Who computes what in a policy update, from the lengths of the responses alone. Knows no tensors and no clock.
 
-    responses ─ sample_flat ─▶ weighted ─ plan_ranks ─▶ rank 0: responses ─ plan_micro_batches ─▶ [micro-batch] [micro-batch]
-                                                       rank 1: responses                         [micro-batch]
+responses ─ sample_flat ─▶ weighted ─ plan_ranks ─▶ rank 0: responses ─ plan_micro_batches ─▶ [micro-batch] [micro-batch]
+                                                   rank 1: responses                         [micro-batch]
 """
 
 from __future__ import annotations
