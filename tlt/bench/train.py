@@ -39,7 +39,7 @@ from tlt.train.run import Run, device_name
 from tlt.types import Problem, UserError
 
 if TYPE_CHECKING:
-    from tlt.distributed.launch import StopRequest
+    from tlt.distributed.signals import StopRequest
 
 OFF: Changes = {"rollout": {"speculation": "off"}, "drafter": {"path": None, "train": False}}
 """The same system without TLT."""

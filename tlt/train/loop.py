@@ -26,7 +26,7 @@ from tlt.train.run import Run, device_name
 from tlt.types import SpanName
 
 if TYPE_CHECKING:
-    from tlt.distributed.launch import StopRequest
+    from tlt.distributed.signals import StopRequest
 
 
 def main(config_json: str, stop: StopRequest) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from tlt.build import (
 )
 from tlt.config.schema import Config
 from tlt.distributed.work_queue import Coordinator, connect_coordinator
-from tlt.distributed.world import World, average_weighted, gather_objects
+from tlt.distributed.world import DeviceChoice, World, average_weighted, choose_device, gather_objects
 from tlt.drafter.folder import StoredDrafter, load_drafter
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.measure import Subject
@@ -40,7 +41,7 @@ from tlt.train.problems import load_problems
 from tlt.types import SamplingParams, SpanName, resolve_dtype
 
 if TYPE_CHECKING:
-    from tlt.distributed.launch import StopRequest
+    from tlt.distributed.signals import StopRequest
 
 
 class Run:
@@ -177,8 +178,13 @@ class Run:
             self.lock.release()
 
 
+def device_of(config: Config) -> DeviceChoice:
+    """Returns the kind of device that the ranks of this machine compute on. torchrun says how many they are; `tlt train` starts
+    all of them here."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.run.num_ranks))
+    return choose_device(config.run.device, num_ranks, torch.cuda.device_count())
+
+
 def device_name(config: Config) -> str:
-    """cuda where every rank can have a device of its own, unless the user decided."""
-    if config.run.device != "auto":
-        return config.run.device
-    return "cuda" if torch.cuda.device_count() >= config.run.num_ranks else "cpu"
+    """Returns "cpu" or "cuda"."""
+    return device_of(config).name
