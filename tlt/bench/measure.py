@@ -120,7 +120,7 @@ def trace(engine: RolloutEngine, requests: Sequence[Request]) -> tuple[list[Roll
     start = time.perf_counter()
     engine.add(requests)
     while not engine.is_idle:
-        rollouts += engine.step()
+        rollouts += [finished.rollout for finished in engine.step()]
         times.append(time.perf_counter() - start)
         running.append(len(engine.running))
         tokens.append(engine.stats.num_tokens)

@@ -33,6 +33,7 @@ from tlt.speculative.verify import verify
 from tlt.types import (
     BatchState,
     DraftTree,
+    Finished,
     Request,
     Rollout,
     Span,
@@ -231,7 +232,7 @@ class RolloutEngine:
         """Yields each response as it finishes, in no particular order."""
         self.add(requests)
         while not self.is_idle:
-            yield from self.step()
+            yield from (finished.rollout for finished in self.step())
 
     def abort(self) -> None:
         """Forgets everything that runs or waits. Because of the law, asking again gives the same tokens."""
@@ -249,8 +250,11 @@ class RolloutEngine:
     # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
-    def step(self) -> list[Rollout]:
-        """Admits what fits, advances every running sequence by at least one token, returns those that ended."""
+    def step(self, captures: bool = False) -> list[Finished]:
+        """Admits what fits, advances every running sequence by at least one token, returns those that ended.
+
+        captures: whether what the target captured at their tokens is wanted, for drafter training.
+        """
         admissions = self.scheduler.admit()
         if admissions:
             self._prefill(admissions)
@@ -277,7 +281,7 @@ class RolloutEngine:
         accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
         outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start)
         self._account(strategy, batch, outcome, start)
-        return self._release_finished()
+        return self._release_finished(captures)
 
     def _prefill(self, admissions: list[Admission]) -> None:
         """Runs every distinct prompt once, all but its last token, and copies its cache entries to its other samples; likewise
@@ -409,18 +413,19 @@ class RolloutEngine:
             name = SpanName.DECODE if strategy.is_off else SpanName.SPECULATE
             self.on_span(Span(name, start, start + outcome.seconds))
 
-    def _release_finished(self) -> list[Rollout]:
-        rollouts = []
+    def _release_finished(self, captures: bool) -> list[Finished]:
+        finished = []
         for slot in reversed(range(len(self.scheduler.running))):
             sequence = self.scheduler.running[slot]
             if sequence.finish_reason is None:
                 continue
-            rollout = sequence.to_rollout(self.model.version)
-            rollouts.append(rollout)
+            rollout, captured_TF = sequence.to_rollout(self.model.version), None
             if self.drafter is not None:
+                captured_TF = self.drafter.recall(slot, sequence.num_cached) if captures else None
                 self.drafter.finish(slot, rollout)
+            finished.append(Finished(rollout, captured_TF))
             self._vacate(slot)
-        return rollouts
+        return finished
 
     def _vacate(self, slot: int) -> None:
         """The sequence in this slot is gone; the last one takes its place."""
