@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, STOP, make_engine, make_policy, make_requests, tokens_of
-from tlt.engine.engine import EngineStats
+from tlt.engine.stats import EngineStats
 from tlt.tuning.tuner import Fixed, make_tuner
 from tlt.types import Request, SamplingParams, Strategy, UserError
 

@@ -30,7 +30,8 @@ from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
 from tlt.drafter.service import DrafterWatch
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.engine.engine import EngineStats, RolloutEngine
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
 from tlt.models.attention import PackedCausal
 from tlt.report.timeline import Timeline
 from tlt.train.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase, StopRequested, _Work, worth_migrating

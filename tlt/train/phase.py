@@ -29,7 +29,8 @@ from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.model import DraftModel
 from tlt.drafter.service import DrafterWatch
 from tlt.drafter.spot import SpotTrainer
-from tlt.engine.engine import EngineStats, RolloutEngine
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
 from tlt.types import (
