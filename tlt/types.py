@@ -100,6 +100,15 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class Finished:
+    """A response that an engine step ended. captured_TF: what the target was asked to capture, at all of its tokens but the
+    last; None where nobody asked for it, or where the engine no longer holds it."""
+
+    rollout: Rollout
+    captured_TF: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Strategy:
     """How to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes
     (the root, the last committed token, not counted). `Strategy.OFF` decodes plainly."""

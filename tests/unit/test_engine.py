@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, STOP, make_engine, make_policy, make_requests, tokens_of
-from tlt.engine.engine import EngineStats
+from tlt.engine.stats import EngineStats
 from tlt.tuning.tuner import Fixed, make_tuner
 from tlt.types import Request, SamplingParams, Strategy, UserError
 
@@ -54,7 +54,7 @@ def test_when_a_request_ends_only_the_last_sequence_moves() -> None:
     staying = [storage[:, slot].clone() for slot in (0, 2)]
     moved = storage[:, 3].clone()
     ended = engine.step()
-    assert [r.sample_index for r in ended] == [1]
+    assert [finished.rollout.sample_index for finished in ended] == [1]
     assert engine.cache.storage_ISKLD is storage
     length = 3 + 1  # prompt and the first token; the second token's entries are new
     for slot, before in zip((0, 2), staying, strict=True):

@@ -194,6 +194,9 @@ class NgramDrafter:
     def move(self, source: int, target: int) -> None:
         self.slots[target], self.slots[source] = self.slots[source], None
 
+    def recall(self, slot: int, num_positions: int) -> None:
+        """Retrieval remembers no feature."""
+
     def finish(self, slot: int, rollout: Rollout) -> None:
         place = self.slots[slot]
         assert place is not None, f"slot {slot} was never admitted"

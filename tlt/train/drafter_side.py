@@ -29,7 +29,7 @@ from tlt.drafter.model import DraftModel
 from tlt.drafter.service import DrafterWatch
 from tlt.drafter.spot import SpotTrainer
 from tlt.report.timeline import Timeline
-from tlt.types import DrafterCheck, DrafterReport, Rollout, SpanName, UserError
+from tlt.types import DrafterCheck, DrafterReport, Finished, Rollout, SpanName, UserError
 
 
 class DrafterSide:
@@ -49,7 +49,12 @@ class DrafterSide:
     def begin(self, rollout: str) -> None:
         """Prepares for a phase, given a name that no other phase of the run has."""
 
-    def observe(self, rollout: Rollout) -> None:
+    @property
+    def captures(self) -> bool:
+        """Whether the engine is to return what it captured of the responses that end."""
+        return False
+
+    def observe(self, finished: Finished) -> None:
         """Takes note of a response that has ended here."""
 
     def refresh(self) -> None:
@@ -115,14 +120,16 @@ class WatchedDrafter(DrafterSide):
 
     def begin(self, rollout: str) -> None:
         self._trains = self.spot is not None and self.watch.trains
-        if self._trains and self.spot is not None and self.spot.keeps_captured:
-            self.learned.on_finish = self.spot.add
         if self.mail is not None:
             self.mail.begin(rollout)
 
-    def observe(self, rollout: Rollout) -> None:
-        if self._trains and self.spot is not None and not self.spot.keeps_captured:
-            self.spot.add(rollout, None)
+    @property
+    def captures(self) -> bool:
+        return self._trains and self.spot is not None and self.spot.keeps_captured
+
+    def observe(self, finished: Finished) -> None:
+        if self._trains and self.spot is not None:
+            self.spot.add(finished.rollout, finished.captured_TF)
 
     def refresh(self) -> None:
         if self.mail is not None:
@@ -139,12 +146,10 @@ class WatchedDrafter(DrafterSide):
             return self.watch.end_step(rollouts, num_tokens, temperature)
 
     def end(self, rollouts: Sequence[Rollout], seconds: float) -> None:
-        self.learned.on_finish = None
         if self.spot is not None:
             self.spot.end_step(rollouts, seconds)
 
     def abandon(self) -> None:
-        self.learned.on_finish = None
         self.watch.abandon()
         if self.spot is not None:
             self.spot.abandon()

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
-from tlt.engine.engine import EngineStats, RolloutEngine
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
 from tlt.train.drafter_side import DrafterSide
@@ -211,11 +212,12 @@ class RolloutPhase:
                     work.gap_training = report.seconds
                 self.engine.add(taken)
             if not self.engine.is_idle:
-                finished = self.engine.step()
+                finished = self.engine.step(captures=drafter.captures)
                 last_token = time.perf_counter()
-                for rollout in finished:
+                for one in finished:
+                    rollout = one.rollout
                     rollouts.append(rollout)
-                    drafter.observe(rollout)
+                    drafter.observe(one)
                     key = (rollout.problem_id, rollout.sample_index)
                     self.scorers.submit(key, data_of[rollout.problem_id], self.decode(rollout.token_ids))
                     work.finish(key)
