@@ -16,7 +16,7 @@ ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "config", "files"}),
-    frozenset({"models", "speculative", "tasks"}),
+    frozenset({"models", "speculative", "tasks", "recipes"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"build"}),
     frozenset({"train", "audit"}),
