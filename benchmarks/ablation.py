@@ -31,7 +31,7 @@ from tlt.bench.train import OFF, Plan, launch_runs, summarize, to_markdown
 from tlt.config.schema import load_config
 from tlt.drafter.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_config
-from tlt.models.hf_weights import load_config as load_model_config
+from tlt.models.hf_config import load_model_config
 from tlt.train.run import preflight
 from tlt.types import UserError
 

@@ -26,12 +26,12 @@ from torch import Tensor
 
 from tlt.drafter.model import DraftModel, drafter_config
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf_weights import load_config
+from tlt.models.hf_config import load_model_config
 from tlt.train.checkpoint import Checkpoint, CheckpointWriter, RunState, save_checkpoint
 
 BASE = Path(__file__).parents[1] / "recipes" / "countdown" / "base"
 SHAPES = {
-    "countdown": load_config(BASE),
+    "countdown": load_model_config(BASE),
     "qwen2.5-0.5b (random weights)": ModelConfig("qwen2", 151_936, 896, 4864, 24, 14, 2, 64, tie_embeddings=True),
 }
 VARIANTS = ("plain", "asynchronous", "selective asynchronous")

@@ -27,8 +27,9 @@ from tlt.drafter.buffer import PackedBatch
 from tlt.drafter.folder import choose_preset, load_drafter
 from tlt.drafter.model import DraftModel
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.models.decoder import PackedTransformer
-from tlt.models.hf_weights import load_config, load_tensors
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import load_tensors
+from tlt.models.packed import PackedTransformer
 
 
 def make_batch(lengths: Sequence[int], padded_to: int | None, size: int, vocab_size: int) -> PackedBatch:
@@ -60,7 +61,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    config = load_config(options.recipe / "base")
+    config = load_model_config(options.recipe / "base")
     target = PackedTransformer(config, torch.float32)
     target.load(load_tensors(options.recipe / "base", config), version=0)
     stored = load_drafter(options.recipe / "drafter", config)

@@ -24,7 +24,8 @@ import numpy as np
 
 from tlt.engine.engine import RolloutEngine
 from tlt.files import write_atomically
-from tlt.models.hf_weights import content_hash, load_config, load_tensors
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import content_hash, load_tensors
 from tlt.types import LAW_VERSION, Problem, Request, SamplingParams, UserError
 
 P95, MAX = 4.0, 10.0
@@ -70,7 +71,7 @@ class Workload:
 
 
 def hash_model(path: Path) -> str:
-    return content_hash(load_tensors(path, load_config(path)))
+    return content_hash(load_tensors(path, load_model_config(path)))
 
 
 # ── choosing ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,18 +161,6 @@ def _endless(problems: Sequence[Problem]) -> Any:
 def make_longtail(lengths: Mapping[Request, int], num: int, model_hash: str) -> Workload:
     chosen = choose_requests(lengths, num)
     return Workload("longtail", model_hash, tuple(chosen), tuple(chosen.values()))
-
-
-def make_constant(workload: Workload, batch_size: int, num_tokens: int) -> Workload:
-    """`batch_size` of the workload's prompts, over and over if need be, each answered with exactly `num_tokens` tokens:
-    stop tokens are ignored, so the batch size never changes. For measuring a step, not for speedups."""
-    requests = []
-    for index in range(batch_size):
-        request = workload.requests[index % len(workload.requests)]
-        params = dataclasses.replace(request.params, stop_ids=(), max_tokens=num_tokens)
-        sample_index = index // len(workload.requests)
-        requests.append(dataclasses.replace(request, params=params, sample_index=sample_index))
-    return Workload(f"constant batch {batch_size}", workload.model_hash, tuple(requests), (num_tokens,) * batch_size)
 
 
 # ── the file ─────────────────────────────────────────────────────────────────────────────────────────────────────────

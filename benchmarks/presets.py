@@ -28,8 +28,9 @@ from tlt.drafter.losses import PRESETS, Preset
 from tlt.drafter.model import DraftModel, drafter_config
 from tlt.drafter.spot import FeatureRecompute
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.models.decoder import PackedTransformer
-from tlt.models.hf_weights import load_config, load_tensors
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import load_tensors
+from tlt.models.packed import PackedTransformer
 from tlt.models.prompts import read_prompts
 from tlt.models.tokenizer import load_tokenizer
 from tlt.types import Request, Rollout, SamplingParams
@@ -83,7 +84,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    config = load_config(options.model)
+    config = load_model_config(options.model)
     policy = load_tensors(options.model, config)
     target = PackedTransformer(config, torch.float32)
     target.load(policy, version=0)

@@ -30,7 +30,7 @@ from tlt.cli.commands_drafter import EvalOptions, ExportOptions, evaluate, expor
 from tlt.drafter.folder import load_drafter, save_drafter
 from tlt.drafter.formats import FORMATS, NUM_DRAFT_TOKENS
 from tlt.drafter.model import DraftModel
-from tlt.models.hf_weights import load_config
+from tlt.models.hf_config import load_model_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = Path("recipes/countdown")
@@ -129,7 +129,7 @@ def tlt(*words: object) -> None:
 
 def with_vocabulary(drafter: Path, base: Path, token_ids: Sequence[int], out: Path) -> Path:
     """The same drafter, able to propose these tokens alone."""
-    stored = load_drafter(drafter, load_config(base))
+    stored = load_drafter(drafter, load_model_config(base))
     model = DraftModel(dataclasses.replace(stored.config, draft_vocab_size=len(token_ids)))
     model.load_state_dict(stored.tensors, strict=False)
     model.set_vocabulary(torch.tensor(token_ids))

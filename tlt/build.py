@@ -23,7 +23,8 @@ from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.model import PackedDrafter
 from tlt.engine.engine import RolloutEngine, Verify
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf_weights import load_config, load_tensors
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import load_tensors
 from tlt.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
 from tlt.speculative.verify import verify as verify_by_the_law
 from tlt.tuning.tuner import make_tuner
@@ -43,7 +44,7 @@ class Model:
 
 def load_model(path: Path, dtype: torch.dtype | None = None) -> Model:
     """Reads a checkpoint folder. dtype: of the tensors; None: as they are stored. Raises UserError where it cannot be used."""
-    config = load_config(path)
+    config = load_model_config(path)
     tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(path)
     return Model(path, config, load_tensors(path, config, dtype), tokenizer, stop_ids)

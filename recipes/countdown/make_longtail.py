@@ -14,7 +14,8 @@ from tlt.drafter.folder import load_drafter
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.model import PackedDrafter
 from tlt.engine.engine import RolloutEngine
-from tlt.models.hf_weights import load_config, load_tensors
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import load_tensors
 from tlt.models.tokenizer import load_tokenizer
 from tlt.tasks.base import get_task
 from tlt.tuning.tuner import make_tuner
@@ -26,7 +27,7 @@ BATCH_SIZE = 64
 
 
 def make_engine(model: Path, drafter: Path) -> RolloutEngine:
-    config = load_config(model)
+    config = load_model_config(model)
     engine = RolloutEngine(config, max_batch_size=BATCH_SIZE, tuner=make_tuner("adaptive", LearnedDrafter.kinds))
     engine.load_policy(load_tensors(model, config))
     stored = load_drafter(drafter, config)

@@ -10,7 +10,8 @@ import torch
 from tlt.drafter.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_config
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf_weights import load_config, save_checkpoint
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import save_model
 
 BASE = Path(__file__).parents[2] / "recipes" / "countdown" / "base"
 
@@ -19,9 +20,11 @@ BASE = Path(__file__).parents[2] / "recipes" / "countdown" / "base"
 def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random policy with Countdown's tokenizer, and a random drafter."""
     folder = tmp_path_factory.mktemp("workspace")
-    config = ModelConfig("llama", load_config(BASE).vocab_size, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=256)
+    config = ModelConfig(
+        "llama", load_model_config(BASE).vocab_size, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=256
+    )
     policy = Transformer(config).initialize(0, std=0.15)
-    save_checkpoint(folder / "model", config, policy.state_dict(), dtype=torch.float32, source=BASE)
+    save_model(folder / "model", config, policy.state_dict(), dtype=torch.float32, source=BASE)
     save_drafter(folder / "drafter", DraftModel(drafter_config(config)).initialize(0), torch.float32)
     # The prompt's own task: a response is rewarded for the digits it holds, so that a random policy has something to learn.
     (folder / "digits.py").write_text(

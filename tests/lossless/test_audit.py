@@ -14,7 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import PARAMS, STOP, VOCAB, Switching, make_engine, make_policy, to_transformers
-from tlt.audit.verdict import Auditor, AuditReport, PlantedFault, Referee
+from tlt.audit.fault import PlantedFault
+from tlt.audit.referee import Referee
+from tlt.audit.report import AuditReport
+from tlt.audit.verdict import Auditor
 from tlt.engine.engine import RolloutEngine, Verify
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.verify import verify

@@ -17,7 +17,7 @@ from tlt.drafter.folder import StoredDrafter, save_drafter
 from tlt.drafter.model import DraftModel, Method, align, drafter_config
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf_weights import content_hash, save_checkpoint
+from tlt.models.hf_weights import content_hash, save_model
 from tlt.types import Request, SamplingParams
 
 DEEP = replace(CONFIG, num_layers=4)
@@ -120,7 +120,7 @@ def _export_says_whose_drafter_it_is(
 
 def test_the_commands_export_and_evaluate_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, drafter, out = tmp_path / "model", tmp_path / "drafter", tmp_path / "out.json"
-    save_checkpoint(model, DEEP, tensors(Transformer(DEEP).initialize(1, 0.3)), dtype=torch.float32, source=None)
+    save_model(model, DEEP, tensors(Transformer(DEEP).initialize(1, 0.3)), dtype=torch.float32, source=None)
     draft_model = DraftModel(drafter_config(DEEP, "eagle3")).initialize(2)
     save_drafter(drafter, draft_model, torch.float32)
     _export_says_whose_drafter_it_is(tmp_path, model, draft_model, capsys)

@@ -28,16 +28,8 @@ from transformers import (
 from tlt.models import hf_weights as checkpoint
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, RopeScaling, Transformer
-from tlt.models.hf_weights import (
-    config_to_hf,
-    content_hash,
-    expected_shapes,
-    load_config,
-    load_tensors,
-    parse_config,
-    plan_shards,
-    save_checkpoint,
-)
+from tlt.models.hf_config import config_to_hf, load_model_config, parse_config
+from tlt.models.hf_weights import content_hash, expected_shapes, load_tensors, plan_shards, save_model
 from tlt.types import UserError
 
 PUBLISHED = Path(__file__).parent / "published_configs"
@@ -270,9 +262,9 @@ def test_long_values_are_cut_in_messages() -> None:
 
 def test_a_configuration_survives_the_way_to_transformers_and_back(case: str, tmp_path: Path) -> None:
     theirs(case).save_pretrained(tmp_path)
-    config = load_config(tmp_path)
+    config = load_model_config(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config_to_hf(config, torch.bfloat16, {"eos_token_id": [7, 8]})))
-    assert load_config(tmp_path) == config
+    assert load_model_config(tmp_path) == config
     read = AutoConfig.from_pretrained(tmp_path)
     for key in SIZES:
         if key not in ("eos_token_id", "attn_implementation"):
@@ -289,7 +281,7 @@ def test_what_transformers_saves_we_load(case: str, max_shard_size: str, tmp_pat
     model = theirs(case)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == (max_shard_size == "9KB")
-    config = load_config(tmp_path)
+    config = load_model_config(tmp_path)
     tensors = load_tensors(tmp_path, config)
     parameters = dict(model.named_parameters())
     assert list(tensors) == list(expected_shapes(config))
@@ -303,14 +295,14 @@ def test_what_transformers_saves_we_load(case: str, max_shard_size: str, tmp_pat
 
 def test_tensors_come_in_their_stored_dtype_or_the_one_asked_for(saved: Path) -> None:
     edit_tensors(saved, {name: tensor.bfloat16() for name, tensor in load_file(saved / "model.safetensors").items()})
-    config = load_config(saved)
+    config = load_model_config(saved)
     assert {tensor.dtype for tensor in load_tensors(saved, config).values()} == {torch.bfloat16}
     assert {tensor.dtype for tensor in load_tensors(saved, config, torch.float64).values()} == {torch.float64}
 
 
 def test_a_stored_copy_of_a_tied_head_and_old_rotary_buffers_are_dropped(tmp_path: Path) -> None:
     theirs("qwen3-tied").save_pretrained(tmp_path)
-    config = load_config(tmp_path)
+    config = load_model_config(tmp_path)
     before = content_hash(load_tensors(tmp_path, config))
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     edit_tensors(tmp_path, {"lm_head.weight": embedding, "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
@@ -337,7 +329,7 @@ def test_other_tensors_than_the_expected_are_refused_by_name(
     changes: dict[str, Tensor | None], named: str, saved: Path
 ) -> None:
     edit_tensors(saved, changes)
-    message = refusal(load_tensors, saved, load_config(saved))
+    message = refusal(load_tensors, saved, load_model_config(saved))
     assert message.startswith(f"{saved / 'model.safetensors'}: {named}")
     assert len(message.partition("; ")[2]) > 10
 
@@ -347,32 +339,32 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path: Path) -> None:
     first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
     name = next(iter(load_file(first)))
     save_file(load_file(second) | {name: load_file(first)[name]}, second)
-    assert f"{second}: tensor {name} is also in {first.name};" in refusal(load_tensors, tmp_path, load_config(tmp_path))
+    assert f"{second}: tensor {name} is also in {first.name};" in refusal(load_tensors, tmp_path, load_model_config(tmp_path))
 
 
 def test_incomplete_directories_are_refused(tmp_path: Path, saved: Path) -> None:
-    config = load_config(saved)
+    config = load_model_config(saved)
     nowhere = tmp_path / "nowhere"
-    assert refusal(load_config, nowhere).startswith(f"{nowhere}: is no directory;")
+    assert refusal(load_model_config, nowhere).startswith(f"{nowhere}: is no directory;")
     assert refusal(load_tensors, nowhere, config).startswith(f"{nowhere}: is no directory;")
     nowhere.mkdir()
-    assert refusal(load_config, nowhere).startswith(f"{nowhere / 'config.json'}: is missing;")
+    assert refusal(load_model_config, nowhere).startswith(f"{nowhere / 'config.json'}: is missing;")
     assert "holds neither model.safetensors nor model.safetensors.index.json;" in refusal(load_tensors, nowhere, config)
     (nowhere / "pytorch_model.bin").touch()
     message = refusal(load_tensors, nowhere, config)
     assert "holds pytorch_model.bin but no safetensors; convert it" in message
     assert "save_pretrained" in message
     (nowhere / "config.json").write_text("{")
-    assert refusal(load_config, nowhere).startswith(f"{nowhere / 'config.json'}: is no JSON")
+    assert refusal(load_model_config, nowhere).startswith(f"{nowhere / 'config.json'}: is no JSON")
     (nowhere / "config.json").write_text("[]")
-    assert "holds a JSON list" in refusal(load_config, nowhere)
+    assert "holds a JSON list" in refusal(load_model_config, nowhere)
     (nowhere / "model.safetensors.index.json").write_text("{}")
     assert "weight_map is missing or empty;" in refusal(load_tensors, nowhere, config)
 
 
 def test_a_missing_shard_and_a_broken_file_are_refused(tmp_path: Path) -> None:
     theirs("qwen2").save_pretrained(tmp_path, max_shard_size="9KB")
-    config = load_config(tmp_path)
+    config = load_model_config(tmp_path)
     first, second, *_ = sorted(tmp_path.glob("*.safetensors"))
     second.write_bytes(second.read_bytes()[:-1])
     assert refusal(load_tensors, tmp_path, config).startswith(f"{second}: is no readable safetensors file")
@@ -389,12 +381,12 @@ def test_a_missing_shard_and_a_broken_file_are_refused(tmp_path: Path) -> None:
 def test_what_we_save_transformers_loads(case: str, max_shard_bytes: int, tmp_path: Path) -> None:
     model = theirs(case)
     model.save_pretrained(tmp_path / "source")
-    config = load_config(tmp_path / "source")
+    config = load_model_config(tmp_path / "source")
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     target = tmp_path / "deep" / "target"
-    save_checkpoint(target, config, tensors, dtype=torch.float32, source=tmp_path / "source", max_shard_bytes=max_shard_bytes)
+    save_model(target, config, tensors, dtype=torch.float32, source=tmp_path / "source", max_shard_bytes=max_shard_bytes)
 
-    assert load_config(target) == config
+    assert load_model_config(target) == config
     assert content_hash(load_tensors(target, config)) == content_hash(tensors)
     shards = list(target.glob("*.safetensors"))
     assert (len(shards) > 2) == (max_shard_bytes == 9_000)
@@ -417,7 +409,7 @@ def test_what_we_save_transformers_loads(case: str, max_shard_bytes: int, tmp_pa
 def test_a_model_saved_as_bfloat16_loads_as_bfloat16(tmp_path: Path) -> None:
     config = load_published_small()
     tensors = dict(Transformer(config).initialize(0).named_parameters())
-    save_checkpoint(tmp_path / "target", config, tensors, dtype=torch.bfloat16, source=None, extra={"eos_token_id": 3})
+    save_model(tmp_path / "target", config, tensors, dtype=torch.bfloat16, source=None, extra={"eos_token_id": 3})
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
     assert (model.dtype, model.config.eos_token_id, model.config.bos_token_id) == (torch.bfloat16, 3, None)
     loaded = load_tensors(tmp_path / "target", config)
@@ -455,12 +447,12 @@ def test_a_tokenizer_loads_from_what_we_saved(saved: Path, tmp_path: Path) -> No
 def save_small(target: Path, source: Path | None = None, seed: int = 0) -> str:
     config = load_published_small()
     tensors = dict(Transformer(config).initialize(seed).named_parameters())
-    save_checkpoint(target, config, tensors, dtype=torch.float32, source=source, extra=None if source else {"eos_token_id": 3})
+    save_model(target, config, tensors, dtype=torch.float32, source=source, extra=None if source else {"eos_token_id": 3})
     return content_hash(tensors)
 
 
 def hash_of(path: Path) -> str:
-    return content_hash(load_tensors(path, load_config(path)))
+    return content_hash(load_tensors(path, load_model_config(path)))
 
 
 def test_an_existing_checkpoint_is_replaced_as_a_whole(tmp_path: Path) -> None:
@@ -480,7 +472,7 @@ def test_a_checkpoint_can_be_saved_over_its_own_source(saved: Path) -> None:
     assert (saved / "tokenizer.json").read_text() == "kept"
 
 
-@pytest.mark.parametrize("step", ["_write_tensors", "_write_json", "_copy_companions", "_flush"])
+@pytest.mark.parametrize("step", ["_write_tensors", "write_json", "_copy_companions", "_flush"])
 def test_a_save_that_dies_leaves_the_old_checkpoint(step: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = hash_of(saved)
 
@@ -509,7 +501,7 @@ def test_a_save_that_dies_between_its_two_renames_can_be_repaired(saved: Path, m
         with pytest.raises(KeyboardInterrupt):
             save_small(saved)
     old = saved.with_name(".saved.old")
-    assert refusal(load_config, saved).endswith(f"rename {old} to saved")
+    assert refusal(load_model_config, saved).endswith(f"rename {old} to saved")
     assert hash_of(old) == before
     assert save_small(saved) == hash_of(saved)
     assert os.listdir(saved.parent) == ["saved"]
@@ -532,7 +524,7 @@ def test_saving_other_tensors_than_the_configuration_has_is_a_bug_of_ours(tmp_pa
     for wrong in ({"model.norm.weight": None}, {"more": torch.ones(1)}, {"model.norm.weight": torch.ones(3)}):
         given = {name: tensor for name, tensor in (tensors | wrong).items() if tensor is not None}
         with pytest.raises(AssertionError):
-            save_checkpoint(tmp_path / "target", config, given, dtype=torch.float32, source=None)
+            save_model(tmp_path / "target", config, given, dtype=torch.float32, source=None)
     assert not (tmp_path / "target").exists()
 
 

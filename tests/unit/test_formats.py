@@ -24,11 +24,11 @@ from tlt.drafter.formats import FORMATS, Target, export_drafter
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_config
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf_weights import load_config
+from tlt.models.hf_config import load_model_config
 from tlt.types import UserError
 
 RECORDED: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "drafter_formats.json").read_text())
-RECIPE = load_config(Path(__file__).parents[2] / "recipes" / "countdown" / "base")
+RECIPE = load_model_config(Path(__file__).parents[2] / "recipes" / "countdown" / "base")
 DEEP = replace(TINY, num_layers=8)
 """Deep enough for the three layers that EAGLE-3 reads."""
 ABOUT = {"policy_hash": "abc123", "policy_step": 30, "preset": "eagle3"}

@@ -26,7 +26,7 @@ from benchmarks.peers import (
     vllm_results,
 )
 from tests.lossless.helpers import CONFIG, make_policy
-from tlt.models.hf_weights import save_checkpoint
+from tlt.models.hf_weights import save_model
 from tlt.types import Request, SamplingParams, UserError
 
 PROMPTS = ((1, 2, 3), (4,), (5, 6, 8, 9), (1, 2, 3), (10, 11))
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import torch
 
     folder = tmp_path_factory.mktemp("peers") / "model"
-    save_checkpoint(folder, CONFIG, dict(make_policy().state_dict()), dtype=torch.float32, source=None)
+    save_model(folder, CONFIG, dict(make_policy().state_dict()), dtype=torch.float32, source=None)
     return folder
 
 

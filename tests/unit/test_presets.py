@@ -19,8 +19,10 @@ from tlt.drafter.losses import PRESETS
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, capture_layers, drafter_config, training_capture
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
-from tlt.models.attention import PackedCausal, Unrolled, _CausalAndOwn, causal_and_own
-from tlt.models.decoder import PackedTransformer, Transformer
+from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
+from tlt.models.cpu_kernels import CausalAndOwn
+from tlt.models.decoder import Transformer
+from tlt.models.packed import PackedTransformer
 from tlt.train.run import preflight
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy, UserError
@@ -121,7 +123,7 @@ def test_a_step_in_training_equals_the_draft_from_there(method: Method, draft_vo
 def test_the_fused_attention_and_its_gradients_are_those_of_the_plain_one(num_own: int) -> None:
     shapes = [(3, 11, 8)] * 3 + [(num_own, 3, 11, 8)] * 2
     inputs = [(2 * randn(*shape, seed=i)).requires_grad_() for i, shape in enumerate(shapes)]
-    outputs = [attend(*inputs) for attend in (causal_and_own, _CausalAndOwn.apply)]
+    outputs = [attend(*inputs) for attend in (causal_and_own, CausalAndOwn.apply)]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-12)
     plain, fused = (torch.autograd.grad(out, inputs, randn(3, 11, 8, seed=9)) for out in outputs)
     for found, expected in zip(fused, plain, strict=True):

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from tlt.models import attention
+from tlt.models import cpu_kernels
 from tlt.models.attention import Cached, PackedCausal, StoringPrefill, padding_mask, real_tokens
-from tlt.models.decoder import Linear, ModelConfig, PackedLinear, PackedTransformer, Transformer, rope_inverse_frequencies
-from tlt.models.hf_weights import parse_config
+from tlt.models.decoder import Linear, ModelConfig, Transformer, rope_inverse_frequencies
+from tlt.models.hf_config import parse_config
+from tlt.models.packed import PackedLinear, PackedTransformer
 from tlt.speculative.tree import chain_mask
 
 VOCAB = 61
@@ -318,7 +319,7 @@ def test_a_ragged_batch_sequence_by_sequence_equals_the_padded_one(num_new: int,
     counts = [min(count, num_new) for count in (1, 4, 2, 5)]  # new tokens of each, and of how many of them nobody knows
     real_N = real_tokens(counts, num_new, torch.device("cpu"))
     for waste, counted in ((10**9, None), (-1, None), (10**9, counts), (-1, counts)):
-        monkeypatch.setattr(attention, "_MIN_WASTE", waste)
+        monkeypatch.setattr(cpu_kernels, "MIN_WASTE", waste)
         cache = stale_cache(config, 4, length + 7, torch.float64)
         visible = [n + new for n, new in zip(lengths, counted or [num_new] * 4, strict=True)]
         attend = Cached(config, cache, columns_BT, length, mask, visible, counted)

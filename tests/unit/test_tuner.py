@@ -11,7 +11,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tlt.tuning.cost_model import Acceptance, CostModel, StepCosts
+from tlt.tuning.acceptance import Acceptance
+from tlt.tuning.cost_model import CostModel
+from tlt.tuning.step_costs import StepCosts
 from tlt.tuning.tuner import BegMab, Fixed, default_arms, default_groups, make_tuner
 from tlt.types import BatchState, StepOutcome, Strategy, StrategyTuner, UserError
 
@@ -141,7 +143,7 @@ def test_one_measured_arm_informs_its_neighbours() -> None:
 
 def test_the_gaussian_process_is_that_of_the_textbook() -> None:
     """Against direct inversion with the unknown constant as a regressor (universal kriging)."""
-    from tlt.tuning.cost_model import _FLOOR, _NOISE, _features, _kernel, _prior_log_seconds
+    from tlt.tuning.step_costs import _FLOOR, _NOISE, _features, _kernel, _prior_log_seconds
 
     costs, rng = StepCosts(), random.Random(1)
     seen = [(arm, size) for arm in ARMS[::4] for size in (1, 8, 32)]

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from tlt.bench.measure import Ratio, side_by_side
+from tlt.build import EngineSettings, build_engine, build_learned
+from tlt.config.schema import DrafterConfig
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.model import PackedDrafter
@@ -119,11 +121,10 @@ def observe(
                     guesses.accepted.append(index < num_accepted)
         return verdicts
 
-    engine = RolloutEngine(
-        config, max_batch_size=max_batch_size, tuner=Fixed(Strategy("learned", depth, 1, depth)), verify=watch
-    )
-    engine.load_policy(policy)
-    observed = _ObservedDrafter(_packed(drafter), engine.model, max_batch_size, confidence_threshold=0.0)
+    tuner = Fixed(Strategy("learned", depth, 1, depth))
+    engine = build_engine(config, policy, _settings(max_batch_size), tuner=tuner, verify=watch)
+    packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, torch.float32)
+    observed = _ObservedDrafter(packed, engine.model, max_batch_size, confidence_threshold=0.0)
     engine.load_drafter(observed)
     for _ in engine.generate(requests):
         pass
@@ -165,17 +166,19 @@ def speedup(
     (in float32 a near-tie may)."""
 
     def make(strategy: Strategy | None) -> RolloutEngine:
-        engine = RolloutEngine(config, max_batch_size=max_batch_size, tuner=None if strategy is None else Fixed(strategy))
-        engine.load_policy(policy)
+        tuner = None if strategy is None else Fixed(strategy)
+        engine = build_engine(config, policy, settings, tuner=tuner)
         if strategy is not None:
-            engine.load_drafter(LearnedDrafter(_packed(drafter), engine.model, max_batch_size, confidence_threshold=0.0))
+            engine.load_drafter(build_learned(engine, drafter, settings))
         return engine
 
+    settings = _settings(max_batch_size)
     variants = {"off": lambda: make(None), "chain": lambda: make(Strategy("learned", depth, 1, depth))}
     traces, num_different = side_by_side(variants, requests, num_rounds)
     pairs = zip(traces["off"], traces["chain"], strict=True)
     return Ratio.of([off.seconds / chain.seconds for off, chain in pairs]), num_different
 
 
-def _packed(drafter: StoredDrafter) -> PackedDrafter:
-    return PackedDrafter.from_tensors(drafter.config, drafter.tensors, torch.float32)
+def _settings(max_batch_size: int) -> EngineSettings:
+    """Chains of full length: a threshold would cut those short whose end nobody then sees."""
+    return EngineSettings(max_batch_size=max_batch_size, drafting=DrafterConfig(confidence_threshold=0.0))

@@ -27,7 +27,8 @@ from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from tlt.audit.verdict import AuditReport, Referee
+    from tlt.audit.referee import Referee
+    from tlt.audit.report import AuditReport
     from tlt.bench.rollout import Options
     from tlt.build import Model
     from tlt.engine.engine import EngineStats, RolloutEngine, Verify
@@ -306,7 +307,8 @@ def audit(options: AuditOptions, command: str, on_report: Callable[[AuditReport]
     """Judges every mode; `on_report` receives each report as it is made. Returns the summary, and writes all to `out`."""
     import torch
 
-    from tlt.audit.verdict import Auditor, Referee
+    from tlt.audit.referee import Referee
+    from tlt.audit.verdict import Auditor
     from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
     _check_audit(options)
@@ -414,7 +416,7 @@ def _audited_name(options: AuditOptions, speculation: str) -> str:
 
 
 def _generate_audited(options: AuditOptions, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
-    from tlt.audit.verdict import PlantedFault
+    from tlt.audit.fault import PlantedFault
     from tlt.build import load_model
 
     verify = PlantedFault(options.plant_fault, options.params.seed) if options.plant_fault else None
@@ -501,9 +503,9 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     from tlt.drafter.model import DraftModel, drafter_config
     from tlt.drafter.spot import RECOMPUTE_TOKENS, FeatureRecompute
     from tlt.drafter.trainer import DrafterTrainer
-    from tlt.models.decoder import PackedTransformer
+    from tlt.models.hf_config import load_model_config
     from tlt.models.hf_weights import content_hash, load_tensors
-    from tlt.models.hf_weights import load_config as load_model_config
+    from tlt.models.packed import PackedTransformer
 
     _check_drafter_train(options)
     config = load_model_config(options.model)
@@ -700,32 +702,21 @@ def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
 # bench
 
 
-PARTS = ("constant", "longtail", "arms", "workload")
-PEERS = ("transformers", "vllm", "vllm-eager", "vllm-ngram")
-
-
 def bench_rollout(
     config_path: Path, overrides: Sequence[str], options: Options, command: str, say: Callable[[str], None]
 ) -> Record:
     """Measures the configuration's rollout (see bench/rollout.py); returns the ratios over off, by measurement."""
-    from benchmarks.longtail import hash_model, read_workload
-    from benchmarks.plots import check_plots
-    from tlt.bench.rollout import run_benchmark
+    from tlt.bench.rollout import PARTS, run_benchmark
     from tlt.drafter.hybrid import drafter_kinds
     from tlt.train.run import preflight
     from tlt.tuning.tuner import make_tuner
 
     _check_words("parts", options.parts, PARTS)
-    _check_words("peers", options.peers, PEERS)
-    counts = [("rounds", options.rounds), ("arm-rounds", options.arm_rounds), ("steps", options.steps)]
+    counts = [("rounds", options.rounds), ("steps", options.steps)]
     for name, value in [*counts, *(("batches", b) for b in options.batches)]:
         if value < 1:
             raise UserError(f"--{name}: {value} is too small; give 1 or more")
-    if any(peer.startswith("vllm") for peer in options.peers) and options.vllm is None:
-        raise UserError("--peers: vllm needs the interpreter of an environment that has it; give --vllm, or --setup-vllm DIR")
     check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
-    if options.recorded is not None and not options.recorded.is_file():
-        raise UserError(f"--recorded: {options.recorded} does not exist; give the OUT.json of a run with --parts arms")
     config = load_config(config_path, overrides)
     if "workload" in options.parts and config.rollout.speculation == "off":
         raise UserError("rollout.speculation is off, so there is nothing to compare; set it to adaptive, or leave workload out")
@@ -733,9 +724,6 @@ def bench_rollout(
         if variant != "beg-mab":
             make_tuner(variant, drafter_kinds(config.drafter.path is not None))
     preflight(config)
-    if "longtail" in options.parts:
-        check_plots()
-        read_workload(options.workload, hash_model(config.model.path))
     report = run_benchmark(config, options, command, say)
     return {
         m["name"]: m.get("median_ratio") or {n: r["mean"] for n, r in m["ratios"].items()}
@@ -791,48 +779,3 @@ def _check_words(option: str, given: Sequence[str], known: Sequence[str]) -> Non
     for word in given:
         if word not in known:
             raise UserError(f"--{option}: {word!r} is unknown; give some of {', '.join(known)}")
-
-
-@dataclass(frozen=True)
-class BenchGeometryOptions:
-    """What `tlt bench geometry` measures, and the common stem of its two result files."""
-
-    out: Path
-    shape: str
-    batches: tuple[int, ...]
-    strategies: tuple[str, ...]
-    accept: float
-    steps: int
-    prompt_tokens: int
-    threads: int
-
-
-def bench_geometry(options: BenchGeometryOptions, command: str, say: Callable[[str], None]) -> Record:
-    """Costs per step in a real model's shape (see bench/geometry.py); returns the milliseconds of a step by measurement."""
-    import torch
-
-    from benchmarks.geometry import SHAPES, measure, to_markdown
-    from tlt.bench.report import environment
-    from tlt.types import Strategy
-
-    counts = [("steps", options.steps), ("prompt-tokens", options.prompt_tokens), ("threads", options.threads)]
-    for name, value in [*counts, *(("batches", b) for b in options.batches)]:
-        if value < 1:
-            raise UserError(f"--{name}: {value} is too small; give 1 or more")
-    if not 0 <= options.accept <= 1:
-        raise UserError(f"--accept: {options.accept} is no probability; give a number from 0 to 1")
-    window = SHAPES[options.shape].max_positions
-    if options.prompt_tokens < 2 or options.prompt_tokens + 40 * (options.steps + 2) > window:
-        raise UserError(
-            f"--prompt-tokens: {options.prompt_tokens} with {options.steps} steps does not fit the window of {window}; "
-            "give 2 or more, and less of one or the other"
-        )
-    strategies = [Strategy.parse(word) for word in options.strategies]
-    json_path = options.out.with_name(options.out.name + ".json")
-    check_output_file(json_path, "--out")
-    torch.set_num_threads(options.threads)
-    report: Record = {"command": command, "environment": environment()}
-    report |= measure(options.shape, options.batches, strategies, options.accept, options.steps, options.prompt_tokens, say)
-    json_path.write_text(json.dumps(report, indent=1) + "\n")
-    options.out.with_name(options.out.name + ".md").write_text(to_markdown(report))
-    return {f"batch {row['batch_size']}, {row['strategy']}": row["step_ms"] for row in report["rows"]}

@@ -27,12 +27,13 @@ def export(options: ExportOptions, warn: Callable[[str], None]) -> Record:
     """Writes the new folder `options.to` (see drafting/formats.py). `warn` hears of weights that do not belong together."""
     from tlt.drafter.folder import load_drafter
     from tlt.drafter.formats import FORMATS, Target, export_drafter, mismatch
-    from tlt.models.hf_weights import config_to_hf, content_hash, load_config, load_tensors
+    from tlt.models.hf_config import config_to_hf, load_model_config
+    from tlt.models.hf_weights import content_hash, load_tensors
 
     if options.to.exists():
         raise UserError(f"--to: {options.to} exists; give the name of a new folder")
     check_output_file(options.to, "--to")
-    config = load_config(options.target)
+    config = load_model_config(options.target)
     tensors = load_tensors(options.target, config)
     drafter = load_drafter(options.drafter, config, tensors)
     (architecture,) = config_to_hf(config, drafter.tensors["fc.weight"].dtype)["architectures"]
@@ -68,12 +69,13 @@ def evaluate(options: EvalOptions) -> Record:
 
     from tlt.bench.acceptance import observe, speedup
     from tlt.drafter.folder import load_drafter
-    from tlt.models.hf_weights import load_config, load_tensors
+    from tlt.models.hf_config import load_model_config
+    from tlt.models.hf_weights import load_tensors
     from tlt.models.prompts import read_prompts
     from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
     _check_eval(options)
-    config = load_config(options.model)
+    config = load_model_config(options.model)
     policy = load_tensors(options.model, config)
     drafter = load_drafter(options.drafter, config, policy)
     tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None

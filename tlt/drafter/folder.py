@@ -18,7 +18,7 @@ from tlt.drafter.losses import DEFAULT_PRESET, PRESETS, Preset
 from tlt.drafter.model import DraftConfig, DraftModel, Method, drafter_config
 from tlt.files import replace_folder
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf_weights import config_to_hf, parse_config
+from tlt.models.hf_config import config_to_hf, parse_config
 from tlt.types import UserError
 
 ARCHITECTURES: dict[str, Method] = {"EagleLlamaForCausalLM": "eagle", "LlamaForCausalLMEagle3": "eagle3"}

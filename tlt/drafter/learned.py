@@ -21,8 +21,8 @@ from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calibration, T
 from tlt.drafter.history import FeatureHistory
 from tlt.drafter.model import TOKEN_AHEAD, PackedDrafter, training_capture
 from tlt.models.attention import Cached, StoringPrefill, padding_mask
-from tlt.models.decoder import PackedTransformer
 from tlt.models.kv_cache import Cache
+from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.tree import chain, chain_mask
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict

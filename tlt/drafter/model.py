@@ -21,19 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt.models.decoder import (
-    Attend,
-    DecoderLayer,
-    Linear,
-    ModelConfig,
-    PackedLayer,
-    PackedLinear,
-    PackedNorm,
-    PackedTransformer,
-    RMSNorm,
-    Rope,
-    run_layer,
-)
+from tlt.models.decoder import Attend, DecoderLayer, Linear, ModelConfig, RMSNorm, Rope, run_layer
+from tlt.models.packed import PackedLayer, PackedLinear, PackedNorm, PackedTransformer
 from tlt.types import UserError
 
 Method = Literal["eagle", "eagle3"]

@@ -30,7 +30,7 @@ from torch import Tensor
 from tlt.drafter.model import DraftModel, PackedDrafter, align, training_capture
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.attention import PackedCausal
-from tlt.models.decoder import PackedTransformer
+from tlt.models.packed import PackedTransformer
 from tlt.types import DrafterCheck, DrafterReport, Rollout
 
 CANARY_TOKENS = 256

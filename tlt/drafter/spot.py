@@ -25,7 +25,7 @@ from tlt.drafter.buffer import Trajectory, TrajectoryBuffer
 from tlt.drafter.model import DraftModel
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.attention import Cached
-from tlt.models.decoder import PackedTransformer
+from tlt.models.packed import PackedTransformer
 from tlt.speculative.tree import chain_mask
 from tlt.types import DrafterReport, Rollout, Span, SpanName
 

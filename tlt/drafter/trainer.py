@@ -14,7 +14,7 @@ from tlt.drafter.buffer import PackedBatch
 from tlt.drafter.losses import Preset, draft_loss
 from tlt.drafter.model import DraftModel, align, training_capture
 from tlt.models.attention import Unrolled
-from tlt.models.decoder import PackedTransformer
+from tlt.models.packed import PackedTransformer
 
 
 class DrafterTrainer:

@@ -23,8 +23,9 @@ from tlt.engine.noise import NoiseBlocks
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Sequence
 from tlt.models.attention import Cached, StoringPrefill, pad, padding_mask
-from tlt.models.decoder import ModelConfig, PackedTransformer
+from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import Cache
+from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Drafter
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.tree import ancestors, chain, chain_mask, tree_mask

@@ -1,18 +1,18 @@
 """Who looks at whom: attention for packed sequences and for cached ones, plain SDPA throughout.
 
-Each object here is an `Attend` (see transformer.py) made for one forward. Faster kernels stand beside these and must
+Each object here is an `Attend` (see decoder.py) made for one forward. Faster kernels stand beside these and must
 agree with them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlt.models import cpu_kernels
 from tlt.models.decoder import ModelConfig
 
 
@@ -62,7 +62,7 @@ class Unrolled(PackedCausal):
         self.own_values.append(v_NHD)
         whole = (q_NHD, *self.first_NHD, torch.stack(self.own_keys, dim=1), torch.stack(self.own_values, dim=1))
         is_fused = q_NHD.device.type == "cpu" and q_NHD.dtype in (torch.float32, torch.float64)
-        attend = _CausalAndOwn.apply if is_fused else causal_and_own
+        attend = cpu_kernels.CausalAndOwn.apply if is_fused else causal_and_own
         outputs = []
         for q_THD, k_THD, v_THD, own_k_TIHD, own_v_TIHD in zip(*(x.split(self.lengths) for x in whole), strict=True):
             q_HTD, k_HTD, v_HTD = (x.transpose(0, 1) for x in (q_THD, k_THD, v_THD))
@@ -84,39 +84,6 @@ def causal_and_own(q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, own_k_IHTD: Tens
     return weights_HTL[..., :length] @ v_HTD + (own_IHT1 * own_v_IHTD).sum(0)
 
 
-class _CausalAndOwn(torch.autograd.Function):
-    """`causal_and_own` without its T x T matrices: the flash kernel handles the first keys, and the own ones join by
-    log-sum-exp. Its backward takes output and log-sum-exp of the whole, with which its probabilities and its correction
-    term (Dao, arXiv 2307.08691, §2.3) are those of the whole softmax."""
-
-    @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        q_HTD, k_HTD, v_HTD, own_k_IHTD, own_v_IHTD = tensors
-        scale = q_HTD.shape[-1] ** -0.5
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        first_1HTD, lse_1HT = flash(q_HTD[None], k_HTD[None], v_HTD[None], 0.0, True, scale=scale)
-        own_IHT = (q_HTD * own_k_IHTD).sum(-1) * scale
-        whole_1HT = torch.cat([lse_1HT, own_IHT]).logsumexp(0, keepdim=True)
-        own_IHT1 = (own_IHT - whole_1HT).exp()[..., None]
-        out_HTD: Tensor = (lse_1HT - whole_1HT).exp()[0, ..., None] * first_1HTD[0] + (own_IHT1 * own_v_IHTD).sum(0)
-        ctx.save_for_backward(*tensors, out_HTD, whole_1HT, own_IHT1)
-        return out_HTD
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        q_HTD, k_HTD, v_HTD, own_k_IHTD, own_v_IHTD, out_HTD, whole_1HT, own_IHT1 = ctx.saved_tensors
-        (d_HTD,) = gradients
-        scale = q_HTD.shape[-1] ** -0.5
-        lse_1HT = torch.empty_like(whole_1HT.transpose(1, 2)).transpose(1, 2).copy_(whole_1HT)  # the kernel's own layout
-        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        first = (q_HTD[None], k_HTD[None], v_HTD[None], out_HTD[None])
-        dq_1HTD, dk_1HTD, dv_1HTD = flash(d_HTD[None], *first, lse_1HT, 0.0, True, scale=scale)
-        correction_HT1 = (d_HTD * out_HTD).sum(-1, keepdim=True)
-        d_scores_IHT1 = own_IHT1 * ((d_HTD * own_v_IHTD).sum(-1, keepdim=True) - correction_HT1) * scale
-        dq_HTD = dq_1HTD[0] + (d_scores_IHT1 * own_k_IHTD).sum(0)
-        return dq_HTD, dk_1HTD[0], dv_1HTD[0], d_scores_IHT1 * q_HTD, own_IHT1 * d_HTD
-
-
 class StoringPrefill(PackedCausal):
     """Packed causal attention that also leaves keys and values in cache slots, from position 0 on."""
 
@@ -131,12 +98,6 @@ class StoringPrefill(PackedCausal):
         for slot, kv_TKD in zip(self.slots, kv_by_sequence, strict=True):
             self.layers[layer][slot, :, : len(kv_TKD)] = kv_TKD.transpose(0, 1)
         return super().__call__(layer, qkv_NSD)
-
-
-_MIN_WASTE = 300_000
-"""Multiplications with keys that nobody may see, per sequence, from which a call for each sequence is cheaper (docs/log.md)."""
-_QUERIES_PER_READ = 6
-"""Reading a key from memory takes as long as so many queries to it."""
 
 
 class Cached:
@@ -176,9 +137,9 @@ class Cached:
         self.by_row: list[tuple[int, int, Tensor | None]] = []  # new tokens, visible columns and mask of each sequence
         if lengths is not None and columns_BT.device.type == "cpu":
             counts = counts or [self.num_new] * self.batch
-            num_reads = sum(max(t, _QUERIES_PER_READ) * n for t, n in zip(counts, lengths, strict=True))
-            wasted = self.batch * max(self.num_new, _QUERIES_PER_READ) * length - num_reads
-            if wasted * config.num_heads * config.head_dim > _MIN_WASTE * self.batch:
+            num_reads = sum(max(t, cpu_kernels.QUERIES_PER_READ) * n for t, n in zip(counts, lengths, strict=True))
+            wasted = self.batch * max(self.num_new, cpu_kernels.QUERIES_PER_READ) * length - num_reads
+            if wasted * config.num_heads * config.head_dim > cpu_kernels.MIN_WASTE * self.batch:
                 for row, (t, n) in enumerate(zip(counts, lengths, strict=True)):
                     needs_none = mask_BTL is None or self.num_new == 1
                     mask = None if mask_BTL is None or needs_none else mask_BTL[row, :t, :n].repeat(self.group, 1)

@@ -13,13 +13,15 @@ matrix, and the weights of the norms are folded into the matrices behind them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tlt.models.cpu_kernels import MIN_ROWS, OneDnnProduct
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
@@ -134,42 +136,14 @@ def run_layer(
 # ── trainable ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-class _OneDnnProduct(torch.autograd.Function):
-    """x Wᵀ whose forward and input gradient run oneDNN's kernel. The weight's gradient, a product of two activations, was not
-    faster there and stays with the BLAS (docs/log.md)."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-        ctx.save_for_backward(x_NI, weight_OI)
-        return _onednn(x_NI, weight_OI)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        x_NI, weight_OI = ctx.saved_tensors
-        (gradient_NO,) = gradients
-        input_gradient = _onednn(gradient_NO, weight_OI.t().contiguous()) if ctx.needs_input_grad[0] else None
-        weight_gradient = gradient_NO.t() @ x_NI if ctx.needs_input_grad[1] else None
-        return input_gradient, weight_gradient
-
-
-def _onednn(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI.contiguous(), packed, None, "none", [], "")
-    return product
-
-
-_MIN_ROWS = 256
-"""Rows from which laying a weight out anew for every product pays (CPU, float32)."""
-
-
 class Linear(nn.Linear):
     """nn.Linear; on a CPU in float32 with many rows twice as fast (see PackedLinear)."""
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        is_fast = x_NI.dtype == torch.float32 and x_NI.device.type == "cpu" and len(x_NI) >= _MIN_ROWS
+        is_fast = x_NI.dtype == torch.float32 and x_NI.device.type == "cpu" and len(x_NI) >= MIN_ROWS
         if not (is_fast and torch.backends.mkldnn.is_available()):
             return super().forward(x_NI)
-        product: Tensor = _OneDnnProduct.apply(x_NI, self.weight)  # type: ignore[no-untyped-call]  # apply has no types in torch
+        product: Tensor = OneDnnProduct.apply(x_NI, self.weight)  # type: ignore[no-untyped-call]  # apply has no types in torch
         return product if self.bias is None else product + self.bias
 
 
@@ -303,214 +277,3 @@ class Transformer(nn.Module):
 
     def logits(self, features_NE: Tensor) -> Tensor:
         return F.linear(features_NE, self.head_weight)
-
-
-# ── packed for inference ─────────────────────────────────────────────────────────────────────────────────────────────
-
-
-class PackedNorm:
-    """x / sqrt(mean(x²) + eps). In float32 and float64 the weight is folded into the next matrix, together with the
-    factor sqrt(E): three small kernels are left, where F.rms_norm takes seven on a CPU. In bf16, where folding would
-    round the weights once more, F.rms_norm runs as it is."""
-
-    def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
-        self.size, self.eps = size, eps
-        self.is_folded = dtype in (torch.float32, torch.float64)
-        self.floor = torch.tensor(math.sqrt(size * eps), dtype=dtype, device=device)
-        self.weight = torch.ones(size, dtype=dtype, device=device)
-
-    def load(self, weight_E: Tensor) -> Tensor:
-        """Returns what the rows of the next matrix are to be multiplied with (wider than the weights' own dtype)."""
-        self.weight.copy_(weight_E)
-        return weight_E.double() * math.sqrt(self.size) if self.is_folded else torch.ones_like(weight_E).double()
-
-    def __call__(self, x_NE: Tensor) -> Tensor:
-        if not self.is_folded:
-            return F.rms_norm(x_NE, (self.size,), self.weight, self.eps)
-        return x_NE / torch.hypot(torch.linalg.vector_norm(x_NE, dim=-1, keepdim=True), self.floor)
-
-
-_MIN_PRODUCTS = 320_000
-"""Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear (docs/log.md)."""
-
-
-class PackedLinear:
-    """A frozen matrix, y = x Wᵀ + bias. On a CPU in float32, large products run oneDNN's kernel on a copy of the matrix in
-    oneDNN's own layout: twice as fast as MKL, which keeps to AVX2 on processors that are not Intel's. A matrix so large
-    that all its products are large exists in that layout alone."""
-
-    def __init__(
-        self,
-        num_in: int,
-        num_out: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        has_bias: bool = False,
-        storage: Tensor | None = None,
-    ) -> None:
-        """storage: the matrix lies here already, for others to read, and is not copied where its own layout serves."""
-        self.shape = (num_out, num_in)
-        self.can_pack = dtype == torch.float32 and device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self.is_always_packed = self.can_pack and num_in * num_out >= _MIN_PRODUCTS
-        self.weight: Tensor | None = None
-        if not self.is_always_packed:
-            self.weight = torch.empty(num_out, num_in, dtype=dtype, device=device) if storage is None else storage
-        self.weight_t = None if self.weight is None else self.weight.t()
-        self.packed: Tensor | None = None
-        self.bias = torch.empty(num_out, dtype=dtype, device=device) if has_bias else None
-
-    def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copies [num_out, num_in] in, of any floating type; RuntimeError for another shape."""
-        if tuple(weight.shape) != self.shape:
-            raise RuntimeError(f"a matrix of shape {list(weight.shape)} arrived where {list(self.shape)} was expected")
-        if self.weight is not None and self.weight is not weight:
-            self.weight.copy_(weight)
-        if self.can_pack:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous())
-        if self.bias is not None:
-            assert bias is not None
-            self.bias.copy_(bias)
-
-    def _runs_packed(self, x_NI: Tensor) -> bool:
-        return self.packed is not None and (self.weight is None or x_NI.shape[0] * self.weight.numel() >= _MIN_PRODUCTS)
-
-    def __call__(self, x_NI: Tensor) -> Tensor:
-        if self._runs_packed(x_NI):
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self.packed, self.bias, "none", [], "")
-            return product
-        assert self.weight is not None
-        return F.linear(x_NI, self.weight, self.bias)
-
-    def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """residual + y, for a matrix without bias."""
-        if self._runs_packed(x_NI):
-            added: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x_NI, residual_NO, self.packed, None, "add")
-            return added
-        assert self.weight_t is not None
-        return torch.addmm(residual_NO, x_NI, self.weight_t)
-
-
-class PackedLayer:
-    """The same layer as `DecoderLayer`, for a frozen copy of its weights."""
-
-    def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, norms: Sequence[str] = INPUT_NORM
-    ) -> None:
-        c = config
-        self.config = config
-        self.num_rotated = c.num_heads + c.num_kv_heads
-        self.input_norms = {name: PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device) for name in norms}
-        num_read = max(len(norms), 1) * c.hidden_size
-        self.mlp_norm = PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device)
-        self.qkv_linear = PackedLinear(num_read, c.num_qkv * c.head_dim, dtype, device, has_bias=c.qkv_bias)
-        self.qk_norm_weight = torch.empty(self.num_rotated, c.head_dim, dtype=dtype, device=device) if c.qk_norm else None
-        self.output_linear = PackedLinear(c.num_heads * c.head_dim, c.hidden_size, dtype, device)
-        self.gate_up_linear = PackedLinear(c.hidden_size, 2 * c.intermediate_size, dtype, device)
-        self.down_linear = PackedLinear(c.intermediate_size, c.hidden_size, dtype, device)
-
-    def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
-        """Copies a layer in, by its Hugging Face names below `prefix`. Missing tensors raise KeyError."""
-
-        def cat(*names: str) -> Tensor:
-            return torch.cat([tensors[prefix + name].detach() for name in names])
-
-        qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-        gains = [norm.load(tensors[f"{prefix}{name}.weight"].detach()) for name, norm in self.input_norms.items()]
-        weight = cat(*(name + ".weight" for name in qkv)).double()
-        bias = cat(*(name + ".bias" for name in qkv)) if self.config.qkv_bias else None
-        self.qkv_linear.load(weight * torch.cat(gains) if gains else weight, bias)
-        if self.qk_norm_weight is not None:
-            q, k = (tensors[f"{prefix}self_attn.{name}_norm.weight"].detach() for name in "qk")
-            self.qk_norm_weight.copy_(torch.stack([q] * self.config.num_heads + [k] * self.config.num_kv_heads))
-        self.output_linear.load(tensors[prefix + "self_attn.o_proj.weight"].detach())
-        gain_E = self.mlp_norm.load(tensors[prefix + "post_attention_layernorm.weight"].detach())
-        self.gate_up_linear.load(cat("mlp.gate_proj.weight", "mlp.up_proj.weight").double() * gain_E)
-        self.down_linear.load(tensors[prefix + "mlp.down_proj.weight"].detach())
-
-    def qkv(self, read_NI: Tensor) -> Tensor:
-        if len(self.input_norms) > 1:
-            parts = read_NI.chunk(len(self.input_norms), dim=-1)
-            read_NI = torch.cat([norm(part) for norm, part in zip(self.input_norms.values(), parts, strict=True)], dim=-1)
-        elif self.input_norms:
-            (norm,) = self.input_norms.values()
-            read_NI = norm(read_NI)
-        qkv_NSD = self.qkv_linear(read_NI).view(-1, self.config.num_qkv, self.config.head_dim)
-        if self.qk_norm_weight is not None:
-            qk = qkv_NSD[:, : self.num_rotated]
-            torch.mul(F.rms_norm(qk, (self.config.head_dim,), None, self.config.rms_norm_eps), self.qk_norm_weight, out=qk)
-        return qkv_NSD
-
-    def add_attention(self, x_NE: Tensor, attended_NA: Tensor) -> Tensor:
-        return self.output_linear.add_to(x_NE, attended_NA)
-
-    def add_mlp(self, x_NE: Tensor) -> Tensor:
-        gate_NF, up_NF = self.gate_up_linear(self.mlp_norm(x_NE)).chunk(2, dim=-1)
-        return self.down_linear.add_to(x_NE, F.silu(gate_NF).mul_(up_NF))
-
-
-class PackedTransformer:
-    """The engine's copy of a policy: inference only, never a parameter of anything.
-
-    `version` counts the policies loaded, as their publisher numbers them.
-    """
-
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.layers = [PackedLayer(config, dtype, self.device) for _ in range(config.num_layers)]
-        self.embedding_VE = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=self.device)
-        self.head_VE = self.embedding_VE if config.tie_embeddings else torch.empty_like(self.embedding_VE)
-        self.head_linear = PackedLinear(config.hidden_size, config.vocab_size, dtype, self.device, storage=self.head_VE)
-        self.final_norm = PackedNorm(config.hidden_size, config.rms_norm_eps, dtype, self.device)
-        self.final_gain_E = torch.empty(config.hidden_size, dtype=dtype, device=self.device)
-        self.rope = Rope(config, config.max_positions, dtype, self.device)
-        self.version = -1
-
-    @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copies a policy in by its Hugging Face names. Everything must arrive: KeyError or RuntimeError otherwise."""
-        for index, layer in enumerate(self.layers):
-            layer.load(tensors, f"model.layers.{index}.")
-        self.embedding_VE.copy_(tensors["model.embed_tokens.weight"].detach())
-        if not self.config.tie_embeddings:
-            self.head_VE.copy_(tensors["lm_head.weight"].detach())
-        self.head_linear.load(self.head_VE)
-        self.final_gain_E.copy_(self.final_norm.load(tensors["model.norm.weight"].detach()))
-        self.version = version
-
-    @classmethod
-    def from_module(cls, model: Transformer, dtype: torch.dtype, version: int = 0) -> PackedTransformer:
-        packed = cls(model.config, dtype, model.head_weight.device)
-        packed.load(dict(model.named_parameters()), version)
-        return packed
-
-    def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Features_NE, as `Transformer.forward`."""
-        return self.forward_capturing(token_ids_N, positions_N, attend, ())[0]
-
-    def forward_capturing(
-        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, capture: Sequence[int]
-    ) -> tuple[Tensor, Tensor]:
-        """(features_NE, captured_NF): beside the features, the inputs of the layers in `capture` one after the other
-        (residual sums before any norm); the number of layers stands for the features themselves."""
-        x_NE = F.embedding(token_ids_N, self.embedding_VE)
-        rope = self.rope.at(positions_N)
-        captured = {}
-        for index, layer in enumerate(self.layers):
-            if index in capture:
-                captured[index] = x_NE
-            x_NE = run_layer(layer, index, x_NE, rope, attend)
-        features_NE = self.final_norm(x_NE)
-        if self.final_norm.is_folded:
-            features_NE.mul_(self.final_gain_E)
-        captured[len(self.layers)] = features_NE
-        if len(capture) < 2:
-            return features_NE, captured[capture[0]] if capture else features_NE
-        return features_NE, torch.cat([captured[index] for index in capture], dim=-1)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        return F.embedding(token_ids, self.embedding_VE)
-
-    def logits(self, features: Tensor) -> Tensor:
-        """[..., V]"""
-        return self.head_linear(features.view(-1, self.config.hidden_size)).view(*features.shape[:-1], -1)

@@ -26,10 +26,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tlt.models.decoder import Architecture, ModelConfig, RopeScaling, Transformer
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf_config import TOKEN_IDS, config_to_hf, existing_directory, read_json, write_json
 from tlt.types import UserError
-
-ARCHITECTURES: dict[str, Architecture] = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -43,201 +42,10 @@ COMPANIONS = (
     "additional_chat_templates",
     "generation_config.json",
 )
-"""What `save_checkpoint` copies beside the weights."""
-
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What `save_model` copies beside the weights."""
 
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 """What weights may be stored as; anything else is a quantization."""
-
-
-# ── config.json ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def load_config(path: Path | str) -> ModelConfig:
-    """Reads `path`/config.json. Raises UserError for whatever this package does not compute."""
-    source = _existing_directory(path) / "config.json"
-    raw = _read_json(source)
-    return parse_config(raw, str(source))
-
-
-def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
-    """The pure part of `load_config`; `source` is the place that errors name.
-
-    Reads the layout of transformers 4 (rope_theta, rope_scaling) and of 5 (rope_parameters). Keys that are absent mean
-    what they mean to transformers; where its default depends on the family (kv heads, head size), they are required.
-    """
-    fields = _Fields(raw, source)
-    architecture = _architecture(fields)
-    _refuse_other_computations(fields, architecture)
-    num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
-    hidden_size, max_positions = fields.integer("hidden_size"), fields.integer("max_position_embeddings")
-    inherits_heads = architecture == "llama" or ("num_key_value_heads" in raw and raw["num_key_value_heads"] is None)
-    num_kv_heads = fields.integer("num_key_value_heads", num_heads if inherits_heads else None)
-    head_dim = fields.integer("head_dim", hidden_size // num_heads if architecture != "qwen3" else None)
-    if num_heads % num_kv_heads:
-        raise fields.refusal("num_key_value_heads", f"it must divide num_attention_heads ({num_heads})")
-    if head_dim % 2:
-        raise _refusal(source, "head_dim", head_dim, "rotary positions need an even head size")
-    _refuse_sliding_windows(fields, num_layers, max_positions)
-    rope_theta, rope_scaling = _rope(raw, source)
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=hidden_size,
-        intermediate_size=fields.integer("intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        max_positions=max_positions,
-        tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-    )
-
-
-def config_to_hf(config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The config.json of `config`, in the layout of transformers 4, which 5, vLLM and SGLang read as well (4 would
-    overlook the rope_parameters of 5). `extra` adds keys, such as the token ids; ids not given are null, because
-    absent ones would become the family's defaults (Llama: eos 2)."""
-    scaling = config.rope_scaling
-    described = {
-        "architectures": [name for name, family in ARCHITECTURES.items() if family == config.architecture],
-        "model_type": config.architecture,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.rms_norm_eps,
-        "max_position_embeddings": config.max_positions,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None
-        if scaling is None
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        },
-        "tie_word_embeddings": config.tie_embeddings,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-    }
-    added = dict.fromkeys(TOKEN_IDS) | dict(extra or {})
-    assert not described.keys() & added.keys(), f"extra would override {sorted(described.keys() & added.keys())}"
-    return described | added
-
-
-def _architecture(fields: _Fields) -> Architecture:
-    raw, supported = fields.raw, f"supported are {', '.join(ARCHITECTURES)}"
-    no_experts = f"mixtures of experts are not supported, use a dense model ({supported})"
-    names = raw.get("architectures") or []
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if raw.get(key):
-            raise fields.refusal(key, no_experts)
-    if name is not None and "Moe" in name:
-        raise fields.refusal("architectures", no_experts)
-    if raw.get("vision_config") is not None:
-        raise fields.refusal("vision_config", f"vision is not supported, use a text model ({supported})")
-    if name not in ARCHITECTURES:
-        raise fields.refusal("architectures", supported)
-    family = ARCHITECTURES[name]
-    if raw.get("model_type", family) != family:
-        raise fields.refusal("model_type", f"{name} goes with {family!r}, correct one of the two")
-    return family
-
-
-def _refuse_other_computations(fields: _Fields, architecture: Architecture) -> None:
-    """Raises for every key under which transformers would compute something else than transformer.py."""
-    raw = fields.raw
-    if raw.get("quantization_config") is not None:
-        raise fields.refusal("quantization_config", "quantized weights cannot be trained, use the unquantized checkpoint")
-    if raw.get("attention_bias") and architecture != "qwen2":
-        raise fields.refusal("attention_bias", f"{architecture} has no attention biases here, use a checkpoint with false")
-    if raw.get("mlp_bias"):
-        raise fields.refusal("mlp_bias", "MLP biases are not supported, use a checkpoint with false")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise fields.refusal("hidden_act", "only 'silu' is supported")
-    if raw.get("pretraining_tp", 1) not in (None, 1):
-        raise fields.refusal("pretraining_tp", "only 1 is supported; set it to 1, the weights are the same up to rounding")
-
-
-def _refuse_sliding_windows(fields: _Fields, num_layers: int, max_positions: int) -> None:
-    """A window that never hides anything (switched off, or as long as the model's own) is let through. Without
-    layer_types, transformers lets the layers from max_window_layers on slide."""
-    raw = fields.raw
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
-    remedy = "only full attention is supported; lower max_position_embeddings to the window, or set use_sliding_window to false"
-    hides = window is not None and window < max_positions
-    layer_types = raw.get("layer_types")
-    if layer_types is None:
-        if hides and raw.get("max_window_layers", 28) < num_layers:
-            raise fields.refusal("sliding_window", remedy)
-        return
-    for layer_type in layer_types:
-        if layer_type != "full_attention" and (layer_type != "sliding_attention" or window is None or hides):
-            raise _refusal(fields.source, "layer_types", layer_type, remedy)
-
-
-def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling). Precedence is transformers': a rope_scaling before rope_parameters, theta inside before outside."""
-    named = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    given = raw.get(named) or {}
-    if any(isinstance(value, dict) for value in given.values()):
-        raise _refusal(source, named, given, "one rotary base per layer type is not supported, only one for all layers")
-    rope = _Fields({"rope_theta": raw.get("rope_theta", 10000.0)} | given, source, prefix=f"{named}.")
-    theta = rope.number("rope_theta")
-    rope_type = given.get("rope_type", given.get("type", "default"))
-    rotated_share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
-    if rotated_share not in (None, 1.0):
-        raise _refusal(source, "partial_rotary_factor", rotated_share, "only whole heads (1.0) can be rotated")
-    if rope_type == "default":
-        return theta, None
-    if rope_type != "llama3":
-        remedy = f"supported are 'default' (which it is without {named}) and 'llama3'"
-        raise _refusal(source, f"{named}.rope_type", rope_type, remedy)
-    return theta, RopeScaling(
-        factor=rope.number("factor"),
-        low_freq_factor=rope.number("low_freq_factor"),
-        high_freq_factor=rope.number("high_freq_factor"),
-        original_max_positions=rope.integer("original_max_position_embeddings"),
-    )
-
-
-@dataclass(frozen=True)
-class _Fields:
-    """Typed reading of a JSON object; null counts as absent."""
-
-    raw: Mapping[str, Any]
-    source: str
-    prefix: str = ""
-
-    def refusal(self, name: str, remedy: str) -> UserError:
-        return _refusal(self.source, self.prefix + name, self.raw.get(name), remedy)
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value = default if self.raw.get(name) is None else self.raw[name]
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
-            raise self.refusal(name, "it must be a positive number")
-        return float(value)
-
-    def integer(self, name: str, default: int | None = None) -> int:
-        value = default if self.raw.get(name) is None else self.raw[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise self.refusal(name, "it must be a positive integer")
-        return value
-
-
-def _refusal(source: str, name: str, value: Any, remedy: str) -> UserError:
-    shown = repr(value)
-    return UserError(f"{source}: {name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {remedy}")
 
 
 # ── tensors in ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -257,7 +65,7 @@ def load_tensors(path: Path | str, config: ModelConfig, dtype: torch.dtype | Non
     `lm_head.weight` of a tied checkpoint if it equals the embedding. Everything else missing, surplus or misshapen is
     a UserError.
     """
-    directory = _existing_directory(path)
+    directory = existing_directory(path)
     files = _weight_files(directory)
     stored = _stored_tensors(files)
     expected = expected_shapes(config)
@@ -282,7 +90,7 @@ def load_tensors(path: Path | str, config: ModelConfig, dtype: torch.dtype | Non
 
 def load_stored(path: Path | str) -> dict[str, Tensor]:
     """Whatever the safetensors in `path` hold, whole or in shards, as stored; names and shapes are the caller's affair."""
-    directory = _existing_directory(path)
+    directory = existing_directory(path)
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(directory):
         with safe_open(file, framework="pt") as opened:
@@ -301,7 +109,7 @@ def _weight_files(directory: Path) -> list[Path]:
     if (directory / WEIGHTS).exists():
         return [directory / WEIGHTS]
     if (directory / INDEX).exists():
-        shards = _read_json(directory / INDEX).get("weight_map")
+        shards = read_json(directory / INDEX).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise UserError(f"{directory / INDEX}: weight_map is missing or empty; download the file again")
         files = [directory / name for name in sorted(set(shards.values()))]
@@ -363,7 +171,7 @@ def _and_more(names: list[str]) -> str:
 # ── tensors out ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def save_checkpoint(
+def save_model(
     path: Path | str,
     config: ModelConfig,
     tensors: Mapping[str, Tensor],
@@ -384,16 +192,16 @@ def save_checkpoint(
     """
     target = Path(path).resolve()
     _check_replaceable(target)
-    origin = None if source is None else _existing_directory(source)
+    origin = None if source is None else existing_directory(source)
     token_ids = {}
     if origin is not None and (origin / "config.json").exists():
-        token_ids = {key: value for key, value in _read_json(origin / "config.json").items() if key in TOKEN_IDS}
+        token_ids = {key: value for key, value in read_json(origin / "config.json").items() if key in TOKEN_IDS}
 
     new, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
     shutil.rmtree(new, ignore_errors=True)  # left behind by a writer that was killed
     new.mkdir(parents=True)
     _write_tensors(new, config, tensors, dtype, max_shard_bytes)
-    _write_json(new / "config.json", config_to_hf(config, dtype, token_ids | dict(extra or {})))
+    write_json(new / "config.json", config_to_hf(config, dtype, token_ids | dict(extra or {})))
     if origin is not None:
         _copy_companions(origin, new)
     for file in new.rglob("*"):
@@ -439,7 +247,7 @@ def _write_tensors(
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total_size = sum(shape.numel() for shape in expected.values()) * dtype.itemsize
-        _write_json(directory / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
+        write_json(directory / INDEX, {"metadata": {"total_size": total_size}, "weight_map": weight_map})
 
 
 def _copy_companions(origin: Path, directory: Path) -> None:
@@ -474,35 +282,6 @@ def content_hash(tensors: Mapping[str, Tensor]) -> str:
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")  # fixes the bytes' length
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _existing_directory(path: Path | str) -> Path:
-    directory = Path(path)
-    if not directory.is_dir():
-        interrupted = directory.with_name(f".{directory.name}.old") if directory.name else directory
-        if interrupted.is_dir():
-            raise UserError(f"{directory}: is missing, a save was interrupted; rename {interrupted} to {directory.name}")
-        raise UserError(f"{directory}: is no directory; give a local checkpoint (hf download MODEL --local-dir {directory})")
-    return directory
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        raise UserError(f"{file}: is missing; give a directory with a whole Hugging Face checkpoint")
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # names no file by itself
-        raise UserError(f"{file}: is no JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{file}: holds a JSON {type(value).__name__}, not an object; download it again")
-    return value
-
-
-def _write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
 def _flush(path: Path) -> None:

@@ -43,9 +43,8 @@ from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.files import Record, get_id, read_jsonl
 from tlt.models.decoder import Transformer
-from tlt.models.hf_weights import content_hash, load_tensors
-from tlt.models.hf_weights import load_config as load_model_config
-from tlt.models.hf_weights import save_checkpoint as save_model
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import content_hash, load_tensors, save_model
 from tlt.models.tokenizer import check_prompt, load_tokenizer
 from tlt.report.console import Console
 from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,165 +14,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import HashStore
 
-from tests.lossless.helpers import CONFIG, VOCAB, make_engine, make_policy
+from tests.lossless.helpers import CONFIG, VOCAB, make_engine
+from tests.unit.watch_parts import POLICY, TARGET, Parts, make_rollouts
 from tlt.config.schema import Config, DrafterConfig, ModelConfig, TaskConfig
 from tlt.distributed.world import World
-from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.folder import load_drafter, save_drafter
+from tlt.drafter.folder import save_drafter
 from tlt.drafter.hybrid import HybridDrafter
-from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.losses import PRESETS
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
-from tlt.drafter.ngram import NgramDrafter, count_retrieved
-from tlt.drafter.service import DrafterWatch, distribution, draw, engine_logits, judge, read, trainer_logits
-from tlt.drafter.spot import SpotTrainer
-from tlt.drafter.trainer import DrafterTrainer
-from tlt.files import replace_folder
-from tlt.models.attention import PackedCausal
-from tlt.models.decoder import PackedTransformer
-from tlt.models.hf_weights import content_hash, load_config, load_tensors
-from tlt.models.hf_weights import save_checkpoint as save_model
+from tlt.drafter.model import DraftModel, drafter_config
+from tlt.models.hf_config import load_model_config as load_config
+from tlt.models.hf_weights import content_hash, load_tensors, save_model
 from tlt.report.timeline import Timeline
-from tlt.train.checkpoint import (
-    Checkpoint,
-    CheckpointWriter,
-    RunState,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
-from tlt.train.run import Run, restore
+from tlt.train.run import Run
 from tlt.tuning.tuner import Fixed
-from tlt.types import DrafterReport, Request, Rollout, SamplingParams, Strategy, UserError
-
-POLICY = make_policy()
-TARGET = PackedTransformer.from_module(POLICY, torch.float64)
-
-
-def make_rollouts(num: int = 6, length: int = 24, seed: int = 0) -> list[Rollout]:
-    rng = random.Random(seed)
-    rows = [[rng.randrange(VOCAB) for _ in range(4 + length)] for _ in range(num)]
-    return [Rollout(f"p{i // 2}", i % 2, tuple(r[:4]), tuple(r[4:]), (0.0,) * length, "stop", 0) for i, r in enumerate(rows)]
-
-
-class Parts:
-    """A watched drafter of a run of one rank."""
-
-    def __init__(
-        self,
-        gate: float | None = None,
-        retrieved_share: float = 0.0,
-        check_every: int = 1,
-        max_passes: float | None = None,
-    ) -> None:
-        self.model = DraftModel(drafter_config(CONFIG)).initialize(2)
-        packed = PackedDrafter.from_tensors(self.model.config, self.model.state_dict(), torch.float64)
-        self.learned = LearnedDrafter(packed, TARGET, 4)
-        self.hybrid = HybridDrafter(self.learned, NgramDrafter(4))
-        self.trainer = DrafterTrainer(self.model, TARGET, PRESETS["hass"], 1e-3)
-        self.spot = SpotTrainer(self.trainer, TrajectoryBuffer(10**7), 64, max_passes=max_passes)
-        self.retrieved_share = retrieved_share
-        self.watch = DrafterWatch(
-            self.model,
-            self.trainer,
-            TARGET,
-            self.learned,
-            self.hybrid.set_aside,
-            lambda group, counts: round(self.retrieved_share * sum(counts)),
-            lambda value: [value],
-            lambda tensors, weight: weight,
-            gate=gate,
-            check_every=check_every,
-        )
-
-    def step(self, seed: int = 0, micro_steps: int = 6, trains: bool = True) -> Any:
-        rollouts = make_rollouts(seed=seed)
-        for rollout in rollouts:
-            self.spot.buffer.add(rollout)
-        left = iter([False] * micro_steps + [True])
-        report = self.watch.run(lambda: self.spot.run(lambda: next(left))) if trains else DrafterReport()
-        return self.watch.end_step(rollouts, report.num_tokens, 1.0)
-
-
-# ── the measure ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_the_measure_is_the_overlap_of_target_and_drafter_position_by_position() -> None:
-    """Against forwards of the trainable models, one response at a time, and a sum written out."""
-    parts, rollouts = Parts(), make_rollouts(3)
-    tally = parts.watch._measure(rollouts, 0.7)
-    total, count = 0.0, 0
-    for rollout in rollouts:
-        tokens = torch.tensor([*rollout.prompt_ids, *rollout.token_ids])
-        with torch.no_grad():
-            attend = PackedCausal(CONFIG, [len(tokens)])
-            features = POLICY(tokens, attend.positions(), attend)
-            logits = POLICY.logits(features) / 0.7
-            attend = PackedCausal(parts.model.config.layer, [len(tokens) - 1])
-            embeddings = POLICY.model.embed_tokens(tokens[1:])
-            hidden = parts.model.double()(embeddings, features[:-1], attend.positions(), attend)
-            drafted = POLICY.logits(hidden) / 0.7
-        for position in range(4, len(tokens)):
-            p, q = logits[position - 1].softmax(0), drafted[position - 2].softmax(0)
-            total, count = total + float(torch.minimum(p, q).sum()), count + 1
-    assert tally.num_positions == count
-    assert tally.accepted == pytest.approx(total, abs=1e-4)
-
-
-def test_at_temperature_0_the_measure_counts_equal_first_choices() -> None:
-    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 1.0, 0.0]])
-    assert distribution(logits, 0).tolist() == [[0, 1, 0], [1, 0, 0]]
-    assert distribution(torch.tensor([[1.0, math.nan]]), 0).isnan().any()
-
-
-def test_the_sample_stays_within_its_tokens_and_prefers_no_response() -> None:
-    rollouts = make_rollouts(10)
-    seen = set()
-    for seed in range(40):
-        counts = draw(rollouts, 60, random.Random(seed))
-        assert sum(counts.values()) == 60
-        seen |= counts.keys()
-    assert seen == set(range(10))
-
-
-def test_a_prompt_longer_than_the_sample_leaves_something_to_measure() -> None:
-    (rollout,) = make_rollouts(1)
-    counts = draw([replace(rollout, prompt_ids=(3, 4) * 400)] * 2, 30, random.Random(0))
-    assert sorted(counts.values()) == [6, 24]
-    parts, prompt_ids = Parts(), tuple(range(1, 61)) * 2
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tlt.drafter.service.CANARY_TOKENS", 30)
-        check = parts.watch.end_step([replace(r, prompt_ids=prompt_ids) for r in make_rollouts(2)], 0, 1.0)
-    assert 0 < check.acceptance < 1
-
-
-def test_the_engines_copy_and_the_trainers_say_the_same() -> None:
-    parts = Parts()
-    chosen = [(rollout, 20) for rollout in make_rollouts(3)]
-    with torch.no_grad():
-        sample = read(chosen, TARGET, (CONFIG.num_layers,), 1.0)
-        ours, theirs = (
-            engine_logits(parts.learned.model, TARGET, sample),
-            trainer_logits(parts.model, TARGET, sample),
-        )
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
-
-
-def test_retrieval_is_counted_where_a_response_or_its_sibling_has_said_the_words_before() -> None:
-    words = tuple(range(10, 22))
-
-    def rollout(index: int, response: tuple[int, ...]) -> Rollout:
-        return Rollout("p", index, (1, 2), response, (0.0,) * len(response), "stop", 0)
-
-    repeating = rollout(0, words + words)
-    assert count_retrieved([repeating], [24]) == 8  # all of the second time but the anchor
-    assert count_retrieved([repeating], [12]) == 0
-    ahead = [rollout(0, words), rollout(1, (30, 31, 32, *words))]  # three tokens behind its sibling
-    assert count_retrieved(ahead, [0, 15]) == 8
-    assert count_retrieved(ahead, [12, 0]) == 0
-
-
-# ── publication ──────────────────────────────────────────────────────────────────────────────────────────────────────
+from tlt.types import DrafterReport, Request, SamplingParams, Strategy, UserError
 
 
 def test_a_trained_drafter_is_published_measured_and_stamped() -> None:
@@ -241,9 +93,6 @@ def test_a_step_in_which_any_rank_ran_out_of_passes_says_so_and_the_next_one_sta
     parts.watch.abandon()
     assert parts.step(micro_steps=4).training == "trained"
     assert parts.step(trains=False).training == "no idle time"
-
-
-# ── not every step measures ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def is_measured(check: Any) -> bool:
@@ -349,9 +198,6 @@ def test_the_gate_compares_only_what_was_measured() -> None:
     assert not parts.watch.trains
 
 
-# ── set aside ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def poisoned(parts: Parts, where: str) -> None:
     if where == "loss":
         parts.trainer.step = lambda batch: (_ for _ in ()).throw(FloatingPointError("the loss is nan"))
@@ -410,12 +256,6 @@ def test_a_drafter_worse_than_retrieval_is_set_aside_trained_on_and_taken_back()
     assert parts.step(2).set_aside == ""
 
 
-def test_outputs_that_are_not_finite_are_never_good_enough() -> None:
-    assert judge(math.nan, 0.0)
-    assert judge(0.3, 0.31)
-    assert not judge(0.31, 0.31)
-
-
 def test_while_it_is_set_aside_retrieval_answers_for_it_and_tokens_stay_the_same() -> None:
     requests = [Request("p", i, (3, 5, 8), SamplingParams(max_tokens=30)) for i in range(3)]
     texts = []
@@ -430,9 +270,6 @@ def test_while_it_is_set_aside_retrieval_answers_for_it_and_tokens_stay_the_same
         texts.append({(r.sample_index, r.token_ids) for r in engine.generate(requests)})
         assert bool(calls) != is_aside
     assert texts[0] == texts[1]
-
-
-# ── the gate ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_training_is_skipped_while_acceptance_has_not_fallen_and_resumed_when_it_has() -> None:
@@ -480,9 +317,6 @@ def test_what_the_configuration_limits_reaches_those_who_keep_to_it(tmp_path: Pa
     assert (run.watch.check_every, run.watch.gate) == (7, 0.25)
 
 
-# ── the target ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def tensors_of(value: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, item in vars(value).items():
@@ -521,118 +355,3 @@ def test_tying_is_never_skipped_in_silence(tmp_path: Path, is_tied: bool) -> Non
     with pytest.raises(UserError, match=r"lm_head\.weight"):
         load_tensors(tmp_path / "m", load_config(tmp_path / "m"), torch.float32)
     assert TARGET.head_VE is TARGET.embedding_VE
-
-
-# ── checkpoints ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def make_checkpoint(step: int, value: float = 1.0) -> Checkpoint:
-    training = {"policy": {"state": {0: {"exp_avg": torch.full((3,), value)}}, "lrs": [1.0, 2.0]}, "note": None}
-    return Checkpoint(RunState(step, 4, "abc"), {"w": torch.full((2, 2), value)}, {"fc": torch.full((2,), value)}, training)
-
-
-def test_a_checkpoint_holds_what_was_when_it_was_saved(tmp_path: Path) -> None:
-    writer, given = CheckpointWriter(tmp_path / "c"), make_checkpoint(3)
-    writer.save(given)
-    for tensor in (given.policy["w"], given.drafter["fc"], given.training["policy"]["state"][0]["exp_avg"]):
-        tensor.fill_(9.0)  # training goes on while the thread writes
-    writer.wait()
-    path = latest_checkpoint(tmp_path / "c")
-    assert path is not None
-    found = load_checkpoint(path, torch.device("cpu"))
-    assert found.state == RunState(3, 4, "abc")
-    assert found.policy["w"].tolist() == [[1, 1], [1, 1]]
-    assert found.drafter is not None
-    assert found.drafter["fc"].tolist() == [1, 1]
-    assert found.training["policy"]["state"][0]["exp_avg"].tolist() == [1, 1, 1]
-    assert found.training["policy"]["lrs"] == [1.0, 2.0]
-
-
-def test_only_the_newest_whole_checkpoint_stays(tmp_path: Path) -> None:
-    (tmp_path / ".step-00000001.new").mkdir()
-    for step in (1, 2, 2, 10):
-        save_checkpoint(tmp_path, make_checkpoint(step, step))
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
-
-
-def test_a_writer_that_fails_says_so_at_the_next_checkpoint_and_leaves_the_last_one_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    writer = CheckpointWriter(tmp_path)
-    writer.save(make_checkpoint(1))
-    writer.wait()
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(torch, "save", full)  # after the weights have been written
-        writer.save(make_checkpoint(2))
-        with pytest.raises(RuntimeError, match=r"checkpoint of step 2 .* No space left"):
-            writer.save(make_checkpoint(3))
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
-    writer.save(make_checkpoint(3))
-    writer.wait()
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
-
-
-def kill(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("breaks", [OSError, KeyboardInterrupt])
-def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path, breaks: type[BaseException]) -> None:
-    target = tmp_path / "drafter"
-    with replace_folder(target) as folder:
-        (folder / "a").write_text("old")
-
-    def write() -> None:
-        with replace_folder(target) as folder:
-            (folder / "a").write_text("new")
-            raise breaks
-
-    with pytest.raises(breaks):
-        write()
-    assert (target / "a").read_text() == "old"
-    assert list(tmp_path.iterdir()) == [target]
-
-
-def test_a_drafter_folder_is_replaced_only_when_the_new_one_is_complete(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, model = tmp_path / "drafter", DraftModel(drafter_config(CONFIG)).initialize(1)
-    save_drafter(path, model, torch.float32)
-    monkeypatch.setattr("tlt.drafter.folder.describe", kill)
-    with pytest.raises(KeyboardInterrupt):
-        save_drafter(path, DraftModel(drafter_config(CONFIG)).initialize(2), torch.float32)
-    assert content_hash(load_drafter(path, CONFIG).tensors) == content_hash(dict(model.state_dict()))
-
-
-DAMAGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor] | None]] = {
-    "no drafter": lambda tensors: None,
-    "another drafter": lambda tensors: {name: tensor for name, tensor in tensors.items() if name != "fc.weight"},
-    "another drafter (x)": lambda tensors: tensors | {"x": torch.zeros(1)},
-    "another drafter (fc": lambda tensors: tensors | {"fc.weight": torch.zeros(2, 2)},
-}
-
-
-@pytest.mark.parametrize("message", DAMAGES)
-def test_a_run_never_goes_on_with_a_drafter_that_its_checkpoint_does_not_hold(message: str) -> None:
-    model = DraftModel(drafter_config(CONFIG)).initialize(1)
-    trained = dict(model.named_parameters())
-    before = content_hash(model.state_dict())
-    stored = {name: tensor.detach() + 1 for name, tensor in trained.items()}
-    with pytest.raises(UserError, match=message.replace("(", r"\(").replace(")", r"\)")):
-        restore(trained, DAMAGES[message](stored), Path("checkpoint"))
-    assert content_hash(model.state_dict()) == before
-    restore(trained, stored, Path("checkpoint"))
-    assert content_hash(model.state_dict()) == content_hash(stored)
-
-
-def test_a_drafter_folder_with_numbers_that_are_not_finite_is_refused(tmp_path: Path) -> None:
-    model = DraftModel(drafter_config(CONFIG)).initialize(1)
-    with torch.no_grad():
-        model.fc.weight[0, 0] = math.nan
-    save_drafter(tmp_path / "drafter", model, torch.float32)
-    with pytest.raises(UserError, match=r"fc\.weight holds numbers that are not finite"):
-        load_drafter(tmp_path / "drafter", CONFIG)

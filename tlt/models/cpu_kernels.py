@@ -1,0 +1,80 @@
+"""Everything that is private to the CPU: oneDNN's products, the flash kernel, and from which sizes on they pay.
+
+It knows no model; decoder.py, packed.py and attention.py call it and have a plain path beside each call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class OneDnnProduct(torch.autograd.Function):
+    """x Wᵀ whose forward and input gradient run oneDNN's kernel. The weight's gradient, a product of two activations, was not
+    faster there and stays with the BLAS (docs/log.md)."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+        ctx.save_for_backward(x_NI, weight_OI)
+        return _onednn(x_NI, weight_OI)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_NI, weight_OI = ctx.saved_tensors
+        (gradient_NO,) = gradients
+        input_gradient = _onednn(gradient_NO, weight_OI.t().contiguous()) if ctx.needs_input_grad[0] else None
+        weight_gradient = gradient_NO.t() @ x_NI if ctx.needs_input_grad[1] else None
+        return input_gradient, weight_gradient
+
+
+def _onednn(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI)
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI.contiguous(), packed, None, "none", [], "")
+    return product
+
+
+MIN_ROWS = 256
+"""Rows from which laying a weight out anew for every product pays (CPU, float32)."""
+MIN_PRODUCTS = 320_000
+"""Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear (docs/log.md)."""
+
+
+class CausalAndOwn(torch.autograd.Function):
+    """`causal_and_own` without its T x T matrices: the flash kernel handles the first keys, and the own ones join by
+    log-sum-exp. Its backward takes output and log-sum-exp of the whole, with which its probabilities and its correction
+    term (Dao, arXiv 2307.08691, §2.3) are those of the whole softmax."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        q_HTD, k_HTD, v_HTD, own_k_IHTD, own_v_IHTD = tensors
+        scale = q_HTD.shape[-1] ** -0.5
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        first_1HTD, lse_1HT = flash(q_HTD[None], k_HTD[None], v_HTD[None], 0.0, True, scale=scale)
+        own_IHT = (q_HTD * own_k_IHTD).sum(-1) * scale
+        whole_1HT = torch.cat([lse_1HT, own_IHT]).logsumexp(0, keepdim=True)
+        own_IHT1 = (own_IHT - whole_1HT).exp()[..., None]
+        out_HTD: Tensor = (lse_1HT - whole_1HT).exp()[0, ..., None] * first_1HTD[0] + (own_IHT1 * own_v_IHTD).sum(0)
+        ctx.save_for_backward(*tensors, out_HTD, whole_1HT, own_IHT1)
+        return out_HTD
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
+        q_HTD, k_HTD, v_HTD, own_k_IHTD, own_v_IHTD, out_HTD, whole_1HT, own_IHT1 = ctx.saved_tensors
+        (d_HTD,) = gradients
+        scale = q_HTD.shape[-1] ** -0.5
+        lse_1HT = torch.empty_like(whole_1HT.transpose(1, 2)).transpose(1, 2).copy_(whole_1HT)  # the kernel's own layout
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        first = (q_HTD[None], k_HTD[None], v_HTD[None], out_HTD[None])
+        dq_1HTD, dk_1HTD, dv_1HTD = flash(d_HTD[None], *first, lse_1HT, 0.0, True, scale=scale)
+        correction_HT1 = (d_HTD * out_HTD).sum(-1, keepdim=True)
+        d_scores_IHT1 = own_IHT1 * ((d_HTD * own_v_IHTD).sum(-1, keepdim=True) - correction_HT1) * scale
+        dq_HTD = dq_1HTD[0] + (d_scores_IHT1 * own_k_IHTD).sum(0)
+        return dq_HTD, dk_1HTD[0], dv_1HTD[0], d_scores_IHT1 * q_HTD, own_IHT1 * d_HTD
+
+
+MIN_WASTE = 300_000
+"""Multiplications with keys that nobody may see, per sequence, from which a call for each sequence is cheaper (docs/log.md)."""
+QUERIES_PER_READ = 6
+"""Reading a key from memory takes as long as so many queries to it."""
