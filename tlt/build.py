@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tlt.config.schema import Config, DrafterConfig
+from tlt.config.schema import Config, DrafterSection
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.hybrid import drafter_kinds, make_drafter
 from tlt.drafter.learned import LearnedDrafter
@@ -64,7 +64,7 @@ class EngineSettings:
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     max_batch_size: int = 64
-    drafting: DrafterConfig = field(default_factory=DrafterConfig)
+    drafting: DrafterSection = field(default_factory=DrafterSection)
 
     @staticmethod
     def of_run(config: Config, device: torch.device | str) -> EngineSettings:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt.config.schema import load_config
+from tlt.config.load import load_config
 from tlt.recipes import find_recipe
 from tlt.types import UserError
 

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tlt.config.schema import AlgorithmConfig, OptimizerConfig
+from tlt.config.schema import AlgorithmSection, OptimizerSection
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.rl.algorithms import clipped_policy_loss, entropy, group_advantages, importance_weights, kl_estimate, token_mean
@@ -167,7 +167,7 @@ def plan_share(responses: Sequence[Response], config: ModelConfig, budget: int, 
 # ── what is computed ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+def learning_rate(config: OptimizerSection, step: int, num_steps: int) -> float:
     """Of policy step `step`, counted from 0: linear warm-up, then constant, or linear or cosine to 0 at `num_steps`."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
@@ -247,8 +247,8 @@ class PolicyTrainer:
     def __init__(
         self,
         model: Transformer,
-        algorithm: AlgorithmConfig,
-        optimizer: OptimizerConfig,
+        algorithm: AlgorithmSection,
+        optimizer: OptimizerSection,
         temperature: float,
         num_steps: int,
         process_group: dist.ProcessGroup | None = None,

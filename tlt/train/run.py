@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tlt.build import EngineSettings, build_engine
-from tlt.config.schema import Config, DrafterConfig
+from tlt.config.schema import Config, DrafterSection
 from tlt.distributed.mailbox import connect_mailbox
 from tlt.distributed.work_queue import Coordinator, connect_coordinator
 from tlt.distributed.world import (
@@ -425,7 +425,7 @@ def device_name(config: Config) -> str:
     return "cuda" if torch.cuda.device_count() >= config.run.num_ranks else "cpu"
 
 
-def preset_changes(settings: DrafterConfig) -> dict[str, Any]:
+def preset_changes(settings: DrafterSection) -> dict[str, Any]:
     """The constants of a preset that the configuration sets."""
     return {
         "unrolled_steps": settings.unrolled_steps,
