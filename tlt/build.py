@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from tlt.config.schema import Config, DrafterConfig
+from tlt.config.schema import Config, DrafterSection
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter, choose_preset
 from tlt.drafter.hybrid import drafter_kinds, make_drafter
@@ -72,7 +72,7 @@ class EngineSettings:
     dtype: torch.dtype = torch.float32
     device: torch.device | str = "cpu"
     max_batch_size: int = 64
-    drafting: DrafterConfig = field(default_factory=DrafterConfig)
+    drafting: DrafterSection = field(default_factory=DrafterSection)
 
     @staticmethod
     def of_run(config: Config, device: torch.device | str) -> EngineSettings:
@@ -161,7 +161,7 @@ def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftMode
 
 
 def build_spot_trainer(
-    settings: DrafterConfig,
+    settings: DrafterSection,
     stored: StoredDrafter,
     model: DraftModel,
     target: PackedTransformer,
@@ -184,7 +184,7 @@ def build_spot_trainer(
     )
 
 
-def preset_changes(settings: DrafterConfig) -> dict[str, Any]:
+def preset_changes(settings: DrafterSection) -> dict[str, Any]:
     """Returns the constants of a preset that the configuration sets."""
     names = ("unrolled_steps", "step_decay", "feature_weight", "distribution_weight")
     return {name: getattr(settings, name) for name in names}

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from tlt.files import dumps
 from tlt.report.console import WIDTH, Console, Progress, duration
-from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, dumps, paired_sign_flip_test, percentile, read_metrics
+from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test, percentile, read_metrics
 from tlt.report.timeline import Timeline, critical_path_share, merge_timelines, rank_path, read_spans, shared_epoch
 from tlt.types import Span, UserError
 

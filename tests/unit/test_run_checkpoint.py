@@ -46,6 +46,12 @@ def test_only_the_newest_whole_checkpoint_stays(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
+def test_a_newer_checkpoint_is_never_removed(tmp_path: Path) -> None:
+    for step in (20, 5, 10):
+        save_checkpoint(tmp_path, make_checkpoint(step))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
+
+
 def test_a_writer_that_fails_says_so_at_the_next_checkpoint_and_leaves_the_last_one_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine
 from tests.unit.watch_parts import POLICY, TARGET, Parts, make_rollouts
-from tlt.config.schema import Config, DrafterConfig, ModelConfig, TaskConfig
+from tlt.config.schema import Config
 from tlt.distributed.world import World
 from tlt.drafter.folder import load_drafter, save_drafter
 from tlt.drafter.hybrid import HybridDrafter
@@ -310,8 +310,8 @@ def test_what_the_watch_knows_survives_a_restart_and_a_broken_off_step_leaves_no
 
 def test_what_the_configuration_limits_reaches_those_who_keep_to_it(tmp_path: Path) -> None:
     save_drafter(tmp_path, DraftModel(drafter_shape(CONFIG)).initialize(1), torch.float32)
-    settings = DrafterConfig(path=tmp_path, train=True, max_passes=2.5, check_every=7, gate=0.25)
-    config = Config(model=ModelConfig(path=tmp_path), task=TaskConfig(name="t"), drafter=settings)
+    settings = DrafterSection(path=tmp_path, train=True, max_passes=2.5, check_every=7, gate=0.25)
+    config = Config(model=ModelSection(path=tmp_path), task=TaskSection(name="t"), drafter=settings)
     world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
     run: Any = SimpleNamespace(config=config, world=world, out_dir=tmp_path, timeline=Timeline(0))
     run.engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tlt.bench.measure import Ratio, side_by_side
 from tlt.build import EngineSettings, build_engine, build_learned
-from tlt.config.schema import DrafterConfig
+from tlt.config.schema import DrafterSection
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.model import PackedDrafter
@@ -189,4 +189,4 @@ def speedup(
 
 def _settings(max_batch_size: int) -> EngineSettings:
     """Chains of full length: a threshold would cut those short whose end nobody then sees."""
-    return EngineSettings(max_batch_size=max_batch_size, drafting=DrafterConfig(confidence_threshold=0.0))
+    return EngineSettings(max_batch_size=max_batch_size, drafting=DrafterSection(confidence_threshold=0.0))

@@ -12,7 +12,8 @@ import torch
 
 from tlt import __version__
 from tlt.config.schema import Config
-from tlt.report.metrics import dumps, replace_text
+from tlt.files import dumps
+from tlt.report.metrics import replace_text
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a configuration by section and key."""

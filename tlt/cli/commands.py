@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt.config.schema import Config, load_config
+from tlt.config.load import load_config
+from tlt.config.schema import Config
 from tlt.files import Record, check_output_file, get_id, read_jsonl, write_atomically, write_jsonl
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 

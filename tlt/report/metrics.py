@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import IO, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tlt.files import dumps
 from tlt.types import UserError
 
 NAN = float("nan")
@@ -189,23 +189,6 @@ def replace_text(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
-
-
-def dumps(value: Any) -> str:
-    """JSON that every reader takes: NaN and infinities become null, numpy and torch scalars plain numbers."""
-    return json.dumps(_plain(value), allow_nan=False, separators=(", ", ": "))
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if not isinstance(value, str | int | float | None) and callable(getattr(value, "item", None)):
-        value = value.item()
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def _nan_if_null(value: Any) -> Any:

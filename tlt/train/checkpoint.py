@@ -89,7 +89,8 @@ class CheckpointWriter:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Writes a checkpoint, and then removes the older ones and what killed writers have left."""
+    """Writes a checkpoint, and then removes the older ones and what killed writers have left. A newer one is not this run's and
+    stays: a run begins at the newest, and one process at a time runs in a folder. Whoever wants to go back moves it away."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{checkpoint.state.step:08d}"
     with replace_folder(final) as partial:
@@ -100,9 +101,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
                 )
         torch.save(dict(checkpoint.training), partial / "training.pt")
         (partial / "state.json").write_text(json.dumps(asdict(checkpoint.state)))
-    for other in (*_checkpoints(folder), *folder.glob(".step-*")):
-        if other != final:
-            shutil.rmtree(other)
+    for old in (*(other for other in _checkpoints(folder) if other < final), *folder.glob(".step-*")):
+        shutil.rmtree(old)
     return final
 
 

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from tlt.config.schema import DrafterConfig
+from tlt.config.schema import DrafterSection
 from tlt.distributed.mailbox import Mailbox, connect_mailbox
 from tlt.distributed.world import World
 from tlt.drafter.folder import save_drafter
@@ -216,7 +216,7 @@ class DrafterRefresh:
         return is_due
 
 
-def connect_refresh(settings: DrafterConfig, world: World, folder: Path, learned: LearnedDrafter) -> DrafterRefresh | None:
+def connect_refresh(settings: DrafterSection, world: World, folder: Path, learned: LearnedDrafter) -> DrafterRefresh | None:
     """Returns the refresh of the run in `folder`; None: nobody would publish, or nobody would take it up."""
     if world.group is None or not settings.refresh_during_rollout:
         return None

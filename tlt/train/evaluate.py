@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tlt.files import write_jsonl
 from tlt.report.console import Progress
-from tlt.report.metrics import paired_sign_flip_test, replace_text
+from tlt.report.metrics import paired_sign_flip_test
 from tlt.train.phase import PhaseResult
 from tlt.types import SpanName, UserError
 
@@ -48,13 +49,13 @@ class Evaluations:
         self.path, self.writes = path, writes
         self.all = [evaluation for evaluation in read_evaluations(path) if evaluation.step <= first_step]
         if writes and path.exists():
-            replace_text(path, "".join(_line(evaluation) for evaluation in self.all))
+            write_jsonl(path, map(dataclasses.asdict, self.all))
 
     def add(self, evaluation: Evaluation) -> None:
         self.all.append(evaluation)
         if self.writes:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(_line(evaluation))
+                file.write(json.dumps(dataclasses.asdict(evaluation)) + "\n")
 
     @property
     def best(self) -> float:
@@ -86,10 +87,6 @@ def read_evaluations(path: Path) -> list[Evaluation]:
         except (ValueError, TypeError) as error:
             raise UserError(f"{path}, line {number}: no evaluation ({error}); repair or remove the line") from None
     return evaluations
-
-
-def _line(evaluation: Evaluation) -> str:
-    return json.dumps(dataclasses.asdict(evaluation)) + "\n"
 
 
 def evaluate(run: Run) -> None:
