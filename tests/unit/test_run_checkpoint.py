@@ -65,7 +65,7 @@ def test_a_writer_that_fails_says_so_at_the_next_checkpoint_and_leaves_the_last_
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", full)  # after the weights have been written
         writer.save(make_checkpoint(2))
-        with pytest.raises(RuntimeError, match=r"checkpoint of step 2 .* No space left"):
+        with pytest.raises(UserError, match=r"checkpoint of step 2 .*No space left"):
             writer.save(make_checkpoint(3))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     writer.save(make_checkpoint(3))

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tlt.files import replace_folder
+from tlt.types import UserError
 
 _NAME = re.compile(r"step-(\d{8})")
 
@@ -71,15 +72,13 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is in flight. RuntimeError when it could not be written."""
+        """Until nothing is in flight. UserError when it could not be written: nearly always a full disk."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise RuntimeError(
-                f"the checkpoint of step {self._step} could not be written into {self.folder}: {error}; the one before is whole"
-            ) from error
+            raise UserError(f"the checkpoint of step {self._step} is not written ({error}); the one before it is whole") from error
 
     def _write(self, checkpoint: Checkpoint) -> None:
         try:
