@@ -43,10 +43,11 @@ class LengthStats:
 class StepRecord:
     """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise; sums run over all ranks.
 
-    reward_mean, solve_rate: of this step's responses, as sampled for training.
+    reward_mean, solve_rate: over this step's responses that could be scored, as sampled for training; NaN: none could.
+    reward_errors: responses that could not.  first_reward_error: why the first one could not; empty: all could.
     truncated_share: of responses that reached their token limit.  zero_variance_groups: groups that give no gradient.
     engine_trainer_logprob_gap: mean |log-probability by the engine - by the trainer| over response tokens. Like `entropy` an
-        estimate where most responses have no advantage (rl/policy.py, SAMPLED_TOKENS).
+        estimate where most responses have no advantage (rl/update.py, SAMPLED_TOKENS).
     cpu_seconds: processor time of all ranks.
     idle_seconds: without work, up to the last token of all, summed over ranks.
     drafter_train_seconds: of those, spent training the drafter.  harvested_share: their quotient.
@@ -111,6 +112,8 @@ class StepRecord:
     retrieval_acceptance: float = NAN
     drafter_training: str = "off"
     drafter_set_aside: str = ""
+    reward_errors: int = 0
+    first_reward_error: str = ""
 
     def to_json(self) -> str:
         return dumps(dataclasses.asdict(self))
