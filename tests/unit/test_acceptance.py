@@ -113,7 +113,7 @@ def test_prompts_of_one_token_are_refused_in_one_line(tmp_path: Path, capsys: py
     """A drafter's first guess needs the target's features of two tokens."""
     model, drafter, prompts = tmp_path / "model", tmp_path / "drafter", tmp_path / "prompts.jsonl"
     save_model(model, CONFIG, tensors(make_policy().float()), dtype=torch.float32, source=None)
-    save_drafter(drafter, DraftModel(drafter_config(CONFIG)).initialize(2), torch.float32)
+    save_drafter(drafter, DraftModel(drafter_shape(CONFIG)).initialize(2), torch.float32)
     prompts.write_text('{"prompt_ids": [1]}\n')
     arguments = ["--model", str(model), "--prompts", str(prompts), "--max-tokens", "1", "--rounds", "1"]
     assert cli.main(["drafter", "eval", str(drafter), *arguments]) == 2
