@@ -38,9 +38,10 @@ from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter, choose_preset, load_drafter, save_drafter
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.measure import Subject
 from tlt.drafter.model import DraftModel
 from tlt.drafter.ngram import count_retrieved
-from tlt.drafter.service import DrafterWatch
+from tlt.drafter.service import DrafterWatch, Ranks
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.files import Record, get_id, read_jsonl
@@ -213,17 +214,13 @@ class Run:
                 max_passes=settings.max_passes,
             )
         self.watch = DrafterWatch(
-            self.draft_model,
+            Subject(self.draft_model, self.learned.model, self.engine.model, count_retrieved),
             self.spot.trainer if self.spot is not None else None,
-            self.engine.model,
             self.learned,
             drafter.set_aside,
-            count_retrieved,
-            partial(gather_objects, self.world),
-            partial(average_weighted, self.world),
-            rank=self.world.rank,
-            gate=settings.gate,
-            check_every=settings.check_every,
+            Ranks(self.world.rank, partial(gather_objects, self.world), partial(average_weighted, self.world)),
+            settings.gate,
+            settings.check_every,
         )
 
     def _make_refresh(self) -> DrafterRefresh | None:
