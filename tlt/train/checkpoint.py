@@ -78,7 +78,7 @@ class CheckpointWriter:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise UserError(f"the checkpoint of step {self._step} is not written ({error}); the one before it is whole") from error
+            raise UserError(f"the checkpoint of step {self._step} is not written ({error}); the one before is whole") from error
 
     def _write(self, checkpoint: Checkpoint) -> None:
         try:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from tlt.files import write_jsonl
 from tlt.report.console import Progress
 from tlt.report.metrics import paired_sign_flip_test
+from tlt.rl.rewards import check_scorable
 from tlt.train.phase import PhaseResult
 from tlt.types import SpanName, UserError
 
@@ -100,6 +101,7 @@ def evaluate(run: Run) -> None:
         run.console.status(f"evaluating on {len(run.held_out)} held-out problems"),
     ):
         phase = run.phase.run(run.held_out, settings.samples_per_problem, params, "evaluation", 0)
+    check_scorable(phase.rewards, run.config.task.name, run.step + 1)
     evaluation = Evaluation.of(run.step, phase)
     if run.world.is_leader and settings.keep_best and evaluation.solve_rate > run.evaluations.best:
         run.save_policy(run.out_dir / "best")

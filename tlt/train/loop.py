@@ -9,6 +9,8 @@ The same program runs on every rank; what rank 0 does besides is write files and
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from typing import TYPE_CHECKING
 
@@ -18,15 +20,22 @@ from tlt.config.schema import Config
 from tlt.distributed.world import any_rank, gather_objects, init_process_group_from_env, shutdown
 from tlt.models.hf_weights import content_hash
 from tlt.report.timeline import merge_timelines
+from tlt.rl.rewards import check_scorable
 from tlt.train.evaluate import evaluate
 from tlt.train.phase import PhaseResult, StopRequested
 from tlt.train.problems import problems_of_step
 from tlt.train.record import record
 from tlt.train.run import Run, device_name
-from tlt.types import SpanName
+from tlt.types import SpanName, UserError
 
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest
+
+
+STARTED_AT = "TLT_STARTED_AT"
+"""Environment variable by which the ranks learn the Unix time at which the user's command began."""
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 def main(config_json: str, stop: StopRequest) -> None:
@@ -34,11 +43,17 @@ def main(config_json: str, stop: StopRequest) -> None:
     config = Config.from_json(config_json)
     torch.set_num_threads(config.run.threads_per_rank)
     world = init_process_group_from_env(device_name(config))
-    run = Run(config, world, stop)
     try:
-        train(run)
-    finally:
-        run.close()
+        run = Run(config, world, stop, started_at=float(os.environ.get(STARTED_AT, time.time())))
+        try:
+            train(run)
+        finally:
+            run.close()
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        folder, reason = config.run.out_dir, error.strerror
+        raise UserError(f"{folder}: cannot be written ({reason}); make room, then tlt train --resume {folder}") from error
     del run
     shutdown(world)
 
@@ -67,6 +82,8 @@ def advance(run: Run) -> PhaseResult:
     rollout, seed = run.config.rollout, run.config.run.seed
     problems = problems_of_step(run.problems, run.step, rollout.problems_per_step, seed)
     phase = run.phase.run(problems, rollout.samples_per_problem, run.params, "rollout", run.step, run.drafter)
+    if run.step == run.first_step:
+        check_scorable(phase.rewards, run.config.task.name, run.step + 1)
     with run.timeline.span(SpanName.UPDATE):
         update = run.trainer.update(phase.rollouts, phase.rewards, run.step)
     run.publish(run.step + 1)

@@ -175,7 +175,7 @@ class RolloutPhase:
             drafter.abandon()
             raise StopRequested(f"in step {step + 1}" if purpose == "rollout" else "in an evaluation")
         with self.timeline.span(SpanName.SCORE):
-            own_rewards = self.scorers.drain()
+            own_rewards = self.scorers.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
         end = time.perf_counter()
         gaps = (work.gap_seconds, work.gap_training)
         counts = (drafter.num_refreshes, work.num_received)

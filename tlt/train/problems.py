@@ -4,51 +4,49 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
 
 from tlt.config.schema import Config
-from tlt.files import Record, get_id, read_jsonl
+from tlt.files import Record, read_jsonl
 from tlt.models.hf_config import load_model_config
-from tlt.models.tokenizer import check_prompt, load_tokenizer
-from tlt.tasks.base import get_task
+from tlt.models.prompts import encode_prompts
+from tlt.models.tokenizer import load_tokenizer
+from tlt.tasks.base import make_problems
 from tlt.types import Problem, UserError
 
 
 def load_problems(config: Config, split: str) -> list[Problem]:
-    """The task's problems of a split, as tokens; each is checked against the model's window."""
+    """Returns the task's problems of a split, "train" or "test". Raises UserError for one that the model cannot read, and where
+    there are fewer than a step takes."""
     tokenizer = load_tokenizer(config.model.path)
     window = load_model_config(config.model.path).max_positions
-    records = _problem_records(config, split)
-    problems = []
-    for record in records:
-        where = f"task {config.task.name}, problem {record['problem_id']!r}"
-        prompt_ids = tokenizer.encode_text(record["prompt"], where)
-        check_prompt(prompt_ids, where, vocab_size=tokenizer.vocab_size, window=window)
-        problems.append(Problem(record["problem_id"], prompt_ids, record))
-    return problems
+    records = _records(config, split)
+    prompts = encode_prompts(records, tokenizer, vocab_size=tokenizer.vocab_size, window=window)
+    per_step = config.rollout.problems_per_step
+    if split == "train" and len(prompts) < per_step:
+        source = config.task.problems_file or f"task {config.task.name}"
+        raise UserError(
+            f"{source}: gives {len(prompts)} problems, fewer than a step takes;"
+            f" give more, or lower rollout.problems_per_step, which is {per_step}"
+        )
+    return [
+        Problem(prompt.problem_id, prompt.prompt_ids, {"problem_id": prompt.problem_id, **record})
+        for prompt, (_, record) in zip(prompts, records, strict=True)
+    ]
 
 
-def _problem_records(config: Config, split: str) -> list[dict[str, Any]]:
-    file = config.task.problems_file
+def _records(config: Config, split: str) -> list[tuple[str, Record]]:
+    """Returns (place, record) pairs."""
+    task, file = config.task, config.task.problems_file
     if split == "train" and file is not None:
-        return [_checked_problem(place, record) for place, record in read_jsonl(file, "task.problems_file")]
-    num = config.task.num_problems if split == "train" else config.evaluation.num_problems
-    assert num is not None
-    try:
-        return get_task(config.task.name).problems(num, config.run.seed, split=split, **config.task.options)
-    except (ValueError, TypeError) as error:
-        raise UserError(f"task {config.task.name}: {error}; correct [task] in the configuration") from None
-
-
-def _checked_problem(place: str, record: Record) -> Record:
-    get_id(place, record)
-    if not isinstance(record.get("prompt"), str):
-        raise UserError(f"{place}: prompt is {record.get('prompt')!r}; it must be text, as tlt task writes it")
-    return record
+        return read_jsonl(file, "task.problems_file")
+    num = task.num_problems if split == "train" else config.evaluation.num_problems
+    assert num is not None, "there is a number where there is no file"
+    problems = make_problems(task.name, num, config.run.seed, {"split": split, **task.options})
+    return [(f"task {task.name}, problem {number}", problem) for number, problem in enumerate(problems, start=1)]
 
 
 def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int) -> list[Problem]:
-    """Step `step`'s share of an endless sequence of epochs, each shuffled by (seed, epoch). What does not fill a step at
+    """Returns step `step`'s share of an endless sequence of epochs, each shuffled by (seed, epoch). What does not fill a step at
     the end of an epoch waits for the next."""
     steps_per_epoch = len(problems) // num
     epoch, position = divmod(step, steps_per_epoch)

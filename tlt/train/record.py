@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from tlt.distributed.world import gather_objects
 from tlt.report.metrics import LengthStats, StepRecord
+from tlt.rl.rewards import summarize
 from tlt.rl.update import UpdateMetrics
 from tlt.train.phase import PhaseResult
 from tlt.types import SpanName
@@ -33,14 +34,15 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
     """Returns what metrics.jsonl keeps of a step."""
     lengths = [len(rollout.token_ids) for rollout in phase.rollouts]
     stats = phase.stats
+    rewards = summarize(phase.rewards)
     reports = [replica.drafter for replica in phase.replicas]
     trained = [report for report in reports if report.num_tokens]
     nan, check = float("nan"), phase.check
     drafter_tokens = sum(report.num_tokens for report in reports)
     return StepRecord(
         step=step,
-        reward_mean=sum(reward.value for reward in phase.rewards) / len(phase.rewards),
-        solve_rate=sum(reward.is_solved for reward in phase.rewards) / len(phase.rewards),
+        reward_mean=rewards.mean,
+        solve_rate=rewards.solve_rate,
         num_responses=len(lengths),
         num_tokens=sum(lengths),
         response_tokens=LengthStats.of(lengths),
@@ -80,4 +82,6 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         retrieval_acceptance=check.retrieval if check is not None else nan,
         drafter_training=check.training if check is not None else "off",
         drafter_set_aside=check.set_aside if check is not None else "",
+        reward_errors=rewards.num_errors,
+        first_reward_error=rewards.first_error,
     )

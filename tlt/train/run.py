@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 class Run:
     """Holds the objects of one run on one rank, as its last checkpoint left them.
 
-    step: updates done.  drafter: who looks after the learned drafter.  metrics: None but on the leader.
+    step: updates done, `first_step` of them by earlier attempts.  drafter: who looks after the learned drafter.  metrics: None but on the leader.
 
     coordinator: one that runs side by side share.  prints: whether the leader shows the run.
     started_at: Unix time at which the user's command began; None: now.
@@ -85,7 +85,7 @@ class Run:
         self.engine = build_engine(model.config, model.tensors, settings, stored, on_span=self.timeline.add)
         self.drafter = self._watch_drafter(stored)
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints")
-        self.step = self._resume()
+        self.step = self.first_step = self._resume()
         self.publish(self.step)
 
         self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
