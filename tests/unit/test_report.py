@@ -303,7 +303,7 @@ def show(stream: io.StringIO, environ: dict[str, str], **options: object) -> str
             console.step(record(step, **(extreme if step == 1 else {})))
         console.evaluation(3, 0.483, 21.0)
         products = {"policy": Path("/somewhere/far") / ("long-" * 30), "metrics.jsonl": Path.cwd() / "runs" / "metrics.jsonl"}
-        console.summary(products, Progress(0.402, 0.483, 3e-5), 3, 561.0, resume_command=None)
+        console.summary(products, Progress(0.402, 0.483, 3e-5), 3, 561.0, "tlt generate runs/policy")
     return stream.getvalue()
 
 
@@ -317,11 +317,19 @@ def test_without_a_terminal_or_color_there_are_plain_narrow_lines(stream: io.Str
     table = [line for line in lines if "/somewhere" not in line]
     assert max(map(len, table)) <= WIDTH
     heading = next(line for line in lines if "rollout" in line)
-    rows = [line for line in lines if line.split()[:1] in (["0"], ["1"], ["2"])]
+    rows = [line for line in lines if line.split()[:1] in (["1"], ["2"], ["3"])]
     assert len(rows) == 3
     assert {len(line) for line in [heading, *rows]} == {len(heading)}, "columns do not line up"
     assert "–" in rows[1]
-    for said in ("40.2% → 48.3%", "p < 0.0001", "9 min 21 s", "runs/metrics.jsonl", "long-" * 30, "best so far"):
+    for said in (
+        "40.2% → 48.3%",
+        "p < 0.0001",
+        "9 min 21 s",
+        "tlt generate runs/policy",
+        "runs/metrics.jsonl",
+        "long-" * 30,
+        "best so far",
+    ):
         assert said in text
 
 
@@ -331,9 +339,34 @@ def test_on_a_terminal_there_are_colors_and_a_panel_within_100_columns() -> None
     assert "╭─ training complete" in re.sub(r"\x1b\[[0-9;]*m", "", text)
 
 
+def test_responses_that_could_not_be_scored_are_counted_below_the_row() -> None:
+    stream = io.StringIO()
+    with Console(stream=stream, environ={}) as console:
+        console.step(record(0, reward_errors=0, first_reward_error=""))
+        console.step(record(1, reward_errors=2, first_reward_error="ZeroDivisionError: in score"))
+    said = [line for line in stream.getvalue().splitlines() if "could not be scored" in line]
+    assert len(said) == 1
+    assert said[0].strip().startswith("step 2: 2 of ")
+    assert said[0].endswith("the first: ZeroDivisionError: in score")
+
+
+def test_the_header_names_everything_before_training() -> None:
+    stream = io.StringIO()
+    with Console(stream=stream, environ={}) as console:
+        console.header({"model": "base: llama, 3.9 M parameters", "folder": "runs/x"})
+    assert stream.getvalue().splitlines()[:2] == ["model   base: llama, 3.9 M parameters", "folder  runs/x"]
+
+
 def test_ranks_that_are_not_enabled_say_nothing() -> None:
     assert show(Terminal(), {"TERM": "xterm"}, enabled=False) == ""
 
 
 def test_durations_are_written_as_one_says_them() -> None:
-    assert [duration(s) for s in (0.2, 41, 59.7, 561, 11_220)] == ["0 s", "41 s", "1 min 00 s", "9 min 21 s", "3 h 07 min"]
+    assert [duration(s) for s in (0.2, 41, 59.7, 561, 11_220)] == [
+        "0 s",
+        "41 s",
+        "1 min 00 s",
+        "9 min 21 s",
+        "tlt generate runs/policy",
+        "3 h 07 min",
+    ]

@@ -163,13 +163,20 @@ class Console:
         self._print(Text(f"  {text}", style="italic"))
 
     def step(self, record: StepRecord) -> None:
-        """The step's row, and a line about its evaluation where it has one."""
+        """Prints the step's row, and a line about rewards that could not be had."""
         if self._num_rows % ROWS_PER_HEADER == 0:
             self._header()
         self._num_rows += 1
         self._step = record.step + 1
         self._recent.append(record.step_seconds)
         self._print(_row([(column.write(record), column.style) for column in COLUMNS]))
+        self.reward_errors(record)
+
+    def reward_errors(self, record: StepRecord) -> None:
+        """Says that responses of the step could not be scored, and why the first could not; nothing where all could."""
+        if record.reward_errors:
+            counts = f"{record.reward_errors} of {record.num_responses} responses"
+            self.note(f"step {record.step + 1}: {counts} could not be scored; the first: {record.first_reward_error}")
 
     def evaluation(self, step: int, solve_rate: float, seconds: float) -> None:
         """The solve rate on held-out problems after `step` updates, told apart from the sampled one."""
@@ -220,15 +227,15 @@ class Console:
         progress: Progress | None,
         num_steps: int,
         seconds: float,
-        resume_command: str | None = None,
+        next_command: str,
     ) -> None:
         """What the run achieved and where it lies: a panel, or plain "name value" lines where there is no terminal.
 
         products: name → path.  progress: None where there are no two evaluations.
-        resume_command: given where the run stopped before its end.
+        next_command: what one may try with it.
         """
         self.close()
-        rows = list(_summary_rows(products, progress, num_steps, seconds, resume_command))
+        rows = list(_summary_rows(products, progress, num_steps, seconds, next_command))
         self._rich.print()
         if not self.is_live:
             width = max(len(name) for name, _ in rows)
@@ -240,8 +247,8 @@ class Console:
         grid.add_column(overflow="fold")
         for name, value in rows:
             grid.add_row(name, value)
-        title, color = ("training complete", "green") if resume_command is None else ("training stopped", "yellow")
-        panel = Panel(grid, title=Text(title, style="bold"), title_align="left", border_style=color, padding=(1, 2))
+        title = Text("training complete", style="bold")
+        panel = Panel(grid, title=title, title_align="left", border_style="green", padding=(1, 2))
         self._rich.print(panel, width=min(self._rich.width, WIDTH))
 
 
@@ -254,7 +261,7 @@ def _summary_rows(
     progress: Progress | None,
     num_steps: int,
     seconds: float,
-    resume_command: str | None,
+    next_command: str,
 ) -> Iterator[tuple[str, Text]]:
     if progress is not None:
         has_risen = progress.after > progress.before
@@ -265,8 +272,7 @@ def _summary_rows(
     yield "time", Text(f"{duration(seconds)}, {num_steps} steps")
     for name, path in products.items():
         yield name, Text(near(path), style="cyan")
-    if resume_command is not None:
-        yield "resume", Text(resume_command, style="bold yellow")
+    yield "try", Text(next_command, style="bold")
 
 
 def _p_value(value: float) -> str:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import errno
 import os
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +21,7 @@ import torch
 from tlt.config.schema import Config
 from tlt.distributed.world import any_rank, gather_objects, init_process_group_from_env, shutdown
 from tlt.models.hf_weights import content_hash
+from tlt.report.console import near
 from tlt.report.timeline import merge_timelines
 from tlt.rl.rewards import check_scorable
 from tlt.train.evaluate import evaluate
@@ -118,7 +121,13 @@ def finish(run: Run) -> None:
     merge_timelines(folder, folder / "timeline.json")
     names = ("policy", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json")
     products = {name: folder / name for name in names if (folder / name).exists()}
-    run.console.summary(products, run.evaluations.progress(), run.step, run.seconds)
+    run.console.summary(products, run.evaluations.progress(), run.step, run.seconds, next_command(products))
+
+
+def next_command(products: Mapping[str, Path]) -> str:
+    """Returns a command that uses what the run has made."""
+    drafter = f" --drafter {near(products['drafter'])} --speculation adaptive" if "drafter" in products else ""
+    return f"tlt generate {near(products['policy'])} --prompts prompts.jsonl --out responses.jsonl{drafter}"
 
 
 def stop_early(run: Run, where: str) -> None:
