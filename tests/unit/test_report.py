@@ -367,6 +367,5 @@ def test_durations_are_written_as_one_says_them() -> None:
         "41 s",
         "1 min 00 s",
         "9 min 21 s",
-        "tlt generate runs/policy",
         "3 h 07 min",
     ]
