@@ -28,8 +28,8 @@ all have the same weight."""
 
 @dataclass(frozen=True)
 class Prediction:
-    """The expectations of an arm: tokens per second of the whole batch, the standard deviation of its logarithm, and the seconds
-    of an engine step."""
+    """The expectations of an arm: tokens per second of the whole batch (`speed`), the standard deviation of its logarithm
+    (`deviation`), and the seconds of an engine step."""
 
     strategy: Strategy
     speed: float
