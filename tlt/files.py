@@ -55,7 +55,7 @@ def replace_folder(path: Path) -> Iterator[Path]:
     new.mkdir(parents=True)
     try:
         yield new
-        for file in (*new.iterdir(), new):
+        for file in (*new.rglob("*"), new):
             flush(file)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
