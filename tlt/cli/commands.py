@@ -23,7 +23,6 @@ from tlt.files import Record, check_output_file, get_id, read_jsonl, write_atomi
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
-
     from tlt.audit.referee import Referee
     from tlt.audit.report import AuditReport
     from tlt.bench.rollout import Options
