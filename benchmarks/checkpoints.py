@@ -6,7 +6,7 @@
 
 Variants take turns within a round. The thread is waited for before the next one, and is timed too.
 
-    python benchmarks/checkpoints.py --out benchmarks/results/checkpoints.json [--rounds 9] [--folder FOLDER]
+    python -m benchmarks.checkpoints --out benchmarks/results/checkpoints.json [--rounds 9] [--folder FOLDER]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The three presets on the same responses with the same CPU time: what a token of training costs, and what it brings.
 
-    python benchmarks/presets.py recipes/countdown/base --responses responses.jsonl --prompts problems.jsonl --seconds 150 \
+    python -m benchmarks.presets recipes/countdown/base --responses responses.jsonl --prompts problems.jsonl --seconds 150 \
         --out benchmarks/results/presets
 
 Each preset starts from random weights; its learning rate warms up for a twentieth of the time and falls to 2 % in the second
@@ -118,7 +118,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     columns = ("preset", "tokens trained", "µs per token", "accept length, T = 0", "T = 1", "speed over off, batch 1")
     command = (
-        f"python benchmarks/presets.py MODEL --responses ({len(rollouts)} responses) --prompts ({len(prompts)} problems)"
+        f"python -m benchmarks.presets MODEL --responses ({len(rollouts)} responses) --prompts ({len(prompts)} problems)"
         f" --seconds {options.seconds:g} --tokens-per-step {options.tokens_per_step} --depth {options.depth}"
     )
     report = {"command": command, "environment": environment(), "presets": measured}

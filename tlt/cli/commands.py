@@ -702,7 +702,8 @@ def bench_train(config_path: Path, overrides: Sequence[str], options: BenchTrain
     """Whole runs side by side (see bench/train.py); returns off's step time over each variant's. Stopped by the user, it
     reports what was measured and exits as a run does."""
     from tlt.bench.report import header, write_report
-    from tlt.bench.train import FROZEN, OFF, Plan, launch_runs, summarize, to_markdown
+    from tlt.bench.train import FROZEN, OFF, Plan, launch_runs
+    from tlt.bench.train_report import summarize, to_markdown
     from tlt.train.run import preflight
 
     changes = {"tlt": {}, "frozen": FROZEN}
