@@ -4,9 +4,9 @@ better work is free again within one of them.
     SpotTrainer.run(should_stop):   while not should_stop():  micro-step
 
 A micro-step recomputes a chunk of features, or makes one optimizer step on a packed batch. It has as many tokens as fit a
-small share of a training step, by the seconds per token measured so far. A limit keeps the drafter from learning little data by heart:
-once the responses that are ready have been gone through `max_passes` times within a step, only features are recomputed, until
-more responses are there. Knows neither who else works nor why it is to stop.
+small share of a training step, by the seconds per token measured so far. A limit keeps the drafter from learning few responses
+by heart: once those that are ready have been gone through `max_passes` times within a step, only features are recomputed, until
+more are ready. Knows neither who else works nor why it is to stop.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class SpotTrainer:
         self.buffer.add(rollout, features_TF if self.keeps_captured else None)
 
     def run(self, should_stop: Callable[[], bool], publish: Callable[[DraftModel], None] | None = None) -> DrafterReport:
-        """Makes micro-steps until `should_stop()`, which is asked before each of them, or until nothing is left to train on or the
-        limit of passes is reached. `publish` receives the drafter after every micro-step that trained it."""
+        """Makes micro-steps until `should_stop()`, which is asked before each of them, or until nothing may be trained on: there
+        is nothing, or the limit of passes is reached. `publish` receives the drafter after every micro-step that trained it."""
         report, start = DrafterReport(), time.perf_counter()
         now = start
         while not (is_preempted := should_stop()):
