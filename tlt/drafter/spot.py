@@ -129,8 +129,8 @@ class SpotTrainer:
         self.buffer.add(rollout, features_TF if self.keeps_captured else None)
 
     def run(self, should_stop: Callable[[], bool], publish: Callable[[DraftModel], None] | None = None) -> DrafterReport:
-        """Makes micro-steps until `should_stop()`, which is asked before each of them, or until nothing may be trained on: there
-        is nothing, or the limit of passes is reached. `publish` receives the drafter after every micro-step that trained it."""
+        """Makes micro-steps until `should_stop()`, which is asked before each of them. Ends earlier where there is nothing to
+        train on, or the limit of passes is reached. `publish` receives the drafter after every micro-step that trained it."""
         report, start = DrafterReport(), time.perf_counter()
         now = start
         while not (is_preempted := should_stop()):
