@@ -31,7 +31,7 @@ from tlt.bench.train import OFF, Plan, launch_runs
 from tlt.bench.train_report import summarize, to_markdown
 from tlt.config.schema import load_config
 from tlt.drafter.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_config import load_model_config
 from tlt.train.run import preflight
 from tlt.types import UserError
@@ -84,7 +84,7 @@ def main() -> int:
     shift = None if part.later_options is None else (num_steps // 2, part.later_options)
     random_drafter = config.run.out_dir / "random-drafter"
     if not random_drafter.exists():
-        model = DraftModel(drafter_config(load_model_config(config.model.path))).initialize(config.run.seed)
+        model = DraftModel(drafter_shape(load_model_config(config.model.path))).initialize(config.run.seed)
         save_drafter(random_drafter, model, torch.float32)
 
     runs: dict[str, Changes] = {

@@ -25,7 +25,7 @@ from tlt.cli.commands import read_responses
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.losses import PRESETS, Preset
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.spot import FeatureRecompute
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.hf_config import load_model_config
@@ -46,7 +46,7 @@ class Trained:
 
 
 def train(preset: Preset, target: PackedTransformer, rollouts: Sequence[Rollout], options: argparse.Namespace) -> Trained:
-    model = DraftModel(drafter_config(target.config, preset.method)).initialize(0)
+    model = DraftModel(drafter_shape(target.config, preset.method)).initialize(0)
     trainer = DrafterTrainer(model, target, preset, options.learning_rate)
     buffer = TrajectoryBuffer(max_bytes=2**40)
     for rollout in rollouts:

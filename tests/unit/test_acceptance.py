@@ -15,7 +15,7 @@ from tests.lossless.helpers import CONFIG, VOCAB, make_policy
 from tlt.bench.acceptance import Acceptance, observe, speedup
 from tlt.cli import main as cli
 from tlt.drafter.folder import StoredDrafter, save_drafter
-from tlt.drafter.model import DraftModel, Method, align, drafter_config
+from tlt.drafter.model import DraftModel, Method, align, drafter_shape
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_weights import content_hash, save_model
@@ -25,7 +25,7 @@ DEEP = replace(CONFIG, num_layers=4)
 
 
 def make_drafter(config: ModelConfig, method: Method = "eagle", vocab: int | None = None) -> StoredDrafter:
-    model = DraftModel(drafter_config(config, method, vocab)).initialize(2)
+    model = DraftModel(drafter_shape(config, method, vocab)).initialize(2)
     return StoredDrafter(model.config, {name: t.detach() for name, t in model.state_dict().items()}, {})
 
 
@@ -113,7 +113,7 @@ def test_prompts_of_one_token_are_refused_in_one_line(tmp_path: Path, capsys: py
     """A drafter's first guess needs the target's features of two tokens."""
     model, drafter, prompts = tmp_path / "model", tmp_path / "drafter", tmp_path / "prompts.jsonl"
     save_model(model, CONFIG, tensors(make_policy().float()), dtype=torch.float32, source=None)
-    save_drafter(drafter, DraftModel(drafter_config(CONFIG)).initialize(2), torch.float32)
+    save_drafter(drafter, DraftModel(drafter_shape(CONFIG)).initialize(2), torch.float32)
     prompts.write_text('{"prompt_ids": [1]}\n')
     arguments = ["--model", str(model), "--prompts", str(prompts), "--max-tokens", "1", "--rounds", "1"]
     assert cli.main(["drafter", "eval", str(drafter), *arguments]) == 2
@@ -150,7 +150,7 @@ def _export_says_whose_drafter_it_is(
 def test_the_commands_export_and_evaluate_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, drafter, out = tmp_path / "model", tmp_path / "drafter", tmp_path / "out.json"
     save_model(model, DEEP, tensors(Transformer(DEEP).initialize(1, 0.3)), dtype=torch.float32, source=None)
-    draft_model = DraftModel(drafter_config(DEEP, "eagle3")).initialize(2)
+    draft_model = DraftModel(drafter_shape(DEEP, "eagle3")).initialize(2)
     save_drafter(drafter, draft_model, torch.float32)
     _export_says_whose_drafter_it_is(tmp_path, model, draft_model, capsys)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": [1, 2, 3]}) + "\n")

@@ -1,7 +1,8 @@
 """Imports point down only (DESIGN §3). Reads every import statement under tlt/, those inside functions too; runs no module.
 
 A module may import lower floors and its own package, never a higher floor and never a sibling on its own. The exceptions:
-config and files → types, for their errors are the package's UserError and strategies are read by Strategy.parse. `tlt` itself
+config, files and recipes → types, for their errors are the package's UserError and strategies are read by Strategy.parse;
+config → recipes, for a configuration may be named by its recipe. `tlt` itself
 and `python -m tlt` stand above everything; the first hands public names on, the second starts the command line.
 """
 
@@ -15,7 +16,7 @@ import tlt
 ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "config", "files"}),
+    frozenset({"types", "config", "files", "recipes"}),
     frozenset({"models", "speculative", "tasks"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"build"}),
@@ -24,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
-SIBLINGS_ALLOWED = {("config", "types"), ("files", "types")}
+SIBLINGS_ALLOWED = {("config", "types"), ("files", "types"), ("recipes", "types"), ("config", "recipes")}
 ABOVE_ALL = {"__init__", "__main__"}
 
 

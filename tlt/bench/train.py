@@ -37,7 +37,7 @@ from tlt.train.run import Run, advance, device_name, load_problems
 from tlt.types import Problem, UserError
 
 if TYPE_CHECKING:
-    from tlt.distributed.launch import StopRequest
+    from tlt.distributed.signals import StopRequest
 
 OFF: Changes = {"rollout": {"speculation": "off"}, "drafter": {"path": None, "train": False}}
 """Turns the configuration into the same system without TLT."""

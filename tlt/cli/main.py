@@ -22,6 +22,7 @@ import tyro
 from tyro.conf import FlagConversionOff, Positional, arg
 
 from tlt import __version__
+from tlt.cli import init
 
 # --------------------------------------------------------------------------------------------------------------------
 # What can be said
@@ -293,6 +294,7 @@ class BenchTrain:
 
 
 COMMANDS: dict[str, type] = {
+    "init": init.Init,
     "train": Train,
     "generate": Generate,
     "task": Task,
@@ -313,6 +315,8 @@ COMMANDS: dict[str, type] = {
 def run(command: Any, overrides: Sequence[str]) -> int:
     """Carries out a command; returns the exit code."""
     match command:
+        case init.Init():
+            return init.run(command)
         case Train():
             return _train(command, overrides)
         case Generate():

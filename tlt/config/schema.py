@@ -12,6 +12,7 @@ configuration holds absolute paths, so it means the same in every process and fo
 
 from __future__ import annotations
 
+import copy
 import difflib
 import hashlib
 import json
@@ -25,6 +26,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from tlt.recipes import resolve_config
 from tlt.types import Strategy, UserError
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -302,7 +304,7 @@ class Config(Section):
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise UserError(f"{place}: not JSON: {error}; restore the file the run wrote") from None
-        return _validate(values, place, frozenset())
+        return _validate(values, place, {})
 
     @property
     def content_hash(self) -> str:
@@ -314,25 +316,32 @@ class Config(Section):
 _PATH_KEYS = (("model", "path"), ("task", "problems_file"), ("drafter", "path"))
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the TOML file (or resolved JSON file) `path`, with `--section.key value` overrides on top.
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """Returns the configuration that `source` holds, with `overrides` on top.
+
+    source: a TOML file (or resolved JSON file), a recipe's name such as "countdown", or the sections themselves.
+    overrides: words of a command line, `--section.key value`, or {"section.key": value}.
 
     Raises UserError, one line, for a file that is missing or no TOML, a key that is unknown (the nearest is suggested),
     a value of the wrong type or out of range, an override without a value, and a path that leads nowhere.
     """
-    path = Path(path)
-    values = _read_file(path)
+    if isinstance(source, Mapping):
+        file, folder, values = "config", Path(), copy.deepcopy(dict(source))
+    else:
+        path = resolve_config(Path(source))
+        file, folder, values = str(path), path.parent, _read_file(path)
     for section, key in _PATH_KEYS:
-        if isinstance(table := values.get(section), dict) and isinstance(text := table.get(key), str):
-            table[key] = str(_resolve(text, path.parent))
-    overridden = parse_overrides(overrides)
-    for keys, value in overridden.items():
-        _assign(values, keys, value)
+        if isinstance(table := values.get(section), dict) and isinstance(text := table.get(key), str | Path):
+            table[key] = str(_resolve(str(text), folder))
+    places = {}
+    for name, keys, value in _read_overrides(overrides):
+        _assign(values, name, keys, value)
+        places[keys] = name
     run = values.setdefault("run", {})
-    if isinstance(run, dict) and isinstance(out_dir := run.setdefault("out_dir", str(_DEFAULT_OUT_DIR)), str):
+    if isinstance(run, dict) and isinstance(out_dir := run.setdefault("out_dir", str(_DEFAULT_OUT_DIR)), str | Path):
         run["out_dir"] = str(Path(out_dir).absolute())
-    config = _validate(values, str(path), frozenset(overridden))
-    _check_paths(config, str(path), frozenset(overridden))
+    config = _validate(values, file, places)
+    _check_paths(config, file, places)
     return config
 
 
@@ -360,6 +369,20 @@ def _resolve(text: str, folder: Path) -> Path:
 
 # --------------------------------------------------------------------------------------------------------------------
 # Overrides
+
+
+def _read_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> list[tuple[str, tuple[str, ...], Any]]:
+    """(how the user names it, keys, value) of every override."""
+    if not isinstance(overrides, Mapping):
+        return [(f"--{'.'.join(keys)}", keys, value) for keys, value in parse_overrides(overrides).items()]
+    found = []
+    for name, value in overrides.items():
+        keys = tuple(name.split("."))
+        if len(keys) < 2 or not all(keys):
+            raise UserError(f"overrides[{name!r}]: unknown key; write section.key, such as run.seed")
+        text = str(value) if isinstance(value, Path) else value
+        found.append((f"overrides[{name!r}]", keys, _parse_value(keys, text) if isinstance(text, str) else value))
+    return found
 
 
 def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
@@ -417,12 +440,12 @@ def _accepted_types(keys: tuple[str, ...]) -> set[Any]:
     return found
 
 
-def _assign(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
+def _assign(values: dict[str, Any], name: str, keys: tuple[str, ...], value: Any) -> None:
     table = values
     for depth, key in enumerate(keys[:-1], start=1):
         table = table.setdefault(key, {})
         if not isinstance(table, dict):
-            raise UserError(f"--{'.'.join(keys)}: {'.'.join(keys[:depth])} is a value, not a table; override it itself")
+            raise UserError(f"{name}: {'.'.join(keys[:depth])} is a value, not a table; override it itself")
     # One source of problems replaces the other: an override is the user's latest word.
     if keys in (("task", "num_problems"), ("task", "problems_file")) and value is not None:
         table.pop({"num_problems": "problems_file", "problems_file": "num_problems"}[keys[-1]], None)
@@ -433,21 +456,21 @@ def _assign(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
 # One line per mistake
 
 
-def _validate(values: Any, file: str, overridden: frozenset[tuple[str, ...]]) -> Config:
+def _validate(values: Any, file: str, places: Mapping[tuple[str, ...], str]) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
         # An unknown key often explains the others (the key it was meant to be is then missing): report it first.
         details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
-        raise UserError(_describe(details[0], file, overridden)) from None
+        raise UserError(_describe(details[0], file, places)) from None
 
 
-def _describe(detail: ErrorDetails, file: str, overridden: frozenset[tuple[str, ...]]) -> str:
+def _describe(detail: ErrorDetails, file: str, places: Mapping[tuple[str, ...], str]) -> str:
     """`place: key is value; remedy`, in one line."""
     # A union's branch adds its own name to the location ("int", "function-…"): keep what names a key.
     location = [str(part) for part in detail["loc"]][: 2 if detail["type"] != "extra_forbidden" else None]
     key, value = ".".join(location), _shorten(detail.get("input"))
-    place = f"--{key}" if tuple(location) in overridden else file
+    place = places.get(tuple(location), file)
     match detail["type"]:
         case "mistake" if len(location) < 2:
             return " ".join(part for part in (f"{file}:", f"{key}:" if key else "", detail["msg"]) if part)
@@ -482,11 +505,11 @@ def _remedy_for_missing(location: Sequence[str]) -> str:
     return f"add it to section [{location[0]}], or give --{'.'.join(location)} VALUE"
 
 
-def _check_paths(config: Config, file: str, overridden: frozenset[tuple[str, ...]]) -> None:
+def _check_paths(config: Config, file: str, places: Mapping[tuple[str, ...], str]) -> None:
     """Inputs that lead nowhere are a mistake now, not after the ranks have started."""
     for section, key in _PATH_KEYS:
         path: Path | None = getattr(getattr(config, section), key)
-        place = f"--{section}.{key}" if (section, key) in overridden else file
+        place = places.get((section, key), file)
         wants_folder = key == "path"
         if path is not None and not (path.is_dir() if wants_folder else path.is_file()):
             kind = "folder" if wants_folder else "file"
