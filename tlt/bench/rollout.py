@@ -153,17 +153,17 @@ def launch_workload(config: Config, num_steps: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         inside = with_changes(config, {"run": {"out_dir": Path(folder)}})
-        payload = json.dumps({"config": inside.to_json(), "steps": num_steps})
-        code = launch(payload, config.run.num_ranks, "tlt.bench.rollout:main", config.run.threads_per_rank)
+        argument = json.dumps({"config": inside.to_json(), "steps": num_steps})
+        code = launch(argument, config.run.num_ranks, "tlt.bench.rollout:main", config.run.threads_per_rank)
         if code:
             raise SystemExit(code)
         measured: dict[str, Any] = json.loads((Path(folder) / "bench.json").read_text())
         return measured
 
 
-def main(payload: str, stop: StopRequest) -> None:
-    """Runs on every rank; rank 0 leaves the measurement in run.out_dir/bench.json. payload: what launch_workload packed."""
-    given = json.loads(payload)
+def main(argument: str, stop: StopRequest) -> None:
+    """Runs on every rank; rank 0 leaves the measurement in run.out_dir/bench.json. argument: what launch_workload packed."""
+    given = json.loads(argument)
     config = Config.from_json(given["config"])
     torch.set_num_threads(config.run.threads_per_rank)
     world = init_process_group_from_env(device_name(config))

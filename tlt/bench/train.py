@@ -84,8 +84,8 @@ def launch_runs(config: Config, plan: Plan) -> int:
     from tlt.distributed.launch import launch
 
     check_folder(config, plan)
-    payload = json.dumps({"config": config.to_json(), "plan": dataclasses.asdict(plan)}, default=str)
-    return launch(payload, config.run.num_ranks, "tlt.bench.train:main", config.run.threads_per_rank)
+    argument = json.dumps({"config": config.to_json(), "plan": dataclasses.asdict(plan)}, default=str)
+    return launch(argument, config.run.num_ranks, "tlt.bench.train:main", config.run.threads_per_rank)
 
 
 def check_folder(config: Config, plan: Plan) -> None:
@@ -97,9 +97,9 @@ def check_folder(config: Config, plan: Plan) -> None:
             raise UserError(f"run.out_dir: {folder} holds runs of another configuration; give another --run.out_dir")
 
 
-def main(payload: str, stop: StopRequest) -> None:
-    """Runs on every rank. payload: what launch_runs packed."""
-    given = json.loads(payload)
+def main(argument: str, stop: StopRequest) -> None:
+    """Runs on every rank. argument: what launch_runs packed."""
+    given = json.loads(argument)
     config = Config.from_json(given["config"])
     torch.set_num_threads(config.run.threads_per_rank)
     world = init_process_group_from_env(device_name(config))
