@@ -483,15 +483,15 @@ def _print_evaluation(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from tlt.bench.report import number, ratio_text
+
     console = Console(highlight=False)
     console.print(
         f"{summary['form']} drafter, chains of {summary['depth']}, temperature {summary['temperature']:g}: accept length "
         f"{summary['accept_length']:.2f} over {summary['num_verifications']} verifications of {summary['responses']} responses"
     )
     if (speed := summary.get("speedup")) is not None:
-        console.print(
-            f"speed over none, batch {speed['batch_size']}: {speed['mean']:.2f} ({speed['low']:.2f} – {speed['high']:.2f})"
-        )
+        console.print(f"speed over none, batch {speed['batch_size']}: {ratio_text(speed)}")
     positions = Table("position", "accepted", title="all guesses up to here", title_justify="left")
     for position, share in enumerate(summary["by_position"], start=1):
         positions.add_row(str(position), f"{share:.3f}")
@@ -500,7 +500,7 @@ def _print_evaluation(summary: dict[str, Any]) -> None:
     for key, title in (("by_entropy", "target's entropy, nats"), ("by_confidence", error)):
         table = Table("from", "to", "mean", "guesses", "accepted", title=title, title_justify="left")
         for bucket in summary[key]:
-            bounds = (f"{bucket[name]:.2f}" for name in ("low", "high", "mean"))
+            bounds = (number(bucket[name]) for name in ("low", "high", "mean"))
             table.add_row(*bounds, str(bucket["num_guesses"]), f"{bucket['accepted']:.3f}")
         console.print(table)
 
