@@ -25,7 +25,8 @@ import torch
 
 from tlt.build import EngineSettings, Model, build_engine, load_model
 from tlt.config.schema import Config, load_config
-from tlt.distributed.launch import EXIT_OK, EXIT_USER_ERROR, StopRequest, _handling_stop_signals, launch
+from tlt.distributed.launch import EXIT_OK, EXIT_USER_ERROR, launch
+from tlt.distributed.signals import StopRequest, handling_stop_signals
 from tlt.drafter.folder import load_drafter
 from tlt.engine.engine import EngineStats, RolloutEngine
 from tlt.files import Record
@@ -260,7 +261,7 @@ def _run_here(config: Config) -> bool:
     stop, threads = StopRequest(), torch.get_num_threads()
     hears_signals = threading.current_thread() is threading.main_thread()
     try:
-        with _handling_stop_signals(stop) if hears_signals else nullcontext():
+        with handling_stop_signals(stop) if hears_signals else nullcontext():
             main(config.to_json(), stop)
     finally:
         torch.set_num_threads(threads)

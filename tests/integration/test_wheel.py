@@ -25,7 +25,7 @@ TINY = """--run.num_steps 10 --run.num_ranks 1 --run.checkpoint_every 0 --task.n
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dist")
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--disable-pip-version-check", "-w", str(folder), str(ROOT)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    built = subprocess.run(command, check=False, capture_output=True, text=True, timeout=200)
     if built.returncode and re.search(
         "No matching distribution|NewConnectionError|ConnectTimeout", built.stdout + built.stderr
     ):
@@ -51,7 +51,7 @@ def run(environment: Path, folder: Path, program: str, *words: str) -> str:
     """What the program prints in an environment that knows nothing of the repository."""
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [str(environment / "bin" / program), *words]
-    done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=250)
+    done = subprocess.run(command, cwd=folder, env=variables, check=False, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
