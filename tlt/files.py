@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -55,7 +56,7 @@ def replace_folder(path: Path) -> Iterator[Path]:
     new.mkdir(parents=True)
     try:
         yield new
-        for file in (*new.iterdir(), new):
+        for file in (*new.rglob("*"), new):
             flush(file)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
@@ -77,9 +78,26 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def dumps(value: Any) -> str:
+    """Returns JSON that every reader takes: NaN and infinities become null, numpy and torch scalars plain numbers."""
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if not isinstance(value, str | int | float | None) and callable(getattr(value, "item", None)):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     with write_atomically(path) as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        file.writelines(dumps(record) + "\n" for record in records)
 
 
 def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:

@@ -236,11 +236,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Reward:
-    """What a task says of one response. `error` is empty, or why no score could be had (time-out, exception)."""
+    """A task's judgement of one response. `error` is empty, or says why no score could be had (time-out, exception): then
+    `value` means nothing."""
 
     value: float
     is_solved: bool
     error: str = ""
+
+    @property
+    def is_scored(self) -> bool:
+        return not self.error
 
 
 class SpanName(StrEnum):

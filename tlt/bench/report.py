@@ -12,7 +12,7 @@ import torch
 
 from tlt import __version__
 from tlt.config.schema import Config
-from tlt.report.metrics import dumps, replace_text
+from tlt.files import dumps, write_atomically
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a configuration by section and key."""
@@ -64,8 +64,9 @@ def environment() -> dict[str, Any]:
 
 def write_report(out: Path, report: Mapping[str, Any], markdown: str) -> None:
     """OUT.json and OUT.md, each whole."""
-    replace_text(out.with_name(out.name + ".json"), dumps(report) + "\n")
-    replace_text(out.with_name(out.name + ".md"), markdown)
+    for ending, text in (("json", dumps(report) + "\n"), ("md", markdown)):
+        with write_atomically(out.with_name(f"{out.name}.{ending}")) as file:
+            file.write(text)
 
 
 # ── markdown ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -300,7 +300,7 @@ class RolloutPhase:
                 self.spot.abandon()
             raise StopRequested(f"during {purpose} {step}")
         with self.timeline.span(SpanName.SCORE):
-            own_rewards = self.scorers.drain()
+            own_rewards = self.scorers.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
         num_refreshes = refresh.num_refreshes if refresh is not None else 0
         end = time.perf_counter()
         gaps = (work.gap_seconds, work.gap_training)

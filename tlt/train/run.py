@@ -52,7 +52,7 @@ from tlt.models.tokenizer import check_prompt, load_tokenizer
 from tlt.report.console import Console
 from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test
 from tlt.report.timeline import Timeline, merge_timelines, rank_path, shared_epoch
-from tlt.rl.rewards import RewardPool
+from tlt.rl.rewards import RewardPool, check_scorable, summarize
 from tlt.rl.update import PolicyTrainer, UpdateMetrics
 from tlt.tasks.base import get_task
 from tlt.train.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint
@@ -167,6 +167,7 @@ class Run:
         if stored is not None and self.engine.drafter is not None:
             self._look_after_drafter(stored)
         self._resume()
+        self.first_step = self.step  # of this attempt
         self.publish(self.step)
         self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
         self.phase = RolloutPhase(
@@ -240,6 +241,8 @@ class Run:
         return self.phase.run(problems, self.config.rollout.samples_per_problem, self.sampling_params(), "rollout", self.step)
 
     def update(self, phase: PhaseResult) -> UpdateMetrics:
+        if self.step == self.first_step:
+            check_scorable(phase.rewards, self.config.task.name, self.step)
         with self.timeline.span(SpanName.UPDATE):
             return self.trainer.update(phase.rollouts, phase.rewards, self.step)
 
@@ -482,14 +485,15 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
     """What metrics.jsonl keeps of a step."""
     lengths = [len(rollout.token_ids) for rollout in phase.rollouts]
     stats = phase.stats
+    rewards = summarize(phase.rewards)
     reports = [replica.drafter for replica in phase.replicas]
     trained = [report for report in reports if report.num_tokens]
     nan, check = float("nan"), phase.check
     drafter_tokens = sum(report.num_tokens for report in reports)
     return StepRecord(
         step=step,
-        reward_mean=sum(reward.value for reward in phase.rewards) / len(phase.rewards),
-        solve_rate=sum(reward.is_solved for reward in phase.rewards) / len(phase.rewards),
+        reward_mean=rewards.mean,
+        solve_rate=rewards.solve_rate,
         num_responses=len(lengths),
         num_tokens=sum(lengths),
         response_tokens=LengthStats.of(lengths),
@@ -529,4 +533,6 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         retrieval_acceptance=check.retrieval if check is not None else nan,
         drafter_training=check.training if check is not None else "off",
         drafter_set_aside=check.set_aside if check is not None else "",
+        reward_errors=rewards.num_errors,
+        first_reward_error=rewards.first_error,
     )
