@@ -160,6 +160,9 @@ class RolloutEngine:
 
     def abort(self) -> None:
         """Forgets everything that runs or waits. Because of the law, asking again gives the same tokens."""
+        if self.drafter is not None:
+            for slot in range(len(self.scheduler.running)):
+                self.drafter.withdraw(slot)
         self.scheduler.clear()
         self.noise.clear()
         self._params = None
