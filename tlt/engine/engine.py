@@ -10,6 +10,7 @@ ranks nor training; time is measured here and nowhere below.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
@@ -196,6 +197,8 @@ class RolloutEngine:
         verdicts = self.verify(tree, logits_BNV, noise_BNV, self._batch_params())
         num_tokens, drafted = 0, [num_nodes - 1 for num_nodes in tree.lengths or [tree.num_nodes] * len(verdicts)]
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
+            if not math.isfinite(sum(verdict.logprobs)):
+                raise self._broken_policy(sequence)
             if not tree.is_chain:
                 self.cache.commit(slot, sequence.num_cached, verdict.path)
             num_kept = sequence.commit(verdict)
@@ -329,6 +332,14 @@ class RolloutEngine:
         drafter.remember(range(len(verdicts)), prefixes, captured_BNF)
         if not strategy.is_off:
             drafter.observe(verdicts)
+
+    def _broken_policy(self, sequence: Sequence) -> UserError:
+        """A log-probability is finite unless a logit is not: the noise is bounded, and the largest logit always stays."""
+        return UserError(
+            f"policy {self.model.version} gives logits that are not finite (problem {sequence.request.problem_id!r}, sample "
+            f"{sequence.request.sample_index}, position {len(sequence.tokens)}); its weights are broken or too large for "
+            f"{str(self.model.dtype).removeprefix('torch.')}: load others, or a wider dtype"
+        )
 
     def _account(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float) -> None:
         self.stats.num_steps += 1
