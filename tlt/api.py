@@ -28,7 +28,8 @@ from tlt.config.schema import Config, load_config
 from tlt.distributed.launch import EXIT_OK, EXIT_USER_ERROR, launch
 from tlt.distributed.signals import StopRequest, handling_stop_signals
 from tlt.drafter.folder import load_drafter
-from tlt.engine.engine import EngineStats, RolloutEngine
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
 from tlt.files import Record
 from tlt.models.prompts import encode_prompts
 from tlt.models.tokenizer import Tokenizer

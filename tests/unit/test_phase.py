@@ -31,13 +31,14 @@ from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.drafter.service import DrafterWatch, Ranks, RankState
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.engine.engine import EngineStats, RolloutEngine
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
 from tlt.models.attention import PackedCausal
 from tlt.report.timeline import Timeline
 from tlt.train.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase, StopRequested, _Work, worth_migrating
 from tlt.train.run import Run
 from tlt.tuning.tuner import Fixed
-from tlt.types import DrafterReport, Problem, Request, Reward, Rollout, SamplingParams, Strategy
+from tlt.types import DrafterReport, Finished, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
 PARAMS = SamplingParams(temperature=0.7, max_tokens=24)
 POLICY = make_policy()
@@ -80,11 +81,12 @@ class OneTokenEngine:
     def add(self, requests: Iterator[Request]) -> None:
         self.waiting += requests
 
-    def step(self) -> list[Rollout]:
+    def step(self, captures: bool = False) -> list[Finished]:
         self.before_step()
         request = self.waiting.pop()
         self.events.append(f"generate {request.problem_id}")
-        return [Rollout(request.problem_id, request.sample_index, request.prompt_ids, (1,), (0.0,), "stop", 0)]
+        rollout = Rollout(request.problem_id, request.sample_index, request.prompt_ids, (1,), (0.0,), "stop", 0)
+        return [Finished(rollout)]
 
 
 class ScriptedSpot:
@@ -92,6 +94,8 @@ class ScriptedSpot:
 
     def __init__(self, micro_step: Callable[[], None], events: list[str]) -> None:
         self.micro_step, self.events, self.keeps_captured = micro_step, events, True
+
+    def add(self, rollout: Rollout, features_TE: torch.Tensor | None) -> None: ...
 
     def run(self, should_stop: Callable[[], bool], publish: Any = None) -> DrafterReport:
         num_micro_steps = 0
@@ -283,9 +287,9 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
         engine, _ = make_engine(strategy=TREES if speculates else Strategy.OFF)
         step = engine.step
 
-        def step_when_help_is_offered() -> list[Rollout]:
+        def step_when_help_is_offered(captures: bool = False) -> list[Finished]:
             wait_for(offered)
-            return step()
+            return step(captures)
 
         engine.step = step_when_help_is_offered
         phase = make_phase(engine, coordinators[index])
@@ -443,7 +447,7 @@ def test_a_drafter_loaded_between_two_engine_steps_drafts_as_if_it_had_always_be
         for step in range(10**6):
             if engine.is_idle:
                 break
-            found |= {rollout.problem_id: rollout.token_ids for rollout in engine.step()}
+            found |= {finished.rollout.problem_id: finished.rollout.token_ids for finished in engine.step()}
             if engine is switched and step == 4:
                 learned.load(make_model(3).state_dict(), 8)
                 trees.clear()
@@ -584,6 +588,5 @@ def test_features_are_read_out_only_where_they_are_trained_on() -> None:
         spot.add = lambda r, f, add=add, done=finished: done.append(r.problem_id) or add(r, f)
         phase.run(make_problems(2), 1, PARAMS, "rollout", 0)
         assert sorted(finished) == ["p0", "p1"]
-        assert (learned.on_finish is not None) == keeps_captured
         reads.append(len(num_reads))
     assert reads[0] >= reads[1] + 2

@@ -247,10 +247,13 @@ def test_tokens_are_those_of_off(method: Method, draft_vocab: int | None, temper
     model = make_model(method, draft_vocab)
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
     drafter = LearnedDrafter(packed, engine.model, 3, keep_targets=True)
-    captured = {}
-    drafter.on_finish = lambda rollout, features: captured.update({rollout.problem_id: features})
     engine.load_drafter(drafter)
-    found = {r.problem_id: r.token_ids for r in engine.generate(requests)}
+    engine.add(requests)
+    found, captured = {}, {}
+    while not engine.is_idle:
+        for finished in engine.step(captures=True):
+            found[finished.rollout.problem_id] = finished.rollout.token_ids
+            captured[finished.rollout.problem_id] = finished.captured_TF
     assert found == expected
     capture = training_capture(model.config, DEEP.num_layers)
     for request in requests:  # what was kept to train on is what a plain forward gives

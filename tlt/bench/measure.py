@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tlt.engine.engine import EngineStats, RolloutEngine
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
 from tlt.types import Request, Rollout
 
 _T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09)
@@ -126,7 +127,7 @@ def trace(engine: RolloutEngine, requests: Sequence[Request]) -> tuple[list[Roll
     start = time.perf_counter()
     engine.add(requests)
     while not engine.is_idle:
-        rollouts += engine.step()
+        rollouts += [finished.rollout for finished in engine.step()]
         times.append(time.perf_counter() - start)
         running.append(len(engine.running))
         tokens.append(engine.stats.num_tokens)

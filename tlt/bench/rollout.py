@@ -26,7 +26,7 @@ from tlt.bench.subject import Subject
 from tlt.config.schema import Config
 from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import World, init_process_group_from_env, shutdown
-from tlt.engine.engine import EngineStats
+from tlt.engine.stats import EngineStats
 from tlt.report.timeline import critical_path_share, read_spans
 from tlt.train.phase import PhaseResult
 from tlt.train.run import Run, device_name, problems_of_step

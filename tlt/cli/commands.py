@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from tlt.audit.report import AuditReport
     from tlt.bench.rollout import Options
     from tlt.build import Model
-    from tlt.engine.engine import EngineStats, RolloutEngine, Verify
+    from tlt.engine.engine import RolloutEngine, Verify
+    from tlt.engine.stats import EngineStats
     from tlt.models.tokenizer import Tokenizer
     from tlt.tasks.base import Task
 

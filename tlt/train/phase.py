@@ -29,7 +29,8 @@ from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.model import DraftModel
 from tlt.drafter.service import DrafterWatch
 from tlt.drafter.spot import SpotTrainer
-from tlt.engine.engine import EngineStats, RolloutEngine
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
 from tlt.types import (
@@ -280,8 +281,6 @@ class RolloutPhase:
         ]
         watch = self.watch if train_drafter else None
         spot = self.spot if watch is not None and watch.trains else None
-        if self.learned is not None:  # features are read out only where they are trained on
-            self.learned.on_finish = spot.add if spot is not None and spot.keeps_captured else None
         refresh = self.refresh if train_drafter else None
         if refresh is not None:
             refresh.begin(f"{purpose} {step}")
@@ -345,12 +344,12 @@ class RolloutPhase:
                     work.gap_training = report.seconds
                 self.engine.add(taken)
             if not self.engine.is_idle:
-                finished = self.engine.step()
+                finished = self.engine.step(captures=spot is not None and spot.keeps_captured)
                 last_token = time.perf_counter()
-                for rollout in finished:
+                for rollout, captured_TF in ((one.rollout, one.captured_TF) for one in finished):
                     rollouts.append(rollout)
-                    if spot is not None and not spot.keeps_captured:
-                        spot.add(rollout, None)
+                    if spot is not None:
+                        spot.add(rollout, captured_TF)
                     key = (rollout.problem_id, rollout.sample_index)
                     self.scorers.submit(key, data_of[rollout.problem_id], self.decode(rollout.token_ids))
                     work.finish(key)
