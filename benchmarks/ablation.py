@@ -29,11 +29,11 @@ from benchmarks.plots import check_plots, plot_runs
 from tlt.bench.report import Changes, header, number, table, write_report
 from tlt.bench.train import OFF, Plan, launch_runs
 from tlt.bench.train_report import summarize, to_markdown
-from tlt.config.schema import load_config
+from tlt.config.load import load_config
 from tlt.drafter.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_config import load_model_config
-from tlt.train.run import preflight
+from tlt.train.start import preflight
 from tlt.types import UserError
 
 NUM_WINDOWS = 6

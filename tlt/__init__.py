@@ -13,7 +13,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from tlt.api import Engine, Evaluation, Response, TrainingResult, train
-    from tlt.config.schema import Config, load_config
+    from tlt.config.load import load_config
+    from tlt.config.schema import Config
     from tlt.tasks.base import Task
     from tlt.types import Request, SamplingParams, Strategy, UserError
 

@@ -24,7 +24,8 @@ from typing import Any, TypedDict, Unpack
 import torch
 
 from tlt.build import EngineSettings, Model, build_engine, load_model
-from tlt.config.schema import Config, load_config
+from tlt.config.load import load_config
+from tlt.config.schema import Config
 from tlt.distributed.launch import EXIT_OK, EXIT_USER_ERROR, launch
 from tlt.distributed.signals import StopRequest, handling_stop_signals
 from tlt.drafter.folder import load_drafter
@@ -34,7 +35,8 @@ from tlt.files import Record
 from tlt.models.prompts import encode_prompts
 from tlt.models.tokenizer import Tokenizer
 from tlt.tasks.base import Task
-from tlt.train.run import main, preflight
+from tlt.train.loop import main
+from tlt.train.start import preflight
 from tlt.types import FinishReason, Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
 
 # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────────

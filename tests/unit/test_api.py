@@ -16,7 +16,8 @@ import torch
 import tlt
 from tlt.api import Engine, Sampling, _named, train
 from tlt.cli.main import main
-from tlt.config.schema import Config, load_config
+from tlt.config.load import load_config
+from tlt.config.schema import Config
 from tlt.drafter.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig, Transformer

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tlt.cli.main import main
-from tlt.config.schema import load_config
+from tlt.config.load import load_config
 from tlt.recipes import copy_recipe, find_recipe, list_recipes, resolve_config
 from tlt.types import UserError
 

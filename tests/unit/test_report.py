@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tlt.files import dumps, write_jsonl
-from tlt.report.console import WIDTH, Console, duration
+from tlt.report.console import WIDTH, Console, Progress, duration
 from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test, percentile, read_metrics
 from tlt.report.timeline import Timeline, critical_path_share, merge_timelines, rank_path, read_spans, shared_epoch
 from tlt.types import Span, UserError
@@ -303,7 +303,7 @@ def show(stream: io.StringIO, environ: dict[str, str], **options: object) -> str
             console.step(record(step, **(extreme if step == 1 else {})))
         console.evaluation(3, 0.483, 21.0)
         products = {"policy": Path("/somewhere/far") / ("long-" * 30), "metrics.jsonl": Path.cwd() / "runs" / "metrics.jsonl"}
-        console.summary(products, {"before": 0.402, "after": 0.483, "p_value": 3e-5}, 3, 561.0, resume_command=None)
+        console.summary(products, Progress(0.402, 0.483, 3e-5), 3, 561.0, resume_command=None)
     return stream.getvalue()
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tlt.config.schema import Config, ModelConfig, TaskConfig
+from tlt.config.schema import Config, ModelSection, TaskSection
 from tlt.distributed.world import choose_device
 from tlt.train.run import device_name
 from tlt.types import UserError
@@ -40,6 +40,6 @@ def test_cuda_without_any_gpu_is_refused() -> None:
 def test_a_run_with_more_ranks_than_gpus_does_not_fall_back_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    config = Config(model=ModelConfig(path=Path("m")), task=TaskConfig(name="t"))
+    config = Config(model=ModelSection(path=Path("m")), task=TaskSection(name="t"))
     with pytest.raises(UserError, match=r"run\.num_ranks: 2"):
         device_name(config)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tlt.bench.measure import Ratio, side_by_side
 from tlt.build import EngineSettings, build_engine, build_learned
-from tlt.config.schema import DrafterConfig
+from tlt.config.schema import DrafterSection
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.model import PackedDrafter
@@ -196,4 +196,4 @@ def speedup(
 
 def _settings(max_batch_size: int) -> EngineSettings:
     """Returns settings for chains of full length: a threshold would cut some short, and nobody would see how they end."""
-    return EngineSettings(max_batch_size=max_batch_size, drafting=DrafterConfig(confidence_threshold=0.0))
+    return EngineSettings(max_batch_size=max_batch_size, drafting=DrafterSection(confidence_threshold=0.0))

@@ -29,7 +29,8 @@ from tlt.distributed.world import World, init_process_group_from_env, shutdown
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import critical_path_share, read_spans
 from tlt.train.phase import PhaseResult
-from tlt.train.run import Run, device_name, problems_of_step
+from tlt.train.problems import problems_of_step
+from tlt.train.run import Run, device_name
 from tlt.types import Rollout, SpanName
 
 if TYPE_CHECKING:
@@ -181,14 +182,15 @@ def workload(config: Config, world: World, stop: StopRequest, num_steps: int) ->
     for name, changes in (("on", {}), ("off", plain)):
         changed = with_changes(config, {**changes, "run": {"out_dir": config.run.out_dir / name}})
         runs[name] = Run(changed, world, stop, coordinator)
-    params = runs["on"].sampling_params()
+    params = runs["on"].params
     pairs, idle, harvested = [], 0.0, 0.0
     for step in range(num_steps):
         problems = problems_of_step(runs["on"].problems, step, config.rollout.problems_per_step, config.run.seed)
         results: dict[str, PhaseResult] = {}
         for name in ("off", "on") if step % 2 == 0 else ("on", "off"):
             started = time.perf_counter()
-            results[name] = runs[name].phase.run(problems, config.rollout.samples_per_problem, params, "rollout", step)
+            num_samples, run = config.rollout.samples_per_problem, runs[name]
+            results[name] = run.phase.run(problems, num_samples, params, "rollout", step, run.drafter)
             runs[name].timeline.record(SpanName.STEP, started, time.perf_counter())
         on, off = results["on"], results["off"]
         pairs.append(_pair(off.rollouts, on.rollouts, _generation_seconds(off), _generation_seconds(on), on.stats))

@@ -342,14 +342,13 @@ def run(command: Any, overrides: Sequence[str]) -> int:
 
 
 def _train(command: Train, overrides: Sequence[str]) -> int:
+    started_at = time.time()
     from tlt.cli.commands import resolve_train_config
 
     config = resolve_train_config(command.config, overrides, command.resume)
-    from tlt.distributed.launch import launch
-    from tlt.train.run import preflight
+    from tlt.train.start import start
 
-    preflight(config)
-    return launch(config.to_json(), config.run.num_ranks, "tlt.train.run:main", threads_per_rank=config.run.threads_per_rank)
+    return start(config, started_at)
 
 
 def _generate(command: Generate) -> int:

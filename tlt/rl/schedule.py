@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 
-from tlt.config.schema import OptimizerConfig
+from tlt.config.schema import OptimizerSection
 
 
-def learning_rate(config: OptimizerConfig, step: int, num_steps: int) -> float:
+def learning_rate(config: OptimizerSection, step: int, num_steps: int) -> float:
     """Of policy step `step`, counted from 0: linear warm-up, then constant, or linear or cosine to 0 at `num_steps`."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tlt.config.schema import AlgorithmConfig, OptimizerConfig
+from tlt.config.schema import AlgorithmSection, OptimizerSection
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import Transformer
 from tlt.rl.algorithms import clipped_policy_loss, entropy, group_advantages, importance_weights, kl_estimate, token_mean
@@ -142,8 +142,8 @@ class PolicyTrainer:
     def __init__(
         self,
         model: Transformer,
-        algorithm: AlgorithmConfig,
-        optimizer: OptimizerConfig,
+        algorithm: AlgorithmSection,
+        optimizer: OptimizerSection,
         temperature: float,
         num_steps: int,
         process_group: dist.ProcessGroup | None = None,
