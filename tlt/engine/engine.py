@@ -22,7 +22,7 @@ from tlt.engine.noise import NoiseBlocks
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Sequence
 from tlt.engine.stats import EngineStats
-from tlt.models.attention import Cached, StoringPrefill, pad, padding_mask
+from tlt.models.attention import StoringPrefill, cached, pad, padding_mask
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
@@ -301,7 +301,7 @@ class RolloutEngine:
             noise_BNV = noise_BDV[torch.arange(B, device=self.device)[:, None], depths_BN]
             mask = tree_mask(seen_BNN, prefix_B, length, self.model.dtype)
         lengths = [prefix + num_nodes for prefix, num_nodes in zip(prefixes, tree.lengths or [N] * B, strict=True)]
-        attend = Cached(self.config, self.cache.layers, columns_BN, length, mask, lengths, tree.lengths)
+        attend = cached(self.config, self.cache.layers, columns_BN, length, mask, lengths, tree.lengths)
         real_N = attend.real_N
         tokens_N, positions_N = tree.tokens_BN.flatten(), positions_BN.flatten()
         if real_N is not None:
