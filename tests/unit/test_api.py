@@ -18,7 +18,7 @@ from tlt.api import Engine, Sampling, _named, train
 from tlt.cli.main import main
 from tlt.config.schema import Config, load_config
 from tlt.drafter.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import save_model
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(folder / "base", config, policy.state_dict(), dtype=torch.float32, source=BASE)
     settings = json.loads((folder / "base/tokenizer_config.json").read_text())
     (folder / "base/tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": CHAT}))
-    save_drafter(folder / "drafter", DraftModel(drafter_config(config)).initialize(0), torch.float32)
+    save_drafter(folder / "drafter", DraftModel(drafter_shape(config)).initialize(0), torch.float32)
     return folder
 
 
