@@ -10,13 +10,13 @@ afterwards on exactly these costs (replay.py).
 from __future__ import annotations
 
 import random
-import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tlt.engine.engine import EngineStats, RolloutEngine
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
 from tlt.types import BatchState, Request, StepOutcome, Strategy
 
 
@@ -49,9 +49,6 @@ class ArmCosts:
         steps = self.steps[arm]
         return sum(step.num_tokens for step in steps) / sum(sum(step.histogram) for step in steps)
 
-    def median_seconds(self, arm: Strategy) -> float:
-        return statistics.median(step.seconds for step in self.steps[arm])
-
     @property
     def best(self) -> Strategy:
         return max(self.steps, key=self.speed)
@@ -66,6 +63,22 @@ class ArmCosts:
         for name, steps in record["steps"].items():
             costs.steps[Strategy.parse(name)] = [Step(row[0], tuple(row[1:])) for row in steps]
         return costs
+
+
+class BestArms:
+    """A tuner with hindsight: at every batch size it takes the arm that was best at the nearest recorded one."""
+
+    predicted_speed = None
+
+    def __init__(self, costs: Sequence[ArmCosts]) -> None:
+        self.best = {c.batch_size: c.best for c in costs}
+
+    def choose(self, batch: BatchState) -> Strategy:
+        nearest = min(self.best, key=lambda size: abs(size - batch.num_running) / min(size, batch.num_running))
+        return self.best[nearest]
+
+    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
+        """Nothing to learn."""
 
 
 class Turns:

@@ -1,4 +1,6 @@
-"""What a step costs in a real model's shape: drafting, verification and sampling apart, by batch size.
+"""Measures what a step costs in a real model's shape: drafting, verification and sampling apart, by batch size.
+
+    python -m benchmarks.geometry --out RESULT          # writes RESULT.json and RESULT.md
 
 Weights are random and acceptance is simulated (every draft is accepted with one probability), so nothing is said about
 how good a drafter is; only what the engine pays for each part of a step, where a vocabulary of 150,000 and matrices of
@@ -7,19 +9,23 @@ millions of weights are no longer hidden by a toy.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import random
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tlt.drafter.hybrid import make_drafter
-from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
-from tlt.engine.engine import RolloutEngine
+from tlt.bench.report import environment, write_report
+from tlt.build import EngineSettings, build_engine
+from tlt.config.schema import DrafterSection
+from tlt.drafter.folder import StoredDrafter
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_weights import expected_shapes
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor
@@ -95,15 +101,13 @@ def measure_step(
     accept: float,
 ) -> dict[str, float]:
     """Milliseconds per step by part, and tokens per second, after two steps to warm up."""
-    engine = RolloutEngine(
-        config, max_batch_size=batch_size, tuner=Fixed(strategy), verify=SimulatedAcceptance(accept, batch_size)
-    )
-    engine.load_policy(tensors)
-    model = DraftModel(drafter_config(config)).initialize(1)
-    packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float32)
-    learned = LearnedDrafter(packed, engine.model, batch_size, confidence_threshold=0.0)
-    drafter = make_drafter(learned, batch_size, confidence_threshold=0.0)
-    engine.load_drafter(drafter)
+    model = DraftModel(drafter_shape(config)).initialize(1)
+    stored = StoredDrafter(model.config, model.state_dict(), {})
+    settings = EngineSettings(max_batch_size=batch_size, drafting=DrafterSection(confidence_threshold=0.0))
+    simulated = SimulatedAcceptance(accept, batch_size)
+    engine = build_engine(config, tensors, settings, stored, tuner=Fixed(strategy), verify=simulated)
+    drafter = engine.drafter
+    assert drafter is not None, "a strategy was given"
     rng = random.Random(0)
     params = SamplingParams(max_tokens=config.max_positions - prompt_tokens)
     prompts = [tuple(rng.randrange(config.vocab_size) for _ in range(prompt_tokens)) for _ in range(batch_size)]
@@ -181,3 +185,34 @@ def to_markdown(report: dict[str, Any]) -> str:
         cells = [str(row["batch_size"]), row["strategy"], *parts, f"{row['tokens_per_second']:.1f}"]
         lines[-1] += "\n| " + " | ".join(cells) + " |"
     return "\n\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.geometry", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
+    parser.add_argument("--shape", choices=SHAPES, default="qwen2.5-0.5b", help="whose layers, widths and vocabulary")
+    parser.add_argument("--batches", default="1,2,4,8", help="batch sizes")
+    parser.add_argument("--strategies", default="off,2x1x2,4x1x4,3x2x6", help="off, chains and trees of a learned drafter")
+    parser.add_argument("--accept", type=float, default=0.7, help="probability with which a draft is accepted, simulated")
+    parser.add_argument("--steps", type=int, default=10, help="engine steps per measurement")
+    parser.add_argument("--prompt-tokens", type=int, default=128, help="length of the prompts, 2 or more")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    options = parser.parse_args()
+    window = SHAPES[options.shape].max_positions
+    if options.prompt_tokens < 2 or options.prompt_tokens + 40 * (options.steps + 2) > window:
+        parser.error(f"--prompt-tokens {options.prompt_tokens} with --steps {options.steps} must be 2 or more and fit {window}")
+    torch.set_num_threads(options.threads)
+    batches = [int(word) for word in options.batches.split(",")]
+    strategies = [Strategy.parse(word) for word in options.strategies.split(",")]
+    amounts = (options.accept, options.steps, options.prompt_tokens)
+    measured = measure(options.shape, batches, strategies, *amounts, lambda line: print(line, flush=True))
+    command = " ".join(["python -m benchmarks.geometry", *sys.argv[1:]])
+    report = {"command": command, "environment": environment(), **measured}
+    write_report(options.out, report, to_markdown(report))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -163,18 +163,6 @@ def make_longtail(lengths: Mapping[Request, int], num: int, model_hash: str) -> 
     return Workload("longtail", model_hash, tuple(chosen), tuple(chosen.values()))
 
 
-def make_constant(workload: Workload, batch_size: int, num_tokens: int) -> Workload:
-    """`batch_size` of the workload's prompts, over and over if need be, each answered with exactly `num_tokens` tokens:
-    stop tokens are ignored, so the batch size never changes. For measuring a step, not for speedups."""
-    requests = []
-    for index in range(batch_size):
-        request = workload.requests[index % len(workload.requests)]
-        params = dataclasses.replace(request.params, stop_ids=(), max_tokens=num_tokens)
-        sample_index = index // len(workload.requests)
-        requests.append(dataclasses.replace(request, params=params, sample_index=sample_index))
-    return Workload(f"constant batch {batch_size}", workload.model_hash, tuple(requests), (num_tokens,) * batch_size)
-
-
 # ── the file ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -1,4 +1,4 @@
-"""The measuring code: what it measures is what it says. Timings decide nothing here."""
+"""Engines side by side and `tlt bench rollout`: what is measured is what is said. Timings decide nothing here."""
 
 from __future__ import annotations
 
@@ -11,17 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.arms import ArmCosts, Step, Turns, record_arms
-from benchmarks.geometry import SHAPES, SimulatedAcceptance, measure, to_markdown
-from benchmarks.plots import plot_longtail, plot_regret
-from benchmarks.replay import RecordedCosts, replay
 from tests.lossless.helpers import CONFIG, make_engine, make_policy
-from tlt.bench.measure import Ratio, constant_batch, side_by_side, trace
-from tlt.bench.subject import BestArms
+from tlt.bench.measure import Ratio, constant_batch, side_by_side
 from tlt.cli.main import main
-from tlt.tuning.cost_model import CostModel
-from tlt.tuning.tuner import BegMab, Fixed, default_groups
-from tlt.types import BatchState, Request, SamplingParams, StepOutcome, Strategy
+from tlt.tuning.tuner import Fixed
+from tlt.types import Request, SamplingParams, Strategy
 
 OFF, SHORT, LONG = Strategy.OFF, Strategy("learned", 2, 1, 2), Strategy("learned", 6, 1, 6)
 POLICY = make_policy()
@@ -42,34 +36,6 @@ def test_an_interval_covers_the_true_ratio_nineteen_times_of_twenty() -> None:
         assert ratio.low < ratio.mean < ratio.high
         covered += ratio.low <= 1.3 <= ratio.high
     assert 0.935 < covered / 2000 < 0.965
-
-
-def test_turns_give_every_arm_as_many_steps_at_the_wanted_batch_and_count_no_first_one() -> None:
-    engine = make_engine(POLICY, Fixed(OFF))
-    costs = record_arms(engine, requests, [OFF, SHORT, LONG], batch_size=3, temperature=1.0, num_rounds=4, turn=3)
-    assert {arm: len(steps) for arm, steps in costs.steps.items()} == {OFF: 8, SHORT: 8, LONG: 8}
-    for arm, steps in costs.steps.items():
-        assert all(sum(step.histogram) == 3 and len(step.histogram) == arm.depth + 1 for step in steps)
-    again = ArmCosts.from_json(json.loads(json.dumps(costs.to_json())))
-    assert again.steps.keys() == costs.steps.keys()
-    for arm in costs.steps:
-        assert again.speed(arm) == pytest.approx(costs.speed(arm), rel=0.02)
-        assert again.accept_length(arm) == costs.accept_length(arm)
-
-
-def test_speed_and_accept_length_are_sums_over_sums() -> None:
-    costs = ArmCosts(4, 1.0)
-    costs.steps[SHORT] = [Step(0.5, (1, 2, 1)), Step(0.25, (4, 0, 0))]
-    assert costs.speed(SHORT) == (1 + 4 + 3 + 4) / 0.75
-    assert costs.accept_length(SHORT) == 12 / 8
-
-
-def test_other_batch_sizes_are_decoded_plainly_and_not_recorded() -> None:
-    turns = Turns([SHORT], batch_size=4, temperature=1.0, turn=2)
-    other = BatchState(3, 10.0, 0, 0)
-    assert turns.choose(other) == OFF
-    turns.observe(OFF, other, StepOutcome(3, (), (), 1.0))
-    assert not turns.costs.steps
 
 
 def test_a_constant_batch_stays_constant_and_every_engine_gets_every_round() -> None:
@@ -100,100 +66,22 @@ def test_whole_rollouts_side_by_side_do_the_same_work() -> None:
     assert other > 0, "responses that differ are counted"
 
 
-def make_costs() -> RecordedCosts:
-    """OFF is best from 16 on, LONG at 1."""
-    recorded = []
-    for size in (1, 4, 16):
-        costs = ArmCosts(size, 1.0)
-        costs.steps[OFF] = [Step(0.010, (size,))] * 4
-        costs.steps[SHORT] = [Step(0.012 + 0.0015 * size, (0, 0, size))] * 4
-        costs.steps[LONG] = [Step(0.014 + 0.004 * size, (0, 0, 0, 0, 0, 0, size))] * 4
-        recorded.append(costs)
-    return RecordedCosts(recorded)
-
-
-def test_a_replay_charges_what_was_recorded_and_regrets_what_the_best_arm_would_have_saved() -> None:
-    costs = make_costs()
-    plain = replay(Fixed(OFF), costs, [5, 5, 5, 5], max_batch=4, seed=0)
-    assert plain.times[-1] == pytest.approx(5 * 0.010)
-    assert plain.tokens[-1] == 20
-    best = costs.best_speed(4)
-    assert plain.share_of_best() == pytest.approx((4 / 0.010) / best)
-    table = BestArms(costs.costs)
-    perfect = replay(table, costs, [100] * 16 + [2000], max_batch=16, seed=0)
-    assert perfect.share_of_best() > 0.97
-    assert perfect.running[-1] == 1
-
-
-def test_between_recorded_batch_sizes_costs_are_interpolated_in_logarithms() -> None:
-    costs = make_costs()
-    expected = math.sqrt(costs.speed(LONG, 4) * costs.speed(LONG, 16))
-    assert costs.speed(LONG, 8) == pytest.approx(expected)
-    assert costs.draw(LONG, 8, random.Random(0)).seconds == pytest.approx(math.sqrt((0.014 + 0.016) * (0.014 + 0.064)))
-    assert costs.draw(OFF, 200, random.Random(0)).num_tokens == 200, "beyond the largest: as at the largest"
-
-
-def test_on_the_same_recorded_costs_the_cost_model_regrets_less_than_the_bandit() -> None:
-    costs = make_costs()
-    lengths = [150] * 24 + [900, 1500]
-    arms = [OFF, SHORT, LONG]
-    ours = [replay(CostModel(arms), costs, lengths, 16, seed).regrets[-1] for seed in range(5)]
-    groups = [(1, arms), (5, arms), (21, [OFF, SHORT])]
-    theirs = [replay(BegMab(groups, rng=random.Random(seed)), costs, lengths, 16, seed).regrets[-1] for seed in range(5)]
-    assert statistics.mean(ours) < statistics.mean(theirs)
-    assert default_groups(arms)
-
-
-def test_plots_are_files_that_do_not_change_from_one_drawing_to_the_next(tmp_path: Path) -> None:
-    costs = make_costs()
-    replays = {"cost model": [replay(CostModel([OFF, SHORT]), costs, [40] * 5, 4, seed) for seed in range(2)]}
-    _, measured = trace(make_engine(POLICY), requests(0))
-    for name in ("a", "b"):
-        plot_regret(replays, tmp_path / f"{name}1.svg")
-        plot_longtail({"off": measured}, tmp_path / f"{name}2.svg")
-    for number in (1, 2):
-        first, second = ((tmp_path / f"{name}{number}.svg").read_bytes() for name in "ab")
-        assert first == second
-        assert b"<svg" in first
-
-
-def test_simulated_acceptance_has_the_rate_it_names() -> None:
-    engine = make_engine(POLICY, Fixed(LONG))
-    engine.verify = SimulatedAcceptance(0.6)
-    for _ in engine.generate([Request(f"p{i}", 0, (1, 2, 3), SamplingParams(max_tokens=100)) for i in range(8)]):
-        pass
-    attempts, survivors = engine.stats.attempts_by_depth[1], engine.stats.survivors_by_depth[1]
-    assert attempts > 100
-    assert survivors / attempts == pytest.approx(0.6, abs=4 * math.sqrt(0.24 / attempts))
-
-
-def test_the_parts_of_a_step_add_up_to_less_than_the_step() -> None:
-    report = measure("tiny", [1, 3], [OFF, SHORT, Strategy("learned", 3, 2, 5)], 0.5, 4, 16, lambda line: None)
-    assert [row["batch_size"] for row in report["rows"]] == [1, 1, 1, 3, 3, 3]
-    for row in report["rows"]:
-        assert sum(row[f"{part}_ms"] for part in ("drafting", "forward", "sampling", "noise")) <= row["step_ms"]
-        assert (row["drafting_ms"] == 0) == (row["strategy"] == "off")
-    text = to_markdown({"command": "c", "environment": {"cpu": "x"}, **report})
-    assert text.count("\n| ") == 7
-    assert SHAPES["qwen2.5-0.5b"].vocab_size == 151_936
+RECIPE = Path(__file__).parents[2] / "recipes/countdown"
 
 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--parts", "all"], "--parts: 'all' is unknown; give some of constant, longtail, arms, workload"),
-        (["--peers", "sglang"], "--peers: 'sglang' is unknown"),
-        (["--peers", "vllm"], "--peers: vllm needs the interpreter"),
+        (["--parts", "all"], "--parts: 'all' is unknown; give some of constant, workload"),
         (["--batches", "1,x"], "--batches: '1,x' is no list of numbers"),
         (["--batches", "0"], "--batches: 0 is too small"),
         (["--variants", "fast"], "'fast' is no strategy"),
-        (["--parts", "longtail", "--workload", "nowhere.json"], "nowhere.json: does not exist"),
     ],
 )
 def test_a_mistake_in_the_command_is_one_line(
     arguments: list[str], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    recipe = str(Path(__file__).parents[2] / "recipes/countdown/quickstart.toml")
+    recipe = str(RECIPE / "quickstart.toml")
     code = main(["bench", "rollout", recipe, "--out", str(tmp_path / "x"), "--run.num_ranks", "1", *arguments])
     error = capsys.readouterr().err.strip()
     assert code == 2
@@ -201,32 +89,13 @@ def test_a_mistake_in_the_command_is_one_line(
     assert part in error
 
 
-def test_the_command_measures_writes_and_draws(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Small, with the shipped model: arms, replay, a constant batch and the long tail, once each."""
-    recipe = Path(__file__).parents[2] / "recipes/countdown"
-    whole = json.loads((recipe / "longtail.json").read_text())
-    whole["requests"] = sorted(whole["requests"], key=lambda r: r["length"])[:6]
-    (tmp_path / "few.json").write_text(json.dumps(whole))
-    arguments = [
-        "--out",
-        str(tmp_path / "result"),
-        "--parts",
-        "arms,constant,longtail",
-        "--workload",
-        str(tmp_path / "few.json"),
-    ]
-    amounts = ["--batches", "1,2", "--rounds", "2", "--seconds", "0.1", "--arm-rounds", "1"]
-    code = main(["bench", "rollout", str(recipe / "quickstart.toml"), *arguments, *amounts, "--peers", "transformers"])
-    assert code == 0
-    printed = capsys.readouterr().out
-    assert "longtail, 6 requests" in printed
+def test_the_command_measures_a_constant_batch_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Small, with the shipped model."""
+    arguments = ["--out", str(tmp_path / "result"), "--parts", "constant"]
+    amounts = ["--batches", "1,2", "--rounds", "2", "--seconds", "0.1"]
+    assert main(["bench", "rollout", str(RECIPE / "quickstart.toml"), *arguments, *amounts]) == 0
+    assert "constant batch 2: off " in capsys.readouterr().out
     report = json.loads((tmp_path / "result.json").read_text())
-    assert {m["kind"] for m in report["measurements"]} == {"arms", "constant", "longtail", "replay", "peer"}
-    (longtail,) = (m for m in report["measurements"] if m["kind"] == "longtail")
-    assert longtail["num_different"] == 0
-    assert {"off", "adaptive", "best arms"} == longtail["tokens_per_second"].keys()
-    text = (tmp_path / "result.md").read_text()
-    assert "## Constant batch" in text
-    assert "## Peers on the same prompts and lengths" in text
-    assert {path.name for path in tmp_path.glob("*.svg")} == {"result-longtail.svg", "result-regret.svg"}
-    assert str(Path(__file__).parents[2]) not in json.dumps(report["config"])
+    assert [(m["kind"], m["batch_size"]) for m in report["measurements"]] == [("constant", 1), ("constant", 2)]
+    assert "## Constant batch" in (tmp_path / "result.md").read_text()
+    assert str(RECIPE.parents[1]) not in json.dumps(report["config"])

@@ -13,11 +13,9 @@ import pytest
 
 from benchmarks.longtail import (
     LengthShape,
-    Workload,
     _assign,
     choose_requests,
     hash_model,
-    make_constant,
     make_longtail,
     measure_lengths,
     read_workload,
@@ -139,15 +137,6 @@ def test_a_file_that_cannot_be_believed_is_refused_in_one_line(tmp_path: Path) -
         read_workload(path)
     with pytest.raises(UserError, match="does not exist"):
         read_workload(tmp_path / "nowhere.json")
-
-
-def test_a_constant_batch_ignores_stop_tokens() -> None:
-    workload = Workload("w", "ab", tuple(map(request, range(2))), (5, 6))
-    constant = make_constant(workload, 5, 30)
-    assert constant.lengths == (30,) * 5
-    assert len(set(constant.requests)) == 5
-    responses = list(make_engine(make_policy()).generate(constant.requests))
-    assert [len(r.token_ids) for r in responses] == [30] * 5
 
 
 def test_the_shipped_workload_belongs_to_the_shipped_model_and_has_the_shape() -> None:

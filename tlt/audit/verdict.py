@@ -1,10 +1,10 @@
-"""Is an engine's sampling lossless? Its tokens are judged one by one against the target's exact probabilities.
+"""The verdict on an engine's sampling: is it lossless? Every token is judged against the target's exact probabilities.
 
     response ──▶ referee: logits at every prefix ──▶ law p_t ──▶ bets q_t(y) / p_t(y) ──▶ wealth ──▶ verdict
 
-The judge is a game of betting (Shafer 2021; Ville 1939). Before each token y_t a gambler names distributions q_t, functions
-of the prefix alone, and his wealth is multiplied by q_t(y_t) / p_t(y_t). If every token is drawn from p_t, no strategy
-gains on average, and the average of K such wealths, e_t, starting at 1, obeys at every moment at once
+The test is a game of betting (Shafer 2021; Ville 1939). Before each token y_t a gambler names K distributions q_t, functions
+of the prefix alone, and the wealth of each is multiplied by q_t(y_t) / p_t(y_t). If every token is drawn from p_t, no bet gains
+on average, and the mean e_t of the K wealths, which starts at 1, obeys at every moment at once
 
     P(sup_t e_t ≥ 1 / alpha) ≤ alpha .
 
@@ -12,8 +12,8 @@ So e ≥ 1 / alpha convicts the engine with false-positive rate alpha, after how
 precision draws from some p̃_t with |log p̃_t(v) − log p_t(v)| ≤ tolerance instead; its expected factor is at most
 1 + 2 (exp(tolerance) − 1) TV(q_t, p_t), and each factor is divided by that, so the bound covers such engines too.
 
-The referee is transformers' own model and the truncation is written anew here: nothing of the engine judges itself.
-This file knows no files and no servers; who made the responses is the caller's business.
+The referee computes p_t without anything of the engine's (referee.py); the bets are in bets.py. This file knows no files and no
+servers: the caller says who made the responses.
 
 Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference fault).
 """
@@ -22,291 +22,38 @@ from __future__ import annotations
 
 import heapq
 import math
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tlt.speculative.sampling import BatchParams
-from tlt.speculative.verify import verify
-from tlt.types import DraftTree, Rollout, SamplingParams, UserError, Verdict
+from tlt.audit.bets import BETS, OnlineNgrams, growth, suffix_matches
+from tlt.audit.estimates import mean_with_interval, most_likely_share, tokens_for_power
+from tlt.audit.referee import Referee, law
+from tlt.audit.report import AuditReport, Offender
+from tlt.types import Rollout, SamplingParams, UserError
 
 IMPOSSIBLE = 1e-12
-"""A token among the least likely ones, of this mass together, convicts by itself. Adds 1e-12 per token to alpha."""
-
-TILTS = (0.5, 0.8, 0.9, 0.95, 1.05, 1.1, 1.25, 2.0)
-"""q ∝ p^λ: the engine's temperature is off by the factor 1 / λ."""
-ODDS = (0.5, 0.8, 1.25, 2.0)
-"""q ∝ p · c^[y in A]: a set of tokens A has its odds multiplied by c."""
-EVENTS = ("stop", "argmax", "match")
-SHARES = (0.001, 0.01, 0.1)
-"""q = (1 − ε) p + ε r: the share ε of the tokens comes from elsewhere."""
-SOURCES = ("flattened", "uniform", "n-gram model", "previous token", "match")
-"""r: p at twice its temperature; any token; a model that learns online from the responses judged before; the token just
-said; what followed the last tokens when they last occurred in this context (what n-gram drafting proposes)."""
-
-BETS = (
-    *(f"temperature {1 / tilt:.3g} times" for tilt in TILTS),
-    *(f"odds of {event} {odds:g} times" for event in EVENTS for odds in ODDS),
-    *(f"{share:g} from {source}" for source in SOURCES for share in SHARES),
-)
+"""A token convicts by itself when it and all less likely ones have at most this mass. That adds 1e-12 per token to alpha."""
 
 REFERENCE_FAULT = 0.01
 REFERENCE_SOURCES = ("flattened", "uniform")
-"""Power is stated for these: with probability 0.01 a token is drawn from this source instead."""
+"""The report states its power against these faults: with probability 0.01 a token is drawn from this source instead."""
 
 _COPY_LOGPROB = -40.0
 _NUM_OFFENDERS = 10
-_CHUNK_LOGITS = 2**24
-_POWER_TRIALS = 200
-_POWER_MAX_TOKENS = 5_000_000
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The referee
-
-
-class Referee:
-    """The target, as transformers runs it: logits at every position of a response, in one plain causal forward."""
-
-    def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        if not (folder / "config.json").is_file():
-            raise UserError(f"{folder}: holds no model (no config.json); give a Hugging Face checkpoint folder")
-        try:
-            self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype).eval()
-        except Exception as error:  # transformers refuses by exceptions of many kinds
-            message = " ".join(str(error).split())[:200]
-            raise UserError(f"{folder}: transformers cannot load it ({message}); give a complete checkpoint folder") from None
-        config = self.model.config.get_text_config()
-        self.vocab_size = int(config.vocab_size)
-        self.window = int(getattr(config, "max_position_embeddings", None) or 2**31)
-
-    @torch.inference_mode()
-    def logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """Logits that each response token was drawn from, [T, V], in pieces of at most 128 MiB."""
-        ids = torch.tensor([[*prompt_ids, *token_ids[:-1]]])
-        first, cache = len(prompt_ids) - 1, None
-        step = max(_CHUNK_LOGITS // self.vocab_size, 16)
-        begin = 0
-        while begin < ids.shape[1]:
-            end = min(begin + step, ids.shape[1])
-            out = self.model(ids[:, begin:end], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            if end > first:
-                yield out.logits[0, max(first - begin, 0) :]
-            begin = end
-
-
-@dataclass(frozen=True)
-class Law:
-    """What the engine should draw from. logp_TV: float64, -inf for tokens that truncation removes.
-    border_TV: removed, but so narrowly that an engine's rounding may keep them."""
-
-    logp_TV: Tensor
-    border_TV: Tensor
-
-
-def law(logits_TV: Tensor, params: SamplingParams, tolerance: float = 0.0) -> Law:
-    """logits → temperature → top-k → top-p → min-p → softmax, in float64. Temperature must be above 0."""
-    scaled_TV = logits_TV.double() / params.temperature
-    kept_TV = torch.ones_like(scaled_TV, dtype=torch.bool)
-    if not params.truncates:
-        return Law(scaled_TV.log_softmax(-1), ~kept_TV)
-    wide_TV = kept_TV.clone()
-    order_TV = (-scaled_TV).argsort(dim=-1, stable=True)
-    ranks_TV = order_TV.argsort(dim=-1)
-    if 0 < params.top_k < scaled_TV.shape[-1]:
-        last_T1 = scaled_TV.topk(params.top_k).values[:, -1:]
-        kept_TV = ranks_TV < params.top_k
-        wide_TV = scaled_TV >= last_T1 - tolerance
-    p_TV = scaled_TV.masked_fill(~kept_TV, -math.inf).softmax(-1)
-    ranked_TV = p_TV.gather(-1, order_TV)
-    ahead_TV = (ranked_TV.cumsum(-1) - ranked_TV).gather(-1, ranks_TV)
-    if params.top_p < 1:
-        kept_TV = kept_TV & (ahead_TV < params.top_p)
-        wide_TV = wide_TV & (ahead_TV < params.top_p + tolerance)
-    floor_T1 = scaled_TV.amax(-1, keepdim=True) + (math.log(params.min_p) if params.min_p > 0 else -math.inf)
-    kept_TV = kept_TV & (scaled_TV >= floor_T1)
-    wide_TV = wide_TV & (scaled_TV >= floor_T1 - tolerance)
-    kept_TV = kept_TV | (ranks_TV == 0)
-    return Law(scaled_TV.masked_fill(~kept_TV, -math.inf).log_softmax(-1), wide_TV & ~kept_TV)
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# What the bets know of the prefix
-
-
-class OnlineNgrams:
-    """P(token | up to three before it), learned from what was judged so far; each order smoothed by the one below."""
-
-    ORDERS = 3
-    STRENGTH = 2.0
-
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-        self.counts: dict[tuple[int, ...], dict[int, int]] = {}
-        self.totals: dict[tuple[int, ...], int] = {}
-
-    def probabilities(self, prefix: Sequence[int], tokens: Sequence[int]) -> list[float]:
-        found = [1.0 / self.vocab_size] * len(tokens)
-        for context in self._contexts(prefix):
-            counts = self.counts.get(context)
-            if counts is None:
-                break
-            scale = 1.0 / (self.totals[context] + self.STRENGTH)
-            found = [(counts.get(t, 0) + self.STRENGTH * p) * scale for t, p in zip(tokens, found, strict=True)]
-        return found
-
-    def learn(self, prefix: Sequence[int], token: int) -> None:
-        for context in self._contexts(prefix):
-            counts = self.counts.setdefault(context, {})
-            counts[token] = counts.get(token, 0) + 1
-            self.totals[context] = self.totals.get(context, 0) + 1
-
-    def _contexts(self, prefix: Sequence[int]) -> list[tuple[int, ...]]:
-        last = tuple(prefix[-self.ORDERS :])
-        return [last[len(last) - order :] for order in range(len(last) + 1)]
-
-
-def suffix_matches(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[int]:
-    """For each response token what followed when the longest of the last 4, 3 or 2 tokens last occurred; -1 for none."""
-    tokens = [*prompt_ids, *token_ids]
-    followers: dict[tuple[int, ...], int] = {}
-    found = []
-    for position in range(1, len(tokens)):
-        suffixes = [tuple(tokens[position - n : position]) for n in (4, 3, 2) if n <= position]
-        if position >= len(prompt_ids):
-            found.append(next((followers[suffix] for suffix in suffixes if suffix in followers), -1))
-        for suffix in suffixes:
-            followers[suffix] = tokens[position]
-    return found
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The bets
-
-
-def growth(
-    logp_TV: Tensor,
-    tokens_ST: Tensor,
-    sources_RST: Tensor,
-    events_TV: Sequence[Tensor],
-    tolerance: float,
-) -> Tensor:
-    """log q(y) / p(y) of every bet, the tolerance paid, as [K, S, T] in the order of BETS.
-
-    sources_RST: r(y) of each of SOURCES. events_TV: the sets of EVENTS as masks. A token with p(y) = 0 is not bet on (0);
-    it is counted elsewhere.
-    """
-    p_TV = logp_TV.exp()
-    logp_ST = logp_TV.gather(-1, tokens_ST.T).T
-    is_bet_ST = logp_ST > -math.inf
-    logp_ST = logp_ST.masked_fill(~is_bet_ST, 0.0)
-    excess = 2.0 * math.expm1(tolerance)
-    rows: list[Tensor] = []
-    for tilt in TILTS:
-        tilted_TV = logp_TV * tilt
-        norm_T = tilted_TV.logsumexp(-1)
-        distance_T = ((tilted_TV - norm_T[:, None]).exp() - p_TV).abs().sum(-1) / 2
-        rows.append((tilt - 1) * logp_ST - norm_T - torch.log1p(excess * distance_T))
-    for event_TV in events_TV:
-        mass_T = (p_TV * event_TV).sum(-1)
-        is_in_ST = event_TV.gather(-1, tokens_ST.T).T.double()
-        for odds in ODDS:
-            norm_T = 1 + (odds - 1) * mass_T
-            distance_T = (odds * mass_T / norm_T - mass_T).abs()
-            rows.append(is_in_ST * math.log(odds) - norm_T.log() - torch.log1p(excess * distance_T))
-    for ratio_ST in sources_RST / logp_ST.exp():
-        rows += [torch.log1p(share * (ratio_ST - 1)) - math.log1p(excess * share) for share in SHARES]
-    return torch.stack(rows) * is_bet_ST
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# The verdict
-
-
-@dataclass(frozen=True)
-class Offender:
-    """A token the target hardly or never says here. tail: the target's mass on tokens as unlikely as this one, or more."""
-
-    response: int
-    problem_id: str
-    sample_index: int
-    position: int
-    token_id: int
-    p: float
-    tail: float
-    expected_id: int
-    expected_p: float
-    text: str = ""
-    expected_text: str = ""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """An estimate with its 95 % interval."""
-
-    value: float
-    low: float
-    high: float
-
-
-@dataclass(frozen=True)
-class AuditReport:
-    """What the audit of one mode found. Fields of the betting game are None at temperature 0, where the argmax is checked."""
-
-    mode: str
-    is_lossless: bool
-    reasons: tuple[str, ...]
-    """Why not; empty when lossless."""
-    num_responses: int
-    num_tokens: int
-    alpha: float
-    tolerance: float
-    log10_e: float | None
-    max_log10_e: float | None
-    p_value: float | None
-    """At most this likely for a lossless engine: min(1, 1 / max e)."""
-    detected_at_token: int | None
-    best_bet: str | None
-    nats_per_token: float | None
-    """What the best single bet gained per token."""
-    surprise: Estimate | None
-    """Mean of log p(y) + entropy of p, in nats; 0 for a lossless engine, above it too sharp, below it too flat."""
-    elsewhere: Estimate | None
-    """Share of the tokens from another source than the target, by maximum likelihood (95 %: likelihood ratio)."""
-    elsewhere_source: str | None
-    tokens_for_power: dict[str, int | None]
-    """Tokens for 95 % power: against the reference faults, or if not lossless against what was observed. None: more than
-    five million, or no growth at all."""
-    num_impossible: int
-    num_border: int
-    num_wrong: int
-    num_near_ties: int
-    num_cut_short: int
-    num_past_stop: int
-    num_copies: int
-    """Responses that repeat a long one; not judged, and not counted above."""
-    logprob_gap: float | None
-    """Largest difference between the engine's reported log-probabilities and the referee's; None when it reports none."""
-    offenders: tuple[Offender, ...]
-
-    @property
-    def mean_tokens(self) -> float:
-        return self.num_tokens / self.num_responses
 
 
 class Auditor:
-    """Judges responses one after another. The order must not depend on their tokens: all that were asked for, as asked for.
+    """Judges responses one after another, and remembers what the report needs.
 
-    limit: how many tokens a response may have; None takes the longest that did not stop. seed: of the reference faults.
+    The order of the responses must not depend on their tokens: give all that were asked for, in the order they were asked for.
+
+    params: what the engine was told.  window: the longest sequence of the model.  alpha: the false-positive rate.
+    tolerance: nats by which an engine's rounding may move a log-probability.
+    limit: the most tokens that a response may have; None: as many as the longest that did not stop.
+    seed: of the random draws of the reference faults.
     """
 
     def __init__(
@@ -349,8 +96,9 @@ class Auditor:
         return float(self.wealth_K.logsumexp(0)) - math.log(len(BETS))
 
     def observe(self, response: Rollout, logits: Iterable[Tensor]) -> None:
-        """One response and the referee's logits of its tokens, [T, V] in pieces. A long response that was judged before,
-        which chance does not repeat, is counted as a copy and not judged again: it is no new evidence."""
+        """Judges one response by the referee's logits of its tokens, which come as pieces of [T, V].
+
+        Chance does not repeat a long response: one that was judged before is counted as a copy and is no new evidence."""
         assert response.token_ids, "a response has at least one token"
         key = (response.prompt_ids, response.token_ids)
         if self._logprobs.get(key, 0.0) < _COPY_LOGPROB:
@@ -432,7 +180,7 @@ class Auditor:
         return sums_SK, float(logp_T[is_bet_T].sum())
 
     def _reference_faults(self, tokens_T: Tensor, flat_TV: Tensor) -> list[Tensor]:
-        """What faulty engines would have said at the same prefixes."""
+        """Returns the tokens that faulty engines would have drawn at the same prefixes, [T] for each reference fault."""
         found = []
         for source in REFERENCE_SOURCES:
             weights_TV = flat_TV if source == "flattened" else torch.ones_like(flat_TV)
@@ -442,7 +190,7 @@ class Auditor:
         return found
 
     def _sources(self, response: Rollout, begin: int, tokens_ST: Tensor, flat_TV: Tensor, matches_T: Tensor) -> Tensor:
-        """r(y) of every source, [R, S, T] in the order of SOURCES."""
+        """Returns r(y), the probability that each source gives to the tokens, [R, S, T] in the order of SOURCES."""
         flat_ST = flat_TV.gather(-1, tokens_ST.T).T
         uniform_ST = torch.full_like(flat_ST, 1.0 / flat_TV.shape[-1])
         known = [*response.prompt_ids, *response.token_ids]
@@ -490,9 +238,23 @@ class Auditor:
             if len(self.offenders) > _NUM_OFFENDERS:
                 heapq.heappop(self.offenders)
 
+    def judge(self, mode: str, rollouts: Iterable[Rollout], referee: Referee) -> AuditReport:
+        """Judges all responses of one mode, in the order they were asked for, and returns the report.
+
+        Raises UserError for a response that says it was stopped but does not end with a stop token."""
+        for rollout in rollouts:
+            if rollout.finish_reason == "stop" and rollout.token_ids[-1] not in self.params.stop_ids:
+                raise UserError(
+                    f"{mode}: problem {rollout.problem_id!r}, sample {rollout.sample_index} has finish_reason stop but does not"
+                    f" end with a stop token {self.params.stop_ids}; keep the token that ended it"
+                )
+            self.observe(rollout, referee.logits(rollout.prompt_ids, rollout.token_ids))
+        return self.report(mode)
+
     # ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def report(self, mode: str) -> AuditReport:
+        """Returns what was found of the responses observed so far. Raises UserError where copies are all that is wrong."""
         assert self.lengths, "at least one response was judged"
         is_greedy = self.params.temperature == 0
         limit = self.limit if self.limit is not None else max(self.unstopped, default=0)
@@ -524,16 +286,6 @@ class Auditor:
             num_tokens=self.num_tokens,
             alpha=self.alpha,
             tolerance=self.tolerance,
-            log10_e=None,
-            max_log10_e=None,
-            p_value=None,
-            detected_at_token=None,
-            best_bet=None,
-            nats_per_token=None,
-            surprise=None,
-            elsewhere=None,
-            elsewhere_source=None,
-            tokens_for_power={},
             num_impossible=self.num_impossible,
             num_border=self.num_border,
             num_wrong=self.num_wrong,
@@ -567,7 +319,7 @@ class Auditor:
         )
 
     def _tokens_for_power(self, is_lossless: bool) -> dict[str, int | None]:
-        """Of the reference faults where the engine has none of its own; else of what was seen of it."""
+        """Returns the tokens needed against each reference fault; for an engine that is not lossless, against what it did."""
         sums_SRK = torch.stack(self.responses_SK, dim=1)
         if is_lossless:
             names = [f"{REFERENCE_FAULT:g} {source}" for source in REFERENCE_SOURCES]
@@ -576,106 +328,3 @@ class Auditor:
                 for name, sums_RK in zip(names, sums_SRK[1:], strict=True)
             }
         return {"as observed": tokens_for_power(sums_SRK[0], self.lengths, self.log_threshold)}
-
-
-def mean_with_interval(values_T: Tensor) -> Estimate:
-    if not len(values_T):
-        return Estimate(0.0, 0.0, 0.0)
-    mean = float(values_T.mean())
-    half = 1.96 * float(values_T.std(correction=0)) / math.sqrt(len(values_T))
-    return Estimate(mean, mean - half, mean + half)
-
-
-def most_likely_share(ratios_RT: Tensor) -> tuple[str, Estimate]:
-    """The source and the share ε that make (1 − ε) p + ε r likeliest, given r(y) / p(y) of every token.
-
-    Where no source makes them likelier by more than chance does, the one that could hide the largest share.
-    """
-    found = [_share_of(ratios_T - 1) for ratios_T in ratios_RT]
-    is_seen = max(gained for gained, _ in found) > 1.92
-    best = max(range(len(found)), key=lambda source: found[source][0] if is_seen else found[source][1].high)
-    return SOURCES[best], found[best][1]
-
-
-def _share_of(gains_T: Tensor) -> tuple[float, Estimate]:
-    """The likelihood gained, and its argument with the interval that loses at most 1.92 of it (chi-square, 95 %)."""
-
-    def likelihood(share: float) -> float:
-        return float(torch.log1p(share * gains_T).sum())
-
-    top = 1 - 1e-9
-    share = _bisect(lambda s: float((gains_T / (1 + s * gains_T)).sum()) > 0, 0.0, top)  # the likelihood is concave
-    share = share if share > 1e-8 else 0.0
-    gained = likelihood(share)
-    low = _bisect(lambda s: likelihood(s) < gained - 1.92, 0.0, share) if gained > 1.92 else 0.0
-    return gained, Estimate(share, low, _bisect(lambda s: likelihood(s) >= gained - 1.92, share, top))
-
-
-def _bisect(is_below: Callable[[float], bool], low: float, high: float) -> float:
-    """Where `is_below` turns from true to false."""
-    for _ in range(40):
-        middle = (low + high) / 2
-        low, high = (middle, high) if is_below(middle) else (low, middle)
-    return low
-
-
-def tokens_for_power(sums_RK: Tensor, lengths: Sequence[int], log_threshold: float, power: float = 0.95) -> int | None:
-    """Tokens after which the e-process has crossed in `power` of bootstrap runs, which draw whole responses again.
-
-    None when that takes more than five million tokens, or when no bet grows at all.
-    """
-    if float(sums_RK.sum(0).max()) <= 0:
-        return None
-    generator = torch.Generator().manual_seed(0)
-    lengths_R = torch.tensor(lengths)
-    needed = []
-    for _ in range(_POWER_TRIALS):
-        wealth_K, num_tokens = torch.zeros(sums_RK.shape[1], dtype=torch.float64), 0
-        while num_tokens < _POWER_MAX_TOKENS:
-            drawn = torch.randint(len(lengths), (256,), generator=generator)
-            wealth_NK = wealth_K + sums_RK[drawn].cumsum(0)
-            is_over_N = wealth_NK.logsumexp(-1) - math.log(sums_RK.shape[1]) >= log_threshold
-            if bool(is_over_N.any()):
-                num_tokens += int(lengths_R[drawn][: int(is_over_N.nonzero()[0]) + 1].sum())
-                break
-            wealth_K, num_tokens = wealth_NK[-1], num_tokens + int(lengths_R[drawn].sum())
-        needed.append(num_tokens)
-        if sum(n >= _POWER_MAX_TOKENS for n in needed) > (1 - power) * _POWER_TRIALS:
-            return None
-    return sorted(needed)[math.ceil(power * _POWER_TRIALS) - 1]
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# A fault to find
-
-
-class PlantedFault:
-    """An engine's `verify` that is wrong on purpose: with `probability` a draft the target rejected is accepted instead.
-
-    The walk then goes on from that draft, as it would in an engine with this mistake.
-    """
-
-    def __init__(self, probability: float, seed: int = 0) -> None:
-        self.probability, self.random = probability, random.Random(seed)
-        self.num_planted = 0
-
-    def __call__(self, tree: DraftTree, logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> list[Verdict]:
-        tokens, parents = tree.tokens_BN.tolist(), tree.parents_BN.tolist()
-        verdicts = verify(tree, logits_BNV, noise_BNV, params)
-        logits_BNV = logits_BNV.clone()
-        decided: set[tuple[int, int]] = set()
-        while True:
-            before = self.num_planted
-            for row, verdict in enumerate(verdicts):
-                node = verdict.path[-1]
-                drafts = [tokens[row][child] for child in range(1, tree.num_nodes) if parents[row][child] == node]
-                if not drafts or (row, node) in decided:
-                    continue
-                decided.add((row, node))
-                if self.random.random() < self.probability:
-                    logits_BNV[row, node] = -math.inf
-                    logits_BNV[row, node, drafts[0]] = 0.0
-                    self.num_planted += 1
-            if self.num_planted == before:
-                return verdicts
-            verdicts = verify(tree, logits_BNV, noise_BNV, params)

@@ -1,4 +1,4 @@
-"""What is measured: a configuration's model and drafter, in as many engines as there are variants to compare."""
+"""What is measured: a configuration's model, drafter and problems, loaded once, in an engine for each variant to compare."""
 
 from __future__ import annotations
 
@@ -6,91 +6,53 @@ import dataclasses
 
 import torch
 
-from benchmarks.arms import ArmCosts
+from tlt.build import EngineSettings, build_engine, load_model
 from tlt.config.schema import Config
 from tlt.drafter.folder import load_drafter
-from tlt.drafter.hybrid import drafter_kinds, make_drafter
-from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.model import PackedDrafter
 from tlt.engine.engine import RolloutEngine
-from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import load_tensors
-from tlt.models.tokenizer import load_tokenizer
-from tlt.train.run import device_name, load_problems, problems_of_step
-from tlt.tuning.tuner import make_tuner
-from tlt.types import BatchState, Request, SamplingParams, StepOutcome, Strategy, StrategyTuner, resolve_dtype
-
-
-class BestArms:
-    """Hindsight: at every batch size the arm that was best at the nearest recorded one."""
-
-    predicted_speed = None
-
-    def __init__(self, costs: list[ArmCosts]) -> None:
-        self.best = {c.batch_size: c.best for c in costs}
-
-    def choose(self, batch: BatchState) -> Strategy:
-        nearest = min(self.best, key=lambda size: abs(size - batch.num_running) / min(size, batch.num_running))
-        return self.best[nearest]
-
-    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
-        """Nothing to learn."""
+from tlt.train.problems import load_problems, problems_of_step
+from tlt.train.run import device_name
+from tlt.types import Request, SamplingParams, StrategyTuner, resolve_dtype
 
 
 class Subject:
-    """Loads once; `engine(variant)` makes an engine whose tuner has seen nothing."""
+    """Makes engines that have seen nothing, and work for them."""
 
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(config.run.threads_per_rank)
         self.config = config
-        self.model_config = load_model_config(config.model.path)
-        self.dtype, self.device = resolve_dtype(config.run.dtype), torch.device(device_name(config))
-        master = torch.float64 if self.dtype == torch.float64 else torch.float32
-        self.tensors = load_tensors(config.model.path, self.model_config, master)
+        settings = EngineSettings.of_run(config, device_name(config))
+        untrained = settings.drafting.model_copy(update={"train": False})  # nothing here trains: remember nothing for it
+        self.settings = dataclasses.replace(settings, drafting=untrained)
+        dtype = torch.float64 if resolve_dtype(config.run.dtype) == torch.float64 else torch.float32
+        self.model = load_model(config.model.path, dtype)
         path = config.drafter.path
-        self.drafter = None if path is None else load_drafter(path, self.model_config, self.tensors)
-        self.kinds = drafter_kinds(self.drafter is not None)
+        self.drafter = None if path is None else load_drafter(path, self.model.config, self.model.tensors)
         self.problems = load_problems(config, "train")
         s = config.sampling
-        stop_ids = load_tokenizer(config.model.path).stop_ids
+        stop_ids = self.model.stop_ids
         self.params = SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.max_tokens, stop_ids, config.run.seed)
 
-    def tuner(self, variant: str) -> StrategyTuner | None:
-        """`off`, `adaptive` (the cost model), `beg-mab`, or a fixed strategy."""
+    def engine(self, variant: str | StrategyTuner, max_batch_size: int, ranking: str | None = None) -> RolloutEngine:
+        """Returns a fresh engine.
+
+        variant: off, adaptive (the cost model), beg-mab, a fixed strategy, or the tuner itself.  ranking: of the drafter's
+            candidates; None: as configured.
+        """
+        settings = dataclasses.replace(self.settings, max_batch_size=max_batch_size)
+        if ranking is not None:
+            settings = dataclasses.replace(settings, drafting=settings.drafting.model_copy(update={"ranking": ranking}))
+        tuner = None
         if variant == "beg-mab":
-            return make_tuner("adaptive", self.kinds, "beg-mab")
-        return make_tuner(variant, self.kinds)
-
-    def engine(self, variant: str | StrategyTuner, max_batch_size: int, *, ranking: str = "coupled") -> RolloutEngine:
-        tuner = self.tuner(variant) if isinstance(variant, str) else variant
-        engine = RolloutEngine(
-            self.model_config, dtype=self.dtype, device=self.device, max_batch_size=max_batch_size, tuner=tuner
-        )
-        engine.load_policy(self.tensors)
-        if tuner is not None:
-            settings = self.config.drafter
-            learned = self._learned(engine, max_batch_size, ranking)
-            drafter = make_drafter(learned, max_batch_size, settings.ngram_tokens, settings.confidence_threshold)
-            engine.load_drafter(drafter)
-        return engine
-
-    def _learned(self, engine: RolloutEngine, max_slots: int, ranking: str) -> LearnedDrafter | None:
-        if self.drafter is None:
-            return None
-        packed = PackedDrafter.from_tensors(self.drafter.config, self.drafter.tensors, self.dtype, self.device)
-        settings = self.config.drafter
-        return LearnedDrafter(
-            packed,
-            engine.model,
-            max_slots,
-            ranking=ranking,
-            tau=settings.coupling_temperature,
-            confidence_threshold=settings.confidence_threshold,
-            window=settings.feature_window,
-        )
+            settings = dataclasses.replace(settings, speculation="adaptive", tuner="beg-mab")
+        elif isinstance(variant, str):
+            settings = dataclasses.replace(settings, speculation=variant, tuner="cost-model")
+        else:
+            tuner = variant
+        return build_engine(self.model.config, self.model.tensors, settings, self.drafter, tuner=tuner)
 
     def requests(self, helping: int, num: int, temperature: float | None = None) -> list[Request]:
-        """The `helping`-th share of endless work: one response to each of `num` problems."""
+        """Returns the `helping`-th share of endless work: one response to each of `num` problems."""
         params = self.params if temperature is None else dataclasses.replace(self.params, temperature=temperature)
         num = min(num, len(self.problems))
         chosen = problems_of_step(self.problems, helping, num, seed=1)

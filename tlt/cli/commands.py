@@ -12,25 +12,24 @@ from __future__ import annotations
 
 import inspect
 import json
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt.config.schema import Config, load_config
+from tlt.config.load import load_config
+from tlt.config.schema import Config
 from tlt.files import Record, check_output_file, get_id, read_jsonl, write_atomically, write_jsonl
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from tlt.audit.verdict import AuditReport, Referee
+    from tlt.audit.referee import Referee
+    from tlt.audit.report import AuditReport
     from tlt.bench.rollout import Options
     from tlt.build import Model
-    from tlt.engine.engine import EngineStats, RolloutEngine, Verify
+    from tlt.engine.engine import RolloutEngine, Verify
+    from tlt.engine.stats import EngineStats
     from tlt.models.tokenizer import Tokenizer
     from tlt.tasks.base import Task
 
@@ -306,7 +305,8 @@ def audit(options: AuditOptions, command: str, on_report: Callable[[AuditReport]
     """Judges every mode; `on_report` receives each report as it is made. Returns the summary, and writes all to `out`."""
     import torch
 
-    from tlt.audit.verdict import Auditor, Referee
+    from tlt.audit.referee import Referee
+    from tlt.audit.verdict import Auditor
     from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
     _check_audit(options)
@@ -414,7 +414,7 @@ def _audited_name(options: AuditOptions, speculation: str) -> str:
 
 
 def _generate_audited(options: AuditOptions, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
-    from tlt.audit.verdict import PlantedFault
+    from tlt.audit.fault import PlantedFault
     from tlt.build import load_model
 
     verify = PlantedFault(options.plant_fault, options.params.seed) if options.plant_fault else None
@@ -495,12 +495,11 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     """
     import torch
 
-    from tlt.drafter.buffer import TrajectoryBuffer
+    from tlt.drafter.buffer import is_trainable
     from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
     from tlt.drafter.losses import PRESETS
-    from tlt.drafter.model import DraftModel, drafter_config
-    from tlt.drafter.spot import RECOMPUTE_TOKENS, FeatureRecompute
-    from tlt.drafter.trainer import DrafterTrainer
+    from tlt.drafter.model import DraftModel
+    from tlt.drafter.offline import OfflineSettings, new_drafter, train_offline
     from tlt.models.hf_config import load_model_config
     from tlt.models.hf_weights import content_hash, load_tensors
     from tlt.models.packed import PackedTransformer
@@ -521,58 +520,27 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
         rollouts = _answer(options)
     target = PackedTransformer(config, torch.float32)
     target.load(tensors, version=0)
+    if not any(map(is_trainable, rollouts)):
+        source = "--prompts: they have" if options.responses is None else f"--responses: {options.responses} has"
+        raise UserError(f"{source} no response of three tokens or more; give longer ones")
     if stored is None:
-        model = DraftModel(drafter_config(config, preset.method, options.draft_vocab)).initialize(options.seed)
-        if model.config.is_reduced:
-            model.set_vocabulary(most_frequent(rollouts, model.config.draft_vocab_size, config.vocab_size))
+        model = new_drafter(config, preset, options.draft_vocab, rollouts, options.seed)
     else:
         model = DraftModel(stored.config)
         model.load_state_dict(stored.tensors)
-
-    buffer = TrajectoryBuffer(sys.maxsize, options.seed)
-    for rollout in rollouts:
-        buffer.add(rollout)
-    if not len(buffer):
-        source = "--prompts: they have" if options.responses is None else f"--responses: {options.responses} has"
-        raise UserError(f"{source} no response of three tokens or more; give longer ones")
-    trainer = DrafterTrainer(model, target, preset, options.learning_rate)
-    wanted = max(int(options.epochs * buffer.num_tokens), 1)
-    begin, num_steps, loss = time.perf_counter(), 0, float("nan")
-    while (trajectory := buffer.missing(target.version)) is not None:
-        recompute = FeatureRecompute(target, trainer.capture, trajectory)
-        while not recompute.advance(RECOMPUTE_TOKENS):
-            pass
-    while trainer.num_tokens < wanted:
-        progress = trainer.num_tokens / wanted
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = options.learning_rate * min(1.0, (progress + 0.005) / 0.05, (1.0 - progress) / 0.5 + 0.02)
-        batch = buffer.sample(options.tokens_per_micro_step)
-        assert batch is not None, "the buffer holds trajectories"
-        loss, num_steps = trainer.step(batch), num_steps + 1
-        on_progress(trainer.num_tokens / wanted, loss)
-    seconds = time.perf_counter() - begin
+    settings = OfflineSettings(
+        options.epochs, options.learning_rate, options.tokens_per_micro_step, options.seed, options.temperature
+    )
+    summary = train_offline(model, target, preset, rollouts, settings, on_progress)
 
     about = {
         "preset": preset.name,
         "target": content_hash(tensors),
-        "num_tokens": trainer.num_tokens,
+        "num_tokens": summary.tokens,
         "init": str(options.init or "random"),
     }
-    unfinished = options.out.with_name(f".{options.out.name}.tmp")
-    try:
-        save_drafter(unfinished, model, torch.bfloat16, about)
-        unfinished.rename(options.out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return {
-        "responses": len(rollouts),
-        "tokens": trainer.num_tokens,
-        "steps": num_steps,
-        "seconds": seconds,
-        "loss": loss,
-        "out": str(options.out),
-    }
+    save_drafter(options.out, model, torch.bfloat16, about)
+    return {"responses": len(rollouts), **asdict(summary), "out": str(options.out)}
 
 
 def _answer(options: DrafterTrainOptions) -> list[Rollout]:
@@ -593,14 +561,6 @@ def _answer(options: DrafterTrainOptions) -> list[Rollout]:
     ]
     answered = {(rollout.problem_id, rollout.sample_index): rollout for rollout in engine.generate(requests)}
     return [answered[request.problem_id, request.sample_index] for request in requests]
-
-
-def most_frequent(rollouts: Sequence[Rollout], num: int, vocab_size: int) -> Tensor:
-    """The `num` token ids that responses hold most often, rising; among equals the lower id."""
-    import torch
-
-    counts = torch.bincount(torch.tensor([token for r in rollouts for token in r.token_ids]), minlength=vocab_size)
-    return counts.sort(descending=True, stable=True).indices[:num].sort().values
 
 
 def _check_drafter_train(options: DrafterTrainOptions) -> None:
@@ -700,32 +660,21 @@ def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
 # bench
 
 
-PARTS = ("constant", "longtail", "arms", "workload")
-PEERS = ("transformers", "vllm", "vllm-eager", "vllm-ngram")
-
-
 def bench_rollout(
     config_path: Path, overrides: Sequence[str], options: Options, command: str, say: Callable[[str], None]
 ) -> Record:
     """Measures the configuration's rollout (see bench/rollout.py); returns the ratios over off, by measurement."""
-    from benchmarks.longtail import hash_model, read_workload
-    from benchmarks.plots import check_plots
-    from tlt.bench.rollout import run_benchmark
+    from tlt.bench.rollout import PARTS, run_benchmark
     from tlt.drafter.hybrid import drafter_kinds
-    from tlt.train.run import preflight
+    from tlt.train.start import preflight
     from tlt.tuning.tuner import make_tuner
 
     _check_words("parts", options.parts, PARTS)
-    _check_words("peers", options.peers, PEERS)
-    counts = [("rounds", options.rounds), ("arm-rounds", options.arm_rounds), ("steps", options.steps)]
+    counts = [("rounds", options.rounds), ("steps", options.steps)]
     for name, value in [*counts, *(("batches", b) for b in options.batches)]:
         if value < 1:
             raise UserError(f"--{name}: {value} is too small; give 1 or more")
-    if any(peer.startswith("vllm") for peer in options.peers) and options.vllm is None:
-        raise UserError("--peers: vllm needs the interpreter of an environment that has it; give --vllm, or --setup-vllm DIR")
     check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
-    if options.recorded is not None and not options.recorded.is_file():
-        raise UserError(f"--recorded: {options.recorded} does not exist; give the OUT.json of a run with --parts arms")
     config = load_config(config_path, overrides)
     if "workload" in options.parts and config.rollout.speculation == "off":
         raise UserError("rollout.speculation is off, so there is nothing to compare; set it to adaptive, or leave workload out")
@@ -733,9 +682,6 @@ def bench_rollout(
         if variant != "beg-mab":
             make_tuner(variant, drafter_kinds(config.drafter.path is not None))
     preflight(config)
-    if "longtail" in options.parts:
-        check_plots()
-        read_workload(options.workload, hash_model(config.model.path))
     report = run_benchmark(config, options, command, say)
     return {
         m["name"]: m.get("median_ratio") or {n: r["mean"] for n, r in m["ratios"].items()}
@@ -758,8 +704,9 @@ def bench_train(config_path: Path, overrides: Sequence[str], options: BenchTrain
     """Whole runs side by side (see bench/train.py); returns off's step time over each variant's. Stopped by the user, it
     reports what was measured and exits as a run does."""
     from tlt.bench.report import header, write_report
-    from tlt.bench.train import FROZEN, OFF, Plan, launch_runs, summarize, to_markdown
-    from tlt.train.run import preflight
+    from tlt.bench.train import FROZEN, OFF, Plan, launch_runs
+    from tlt.bench.train_report import summarize, to_markdown
+    from tlt.train.start import preflight
 
     changes = {"tlt": {}, "frozen": FROZEN}
     _check_words("variants", options.variants, tuple(changes))
@@ -791,48 +738,3 @@ def _check_words(option: str, given: Sequence[str], known: Sequence[str]) -> Non
     for word in given:
         if word not in known:
             raise UserError(f"--{option}: {word!r} is unknown; give some of {', '.join(known)}")
-
-
-@dataclass(frozen=True)
-class BenchGeometryOptions:
-    """What `tlt bench geometry` measures, and the common stem of its two result files."""
-
-    out: Path
-    shape: str
-    batches: tuple[int, ...]
-    strategies: tuple[str, ...]
-    accept: float
-    steps: int
-    prompt_tokens: int
-    threads: int
-
-
-def bench_geometry(options: BenchGeometryOptions, command: str, say: Callable[[str], None]) -> Record:
-    """Costs per step in a real model's shape (see bench/geometry.py); returns the milliseconds of a step by measurement."""
-    import torch
-
-    from benchmarks.geometry import SHAPES, measure, to_markdown
-    from tlt.bench.report import environment
-    from tlt.types import Strategy
-
-    counts = [("steps", options.steps), ("prompt-tokens", options.prompt_tokens), ("threads", options.threads)]
-    for name, value in [*counts, *(("batches", b) for b in options.batches)]:
-        if value < 1:
-            raise UserError(f"--{name}: {value} is too small; give 1 or more")
-    if not 0 <= options.accept <= 1:
-        raise UserError(f"--accept: {options.accept} is no probability; give a number from 0 to 1")
-    window = SHAPES[options.shape].max_positions
-    if options.prompt_tokens < 2 or options.prompt_tokens + 40 * (options.steps + 2) > window:
-        raise UserError(
-            f"--prompt-tokens: {options.prompt_tokens} with {options.steps} steps does not fit the window of {window}; "
-            "give 2 or more, and less of one or the other"
-        )
-    strategies = [Strategy.parse(word) for word in options.strategies]
-    json_path = options.out.with_name(options.out.name + ".json")
-    check_output_file(json_path, "--out")
-    torch.set_num_threads(options.threads)
-    report: Record = {"command": command, "environment": environment()}
-    report |= measure(options.shape, options.batches, strategies, options.accept, options.steps, options.prompt_tokens, say)
-    json_path.write_text(json.dumps(report, indent=1) + "\n")
-    options.out.with_name(options.out.name + ".md").write_text(to_markdown(report))
-    return {f"batch {row['batch_size']}, {row['strategy']}": row["step_ms"] for row in report["rows"]}

@@ -22,6 +22,7 @@ import tyro
 from tyro.conf import FlagConversionOff, Positional, arg
 
 from tlt import __version__
+from tlt.cli import init
 
 # --------------------------------------------------------------------------------------------------------------------
 # What can be said
@@ -253,38 +254,24 @@ class DrafterEval:
 
 @dataclass(frozen=True)
 class BenchRollout:
-    """Measure how fast a configuration's rollout is: speculation against none, strategy by strategy, and beside peers."""
+    """Measure how fast a configuration's rollout is with speculation, against none."""
 
     config: Annotated[Positional[Path], arg(metavar="CONFIG")]
     """TOML configuration, as for tlt train."""
     out: Path
-    """Results go to OUT.json and OUT.md, plots beside them."""
-    parts: str = "constant,longtail,workload"
-    """Some of constant, longtail, arms (costs of every strategy) and workload (the configuration's own phases)."""
+    """Results go to OUT.json and OUT.md."""
+    parts: str = "constant,workload"
+    """Some of constant (batches that stay at one size) and workload (the configuration's own phases)."""
     variants: str = "adaptive"
     """Besides off: adaptive, beg-mab, fixed strategies such as 4x1x4 or ngram:8x1x8."""
     batches: str = "1,2,4,8,16,32"
-    """Batch sizes of constant and arms."""
+    """Batch sizes of constant."""
     rounds: int = 8
-    """At each constant batch size, and of the longtail workload."""
+    """At each constant batch size."""
     seconds: float = 2.0
     """One stretch at a constant batch."""
-    arm_rounds: int = 60
-    """Turns of every strategy at batch 1; fewer at larger batches, where a step says more."""
-    temperatures: str = "1.0"
-    """Of arms."""
     steps: int = 12
     """Rollout phases of workload, on all ranks."""
-    workload: Path | None = None
-    """Of longtail; default: longtail.json beside CONFIG."""
-    recorded: Path | None = None
-    """OUT.json of an earlier run with arms at the configuration's temperature: longtail compares with the best of them."""
-    peers: str = ""
-    """Some of transformers, vllm, vllm-eager and vllm-ngram, on the longtail workload."""
-    vllm: Path | None = None
-    """The interpreter of an environment with vLLM."""
-    setup_vllm: Path | None = None
-    """Make such an environment here first (2 GB, several minutes), and use it."""
 
 
 @dataclass(frozen=True)
@@ -306,29 +293,8 @@ class BenchTrain:
     """No step begins that would not end within them."""
 
 
-@dataclass(frozen=True)
-class BenchGeometry:
-    """Measure what drafting, verification and sampling cost per step in a real model's shape, with random weights."""
-
-    out: Path
-    """Results go to OUT.json and OUT.md."""
-    shape: Literal["qwen2.5-0.5b", "tiny"] = "qwen2.5-0.5b"
-    """Whose layers, widths and vocabulary."""
-    batches: str = "1,2,4,8"
-    """Batch sizes."""
-    strategies: str = "off,2x1x2,4x1x4,3x2x6"
-    """Off, chains and trees of a learned drafter."""
-    accept: float = 0.7
-    """Probability with which a draft is accepted, simulated."""
-    steps: int = 10
-    """Engine steps per measurement."""
-    prompt_tokens: int = 128
-    """Length of the prompts."""
-    threads: int = 1
-    """CPU threads."""
-
-
 COMMANDS: dict[str, type] = {
+    "init": init.Init,
     "train": Train,
     "generate": Generate,
     "task": Task,
@@ -339,7 +305,6 @@ COMMANDS: dict[str, type] = {
     "drafter eval": DrafterEval,
     "bench rollout": BenchRollout,
     "bench train": BenchTrain,
-    "bench geometry": BenchGeometry,
 }
 
 
@@ -350,6 +315,8 @@ COMMANDS: dict[str, type] = {
 def run(command: Any, overrides: Sequence[str]) -> int:
     """Carries out a command; returns the exit code."""
     match command:
+        case init.Init():
+            return init.run(command)
         case Train():
             return _train(command, overrides)
         case Generate():
@@ -370,21 +337,18 @@ def run(command: Any, overrides: Sequence[str]) -> int:
             return _bench_rollout(command, overrides)
         case BenchTrain():
             return _bench_train(command, overrides)
-        case BenchGeometry():
-            return _bench_geometry(command)
         case _:
             raise AssertionError(command)
 
 
 def _train(command: Train, overrides: Sequence[str]) -> int:
+    started_at = time.time()
     from tlt.cli.commands import resolve_train_config
 
     config = resolve_train_config(command.config, overrides, command.resume)
-    from tlt.distributed.launch import launch
-    from tlt.train.run import preflight
+    from tlt.train.start import start
 
-    preflight(config)
-    return launch(config.to_json(), config.run.num_ranks, "tlt.train.run:main", threads_per_rank=config.run.threads_per_rank)
+    return start(config, started_at)
 
 
 def _generate(command: Generate) -> int:
@@ -442,7 +406,7 @@ def _score(command: Score) -> int:
 
 
 def _audit(command: Audit) -> int:
-    from tlt.audit.verdict import AuditReport
+    from tlt.audit.report import AuditReport
     from tlt.cli import commands
     from tlt.types import SamplingParams
 
@@ -518,15 +482,15 @@ def _print_evaluation(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from tlt.bench.report import number, ratio_text
+
     console = Console(highlight=False)
     console.print(
         f"{summary['form']} drafter, chains of {summary['depth']}, temperature {summary['temperature']:g}: accept length "
         f"{summary['accept_length']:.2f} over {summary['num_verifications']} verifications of {summary['responses']} responses"
     )
     if (speed := summary.get("speedup")) is not None:
-        console.print(
-            f"speed over none, batch {speed['batch_size']}: {speed['mean']:.2f} ({speed['low']:.2f} – {speed['high']:.2f})"
-        )
+        console.print(f"speed over none, batch {speed['batch_size']}: {ratio_text(speed)}")
     positions = Table("position", "accepted", title="all guesses up to here", title_justify="left")
     for position, share in enumerate(summary["by_position"], start=1):
         positions.add_row(str(position), f"{share:.3f}")
@@ -535,13 +499,12 @@ def _print_evaluation(summary: dict[str, Any]) -> None:
     for key, title in (("by_entropy", "target's entropy, nats"), ("by_confidence", error)):
         table = Table("from", "to", "mean", "guesses", "accepted", title=title, title_justify="left")
         for bucket in summary[key]:
-            bounds = (f"{bucket[name]:.2f}" for name in ("low", "high", "mean"))
+            bounds = (number(bucket[name]) for name in ("low", "high", "mean"))
             table.add_row(*bounds, str(bucket["num_guesses"]), f"{bucket['accepted']:.3f}")
         console.print(table)
 
 
 def _bench_rollout(command: BenchRollout, overrides: Sequence[str]) -> int:
-    from benchmarks.peers import setup_vllm
     from tlt.bench.rollout import Options
     from tlt.cli import commands
 
@@ -551,13 +514,7 @@ def _bench_rollout(command: BenchRollout, overrides: Sequence[str]) -> int:
         batches=_numbers("batches", command.batches, int),
         rounds=command.rounds,
         seconds=command.seconds,
-        arm_rounds=command.arm_rounds,
-        temperatures=_numbers("temperatures", command.temperatures, float),
         steps=command.steps,
-        workload=command.workload or command.config.with_name("longtail.json"),
-        recorded=command.recorded,
-        peers=_words(command.peers),
-        vllm=setup_vllm(command.setup_vllm) if command.setup_vllm is not None else command.vllm,
         out=command.out,
     )
     words = ["tlt bench rollout", *sys.argv[3:]]
@@ -572,23 +529,6 @@ def _bench_train(command: BenchTrain, overrides: Sequence[str]) -> int:
     options = commands.BenchTrainOptions(command.out, _words(command.variants), command.steps, command.minutes)
     words = ["tlt bench train", *sys.argv[3:]]
     return _print_json(commands.bench_train(command.config, overrides, options, " ".join(words)))
-
-
-def _bench_geometry(command: BenchGeometry) -> int:
-    from tlt.cli import commands
-
-    options = commands.BenchGeometryOptions(
-        command.out,
-        command.shape,
-        _numbers("batches", command.batches, int),
-        _words(command.strategies),
-        command.accept,
-        command.steps,
-        command.prompt_tokens,
-        command.threads,
-    )
-    words = ["tlt bench geometry", *sys.argv[3:]]
-    return _print_json(commands.bench_geometry(options, " ".join(words), lambda line: print(line, flush=True)))
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple[Any, ...]:

@@ -1,0 +1,30 @@
+"""A tiny model in a folder, and a folder with prompts for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.test_cli import WINDOW, save_tokenizer, write_lines
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf_weights import save_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("audit") / "model"
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
+    config = ModelConfig("llama", vocab_size=23, max_positions=WINDOW, **shape)
+    tensors = Transformer(config).initialize(0, std=0.3).state_dict()
+    save_model(path, config, tensors, dtype=torch.float32, source=None, extra={"eos_token_id": 1})
+    save_tokenizer(path)
+    return path
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    write_lines("prompts.jsonl", {"prompt": "1+2="}, {"prompt_ids": [5, 6]})
+    return tmp_path

@@ -1,0 +1,98 @@
+"""`tlt audit`: its exit codes, its report and its refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_cli import fail, write_lines
+from tlt.cli import main as cli
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any], str]:
+    code = cli.main(("audit", *arguments))
+    captured = capsys.readouterr()
+    assert code in (0, 1), captured.err
+    return code, json.loads(captured.out.splitlines()[-1]), captured.out
+
+
+def test_our_engine_is_lossless_with_exit_code_0(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (str(model), "--prompts", "prompts.jsonl", "--samples", "20", "--max-tokens", "30", "--out", "report.json")
+    code, summary, text = run(capsys, *arguments)
+    assert code == 0
+    assert summary["lossless"] is True
+    assert text.startswith("off: lossless; ")
+    (mode,) = json.loads(Path("report.json").read_text())["modes"]
+    assert mode["is_lossless"] is True
+    assert mode["num_responses"] == 40
+    assert mode["offenders"][0]["expected_text"]
+
+
+def test_another_temperature_than_said_is_exit_code_1(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    generate = ["generate", str(model), "--prompts", "prompts.jsonl", "--samples", "60", "--max-tokens", "40"]
+    assert cli.main([*generate, "--temperature", "0.7", "--out", "sharp.jsonl"]) == 0
+    capsys.readouterr()
+    code, summary, text = run(capsys, str(model), "--responses", "sharp.jsonl", "--temperature", "0.7")
+    assert (code, summary["lossless"]) == (0, True)
+    code, summary, text = run(capsys, str(model), "--responses", "sharp.jsonl")
+    assert (code, summary["lossless"]) == (1, False)
+    assert text.startswith("sharp.jsonl: NOT lossless: the tokens follow another law")
+    assert "\n  response " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "--prompts: give the prompts to answer"),
+        (("--prompts", "prompts.jsonl", "--task", "countdown"), "--prompts: give the prompts to answer"),
+        (("--responses", "no.jsonl"), "--responses: no.jsonl does not exist"),
+        (("--responses", "no.jsonl", "--url", "http://localhost:1"), "name two engines"),
+        (("--responses", "no.jsonl", "--speculation", "4x1x4"), "is another engine; leave --speculation"),
+        (("--responses", "no.jsonl", "--prompts", "prompts.jsonl"), "holds its prompts itself"),
+        (("--url", "http://localhost:1", "--prompts", "prompts.jsonl"), "--url and --engine-model belong together"),
+        (("--prompts", "prompts.jsonl", "--speculation", "off,learned:4x1x4"), "'learned:4x1x4' needs a drafter"),
+        (("--prompts", "prompts.jsonl", "--speculation", "off,off"), "must name every mode once"),
+        (("--prompts", "prompts.jsonl", "--plant-fault", "0.1"), "is a fault of speculation"),
+        (("--prompts", "prompts.jsonl", "--plant-fault", "1.1"), "--plant-fault: is 1.1"),
+        (("--prompts", "prompts.jsonl", "--alpha", "0"), "--alpha: is 0.0"),
+        (("--prompts", "prompts.jsonl", "--tolerance", "-1"), "--tolerance: is -1.0"),
+        (("--prompts", "prompts.jsonl", "--samples", "0"), "--samples: is 0"),
+        (("--prompts", "prompts.jsonl", "--temperature", "-1"), "temperature is -1.0"),
+        (("--prompts", "prompts.jsonl", "--out", "no/report.json"), "--out: the folder"),
+        (("--task", "countdown", "--num", "0"), "--num: is 0"),
+        (("--task", "nonsense"), "unknown task 'nonsense'"),
+        (("--url", "http://127.0.0.1:9", "--engine-model", "m", "--prompts", "prompts.jsonl"), "cannot be reached"),
+        (("--url", "nonsense", "--engine-model", "m", "--prompts", "prompts.jsonl"), "cannot be reached"),
+    ],
+)
+def test_every_mistake_is_one_line(
+    arguments: tuple[str, ...], message: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fail(capsys, "audit", str(model), *arguments)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"prompt_ids": [5]}, "r.jsonl:1: token_ids must be a list"),
+        ({"prompt_ids": [5], "token_ids": []}, "need at least one token each"),
+        ({"prompt_ids": [5], "token_ids": [99]}, "token id 99 is outside the vocabulary of 23"),
+        ({"prompt_ids": [5], "token_ids": [6] * 99}, "has 100 tokens but the model's window is 64"),
+        ({"prompt_ids": [5], "token_ids": [6], "logprobs": [0.0, 0.0]}, "1 token_ids but 2 logprobs"),
+        ({"prompt_ids": [5], "token_ids": [6], "finish_reason": "stop"}, "keep the token that ended it"),
+    ],
+)
+def test_every_mistake_in_a_file_of_responses_is_one_line(
+    line: dict[str, Any], message: str, model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("r.jsonl", line)
+    assert message in fail(capsys, "audit", str(model), "--responses", "r.jsonl")
+
+
+def test_a_folder_without_a_model_is_one_line(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "holds no model" in fail(capsys, "audit", str(here), "--prompts", "prompts.jsonl")
+    (here / "config.json").write_text("{}")
+    assert "transformers cannot load it" in fail(capsys, "audit", str(here), "--prompts", "prompts.jsonl")

@@ -1,0 +1,131 @@
+"""`tlt audit --url`: token ids from an OpenAI-compatible server, and servers that give none."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.audit.test_command import run
+from tests.unit.test_cli import fail
+from tlt.audit.referee import Referee
+from tlt.audit.server import read_token_ids
+
+
+def test_token_ids_are_read_in_both_forms() -> None:
+    assert read_token_ids({"token_ids": [1, 2]}) == [1, 2]
+    assert read_token_ids({"logprobs": {"tokens": ["token_id:7", "token_id:8"]}}) == [7, 8]
+    assert read_token_ids({"text": "x", "logprobs": None}) is None
+    assert read_token_ids({"logprobs": {"tokens": ["a"]}}) is None
+
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[[Answer], str]]:
+    """Starts a completions endpoint that answers each payload by the function given; returns its address."""
+    servers = []
+
+    def start(answer: Answer) -> str:
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body = json.dumps(answer(payload)).encode()
+                self.send_response(200 if self.path == "/v1/completions" else 404)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: Any) -> None: ...
+
+        class Server(http.server.ThreadingHTTPServer):
+            request_queue_size = 128  # of connections not yet accepted; the default of 5 resets the others
+
+        server = Server(("127.0.0.1", 0), Handler)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        servers.append((server, thread))
+        return f"http://127.0.0.1:{server.server_address[1]}/v1"
+
+    yield start
+    for server, thread in servers:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def sampler(model: Path, form: str, temperature: float = 1.0) -> Answer:
+    """A server that samples the model itself, one forward per token."""
+    referee = Referee(model)
+
+    def answer(payload: dict[str, Any]) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(payload["seed"])
+        tokens: list[int] = []
+        while len(tokens) < payload["max_tokens"] and not (tokens and tokens[-1] in payload["stop_token_ids"]):
+            (logits,) = referee.logits([*payload["prompt"], *tokens], [0])
+            p = (logits[0].double() / temperature).softmax(-1)
+            tokens.append(int(torch.multinomial(p, 1, generator=generator)))
+        choice: dict[str, Any] = {"finish_reason": "stop" if tokens[-1] in payload["stop_token_ids"] else "length"}
+        if form == "token_ids" and payload.get("return_token_ids"):
+            choice["token_ids"] = tokens
+        if form == "logprobs" and payload.get("return_tokens_as_token_ids"):
+            choice["logprobs"] = {"tokens": [f"token_id:{token}" for token in tokens]}
+        return {"choices": [choice]}
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("form", "temperature", "expected"), [("token_ids", 1.0, 0), ("logprobs", 1.0, 0), ("token_ids", 0.5, 1)]
+)
+def test_a_server_is_judged(
+    form: str,
+    temperature: float,
+    expected: int,
+    model: Path,
+    here: Path,
+    serve: Callable[[Answer], str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = serve(sampler(model, form, temperature))
+    arguments = ("--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl", "--samples", "25", "--max-tokens", "12")
+    code, summary, _ = run(capsys, str(model), *arguments)
+    assert code == expected
+    assert list(summary["modes"]) == [url]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"choices": [{"text": "x"}]}, "returns no token ids"),
+        ({"choices": []}, "answered without one choice"),
+        ({}, "answered without one choice"),
+    ],
+)
+def test_a_server_without_token_ids_is_one_line(
+    answer: dict[str, Any],
+    message: str,
+    model: Path,
+    here: Path,
+    serve: Callable[[Answer], str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = serve(lambda payload: answer)
+    line = fail(capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl")
+    assert message in line
+
+
+def test_a_server_that_refuses_is_quoted(
+    model: Path, here: Path, serve: Callable[[Answer], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = serve(lambda payload: {"error": "no such path"}) + "/v2"
+    line = fail(capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl")
+    assert "refuses (404" in line
+    assert "no such path" in line

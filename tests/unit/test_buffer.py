@@ -1,0 +1,102 @@
+"""The buffer of responses: which windows are drawn, how tokens meet features, what has to make room (FIELD §2, 2 and 7)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.drafter_parts import SIZE, make_rollout, randn, random_tokens
+from tlt.drafter.buffer import TOKEN_ID_BYTES, TrajectoryBuffer
+from tlt.drafter.model import align
+
+
+def coded_buffer(shapes: Sequence[tuple[int, int]], seed: int) -> TrajectoryBuffer:
+    """Trajectories of (tokens, prompt tokens); token t of trajectory s is 1000 s + t, and so is its feature."""
+    buffer = TrajectoryBuffer(10**9, seed)
+    for sequence, (length, num_prompt) in enumerate(shapes):
+        codes = [1000 * sequence + t for t in range(length)]
+        features = torch.tensor(codes[:-1], dtype=torch.float64)[:, None].expand(-1, 4)
+        buffer.add(make_rollout(codes, num_prompt, index=sequence), features)
+    return buffer
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_sampled_windows_are_aligned_at_any_offset(data: st.DataObject) -> None:
+    shapes = []
+    for _ in range(data.draw(st.integers(1, 5))):
+        length = data.draw(st.integers(3, 60))
+        shapes.append((length, data.draw(st.integers(1, length - 1))))
+    buffer = coded_buffer(shapes, data.draw(st.integers(0, 999)))
+    budget = data.draw(st.integers(3, 80))
+    for _ in range(4):
+        batch = buffer.sample(budget)
+        assert batch is not None
+        assert sum(batch.lengths) == len(batch.token_ids_N) == len(batch.captured_NF)
+        assert sum(batch.lengths) <= budget + 2
+        pairs = align(batch.lengths)
+        tokens, features = batch.token_ids_N, batch.captured_NF[:, 0].long()
+        assert torch.equal(tokens[pairs.token_index_M], features[pairs.feature_index_M] + 1)
+        assert torch.equal(features[pairs.token_index_M], tokens[pairs.token_index_M])
+        sequence, t = features[pairs.feature_index_M] // 1000, features[pairs.feature_index_M] % 1000
+        num_prompt = torch.tensor([prompt for _, prompt in shapes])[sequence]
+        assert torch.equal(batch.weight_M, (t + 2 >= num_prompt).float()), "a pair counts if it predicts a response token"
+        assert batch.weight_M.any()
+        for window in features.split(batch.lengths):
+            assert torch.equal(window, window[0] + torch.arange(len(window)))
+
+
+def test_short_and_long_responses_are_trained_on_by_their_tokens() -> None:
+    """Tokens 0 to 19 are the short response's, then the long one's; a long one is not drawn more often and taken whole."""
+    buffer = TrajectoryBuffer(10**7, seed=3)
+    for first, length in ((0, 20), (20, 61)):
+        rollout = make_rollout(range(first, first + length), 1, name=str(first))
+        buffer.add(rollout, randn(length - 1, SIZE))
+    counts = torch.zeros(81)
+    for _ in range(600):
+        batch = buffer.sample(64)
+        assert batch is not None
+        counts += torch.bincount(batch.token_ids_N, minlength=81)
+    assert counts[:19].mean() / counts[25:75].mean() == pytest.approx(1.0, abs=0.35)
+
+
+def test_windows_lie_anywhere_in_a_trajectory() -> None:
+    buffer = coded_buffer([(40, 2)], seed=3)
+    starts = set()
+    for _ in range(600):
+        batch = buffer.sample(10)
+        assert batch is not None
+        starts.add(int(batch.captured_NF[0, 0]))
+    assert starts == set(range(30))
+
+
+def test_a_window_shorter_than_the_prompt_still_holds_a_response_token() -> None:
+    """Otherwise its loss would be 0 / 0."""
+    buffer = coded_buffer([(60, 55)], seed=3)
+    for _ in range(50):
+        batch = buffer.sample(8)
+        assert batch is not None
+        assert batch.weight_M.any()
+
+
+def test_the_buffer_stays_within_its_bytes_the_oldest_features_leave_first_then_the_oldest_tokens() -> None:
+    tokens_bytes, features = TOKEN_ID_BYTES * 30, torch.zeros(29, 3 * SIZE)  # of any width
+    rollouts = [make_rollout(random_tokens(30, index), 3, index=index) for index in range(7)]
+    for max_bytes, num_kept, num_ready in (
+        (7 * tokens_bytes + 7 * features.nbytes, 7, 7),
+        (7 * tokens_bytes + 3 * features.nbytes - 1, 7, 2),
+        (5 * tokens_bytes, 5, 0),
+    ):
+        buffer = TrajectoryBuffer(max_bytes)
+        for rollout in rollouts:
+            buffer.add(rollout, features.clone())
+            assert buffer.num_bytes <= max_bytes
+        kept = [rollout.prompt_ids + rollout.token_ids for rollout in rollouts]
+        assert [t.token_ids for t in buffer.trajectories] == kept[-num_kept:]
+        assert [t.token_ids for t in buffer.ready()] == kept[7 - num_ready :]
+    buffer.add(make_rollout([1, 2], 1))
+    assert len(buffer) == 5, "too short to hold a pair"

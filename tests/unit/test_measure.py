@@ -1,0 +1,98 @@
+"""How good a drafter is: the measure against forwards and sums written out."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.lossless.helpers import CONFIG
+from tests.unit.watch_parts import POLICY, TARGET, Parts, make_rollouts
+from tlt.drafter.measure import distribution, draw, engine_logits, judge, read, trainer_logits
+from tlt.drafter.ngram import count_retrieved
+from tlt.models.attention import PackedCausal
+from tlt.types import Rollout
+
+
+def test_the_measure_is_the_overlap_of_target_and_drafter_position_by_position() -> None:
+    """Against forwards of the trainable models, one response at a time, and a sum written out."""
+    parts, rollouts = Parts(), make_rollouts(3)
+    tally = parts.measure(rollouts, 0.7)
+    total, count = 0.0, 0
+    for rollout in rollouts:
+        tokens = torch.tensor([*rollout.prompt_ids, *rollout.token_ids])
+        with torch.no_grad():
+            attend = PackedCausal(CONFIG, [len(tokens)])
+            features = POLICY(tokens, attend.positions(), attend)
+            logits = POLICY.logits(features) / 0.7
+            attend = PackedCausal(parts.model.config.layer, [len(tokens) - 1])
+            embeddings = POLICY.model.embed_tokens(tokens[1:])
+            hidden = parts.model.double()(embeddings, features[:-1], attend.positions(), attend)
+            drafted = POLICY.logits(hidden) / 0.7
+        for position in range(4, len(tokens)):
+            p, q = logits[position - 1].softmax(0), drafted[position - 2].softmax(0)
+            total, count = total + float(torch.minimum(p, q).sum()), count + 1
+    assert tally.num_positions == count
+    assert tally.accepted == pytest.approx(total, abs=1e-4)
+
+
+def test_at_temperature_0_the_measure_counts_equal_first_choices() -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0], [5.0, 1.0, 0.0]])
+    assert distribution(logits, 0).tolist() == [[0, 1, 0], [1, 0, 0]]
+    assert distribution(torch.tensor([[1.0, math.nan]]), 0).isnan().any()
+
+
+def test_the_sample_stays_within_its_tokens_and_prefers_no_response() -> None:
+    rollouts = make_rollouts(10)
+    seen = set()
+    for seed in range(40):
+        counts = draw(rollouts, 60, random.Random(seed))
+        assert sum(counts.values()) == 60
+        seen |= counts.keys()
+    assert seen == set(range(10))
+
+
+def test_a_prompt_longer_than_the_sample_leaves_something_to_measure() -> None:
+    (rollout,) = make_rollouts(1)
+    counts = draw([replace(rollout, prompt_ids=(3, 4) * 400)] * 2, 30, random.Random(0))
+    assert sorted(counts.values()) == [6, 24]
+    parts, prompt_ids = Parts(), tuple(range(1, 61)) * 2
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tlt.drafter.measure.CANARY_TOKENS", 30)
+        check = parts.watch.end_step([replace(r, prompt_ids=prompt_ids) for r in make_rollouts(2)], 0, 1.0)
+    assert 0 < check.acceptance < 1
+
+
+def test_the_engines_copy_and_the_trainers_say_the_same() -> None:
+    parts = Parts()
+    chosen = [(rollout, 20) for rollout in make_rollouts(3)]
+    with torch.no_grad():
+        sample = read(chosen, TARGET, (CONFIG.num_layers,), 1.0)
+        ours, theirs = (
+            engine_logits(parts.learned.model, TARGET, sample),
+            trainer_logits(parts.model, TARGET, sample),
+        )
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-4)
+
+
+def test_retrieval_is_counted_where_a_response_or_its_sibling_has_said_the_words_before() -> None:
+    words = tuple(range(10, 22))
+
+    def rollout(index: int, response: tuple[int, ...]) -> Rollout:
+        return Rollout("p", index, (1, 2), response, (0.0,) * len(response), "stop", 0)
+
+    repeating = rollout(0, words + words)
+    assert count_retrieved([repeating], [24]) == 8  # all of the second time but the anchor
+    assert count_retrieved([repeating], [12]) == 0
+    ahead = [rollout(0, words), rollout(1, (30, 31, 32, *words))]  # three tokens behind its sibling
+    assert count_retrieved(ahead, [0, 15]) == 8
+    assert count_retrieved(ahead, [12, 0]) == 0
+
+
+def test_outputs_that_are_not_finite_are_never_good_enough() -> None:
+    assert judge(math.nan, 0.0)
+    assert judge(0.3, 0.31)
+    assert not judge(0.31, 0.31)

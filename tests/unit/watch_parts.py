@@ -1,0 +1,80 @@
+"""A drafter in the service of a run of one rank: what the tests of its measure and of its service are made of."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.lossless.helpers import CONFIG, VOCAB, make_policy
+from tlt.drafter.buffer import TrajectoryBuffer
+from tlt.drafter.hybrid import HybridDrafter
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.losses import PRESETS
+from tlt.drafter.measure import Subject, Tally, measure
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
+from tlt.drafter.ngram import NgramDrafter
+from tlt.drafter.service import DrafterWatch, Ranks, RankState
+from tlt.drafter.spot import SpotTrainer
+from tlt.drafter.trainer import DrafterTrainer
+from tlt.models.packed import PackedTransformer
+from tlt.types import DrafterReport, Rollout
+
+POLICY = make_policy()
+TARGET = PackedTransformer.from_module(POLICY, torch.float64)
+
+
+def make_rollouts(num: int = 6, length: int = 24, seed: int = 0) -> list[Rollout]:
+    rng = random.Random(seed)
+    rows = [[rng.randrange(VOCAB) for _ in range(4 + length)] for _ in range(num)]
+    return [Rollout(f"p{i // 2}", i % 2, tuple(r[:4]), tuple(r[4:]), (0.0,) * length, "stop", 0) for i, r in enumerate(rows)]
+
+
+class Parts:
+    """A watched drafter of a run of one rank."""
+
+    def __init__(
+        self,
+        gate: float | None = None,
+        retrieved_share: float = 0.0,
+        check_every: int = 1,
+        max_passes: float | None = None,
+    ) -> None:
+        self.model = DraftModel(drafter_shape(CONFIG)).initialize(2)
+        packed = PackedDrafter.from_tensors(self.model.config, self.model.state_dict(), torch.float64)
+        self.learned = LearnedDrafter(packed, TARGET, 4)
+        self.hybrid = HybridDrafter(self.learned, NgramDrafter(4))
+        self.trainer = DrafterTrainer(self.model, TARGET, PRESETS["hass"], 1e-3)
+        self.spot = SpotTrainer(self.trainer, TrajectoryBuffer(10**7), 64, max_passes=max_passes)
+        self.retrieved_share = retrieved_share
+        self.watch = DrafterWatch(
+            Subject(self.model, packed, TARGET, lambda group, counts: round(self.retrieved_share * sum(counts))),
+            self.trainer,
+            self.learned,
+            self.hybrid.set_aside,
+            Ranks(0, lambda value: [value], lambda tensors, weight: weight),
+            gate,
+            check_every,
+        )
+
+    def join(self, state: RankState, tally: Tally | None = None) -> None:
+        """From here on there is a second rank, with this state at every step's end and this tally (None: the first one's)."""
+
+        def gather(value: Any) -> list[Any]:
+            return [value, state if isinstance(value, RankState) else tally or value]
+
+        self.watch.ranks = replace(self.watch.ranks, gather=gather)
+
+    def measure(self, rollouts: Sequence[Rollout], temperature: float, is_due: bool = True) -> Tally:
+        return measure(self.watch.subject, rollouts, temperature, random.Random("0/0"), is_due)
+
+    def step(self, seed: int = 0, micro_steps: int = 6, trains: bool = True) -> Any:
+        rollouts = make_rollouts(seed=seed)
+        for rollout in rollouts:
+            self.spot.buffer.add(rollout)
+        left = iter([False] * micro_steps + [True])
+        report = self.watch.run(lambda: self.spot.run(lambda: next(left))) if trains else DrafterReport()
+        return self.watch.end_step(rollouts, report.num_tokens, 1.0)

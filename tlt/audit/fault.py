@@ -1,0 +1,44 @@
+"""A fault that is planted in an engine on purpose, for the audit to find. Knows verification and nothing of the audit."""
+
+from __future__ import annotations
+
+import math
+import random
+
+from torch import Tensor
+
+from tlt.speculative.sampling import BatchParams
+from tlt.speculative.verify import verify
+from tlt.types import DraftTree, Verdict
+
+
+class PlantedFault:
+    """Takes the place of an engine's `verify`: with `probability` it accepts a draft that the target has rejected.
+
+    The walk down the tree then goes on from that draft, as it would in an engine with this mistake.
+    """
+
+    def __init__(self, probability: float, seed: int = 0) -> None:
+        self.probability, self.random = probability, random.Random(seed)
+        self.num_planted = 0
+
+    def __call__(self, tree: DraftTree, logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> list[Verdict]:
+        tokens, parents = tree.tokens_BN.tolist(), tree.parents_BN.tolist()
+        verdicts = verify(tree, logits_BNV, noise_BNV, params)
+        logits_BNV = logits_BNV.clone()
+        decided: set[tuple[int, int]] = set()
+        while True:
+            before = self.num_planted
+            for row, verdict in enumerate(verdicts):
+                node = verdict.path[-1]
+                drafts = [tokens[row][child] for child in range(1, tree.num_nodes) if parents[row][child] == node]
+                if not drafts or (row, node) in decided:
+                    continue
+                decided.add((row, node))
+                if self.random.random() < self.probability:
+                    logits_BNV[row, node] = -math.inf
+                    logits_BNV[row, node, drafts[0]] = 0.0
+                    self.num_planted += 1
+            if self.num_planted == before:
+                return verdicts
+            verdicts = verify(tree, logits_BNV, noise_BNV, params)
