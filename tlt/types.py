@@ -79,9 +79,11 @@ class Request:
     @property
     def key(self) -> tuple[int, int, int, int]:
         """The noise key: 128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem id,
-        sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does."""
-        fields = (self.params.seed, self.purpose, self.policy_step, self.problem_id, self.sample_index)
-        digest = hashlib.blake2b(repr((LAW_VERSION, *fields)).encode(), digest_size=16).digest()
+        sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does. Numbers and strings of other
+        types (NumPy's) count as the Python ones that they equal."""
+        numbers = (int(self.params.seed), int(self.policy_step), int(self.sample_index))
+        fields = (LAW_VERSION, numbers[0], str(self.purpose), numbers[1], str(self.problem_id), numbers[2])
+        digest = hashlib.blake2b(repr(fields).encode(), digest_size=16).digest()
         words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
         return words[0], words[1], words[2], words[3]
 

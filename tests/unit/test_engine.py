@@ -108,6 +108,20 @@ def test_a_response_ends_at_a_stop_token_at_its_limit_or_at_the_window() -> None
         assert len(rollout.logprobs) == len(rollout.token_ids)
 
 
+@pytest.mark.parametrize("strategy", [Strategy.OFF, Strategy("ngram", 3, 1, 3)], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_policy_whose_logits_are_not_finite_is_refused_by_version_problem_and_position(
+    strategy: Strategy, temperature: float
+) -> None:
+    engine = make_engine(POLICY, Fixed(strategy), drafter="ngram")
+    tensors = {name: tensor.detach().clone() for name, tensor in POLICY.named_parameters()}
+    tensors["model.norm.weight"][0] = float("nan")
+    engine.load_policy(tensors, version=17)
+    with pytest.raises(UserError, match=r"policy 17 .* not finite .*'broken'.* position 4") as error:
+        list(engine.generate([Request("broken", 0, (1, 2, 3, 4), SamplingParams(temperature=temperature))]))
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("length", [0, CONFIG.max_positions])
 def test_a_prompt_that_cannot_be_answered_is_refused_by_name(length: int) -> None:
     with pytest.raises(UserError, match="'bad'") as error:
