@@ -20,7 +20,7 @@ from torch import Tensor
 from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calibration, TauSearch
 from tlt.drafter.history import FeatureHistory
 from tlt.drafter.model import TOKEN_AHEAD, PackedDrafter, training_capture
-from tlt.models.attention import Cached, StoringPrefill, padding_mask
+from tlt.models.attention import Cached, StoringPrefill
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Proposal
@@ -262,7 +262,7 @@ class LearnedDrafter:
             columns_BT = first_B[:, None] + torch.arange(width, device=device)
             length = max(columns) + width
             is_plain = width == 1 and len(rows) == 1
-            mask = None if is_plain else chain_mask(width, first_B, length, self.model.dtype)
+            mask = None if is_plain else chain_mask(columns_BT, length, self.model.dtype)
             outputs.append(self._forward(tokens_BT, hidden_BTE, columns_BT, columns_BT, offsets_B1, length, mask))
             done += width
         output_BTE = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -328,7 +328,7 @@ class LearnedDrafter:
             if depth:
                 columns_B1 = ends_B[:, None] + depth - 1
                 length = max(front.num_pairs) + depth
-                mask = None if is_even else padding_mask(ends_B + depth, length, self.model.dtype)
+                mask = None if is_even else chain_mask(columns_B1, length, self.model.dtype)
                 hidden_B1E = self._forward(tokens[-1], hidden_B1E, columns_B1, columns_B1, front.offsets_B1, length, mask)
             level = self._level(front, hidden_B1E, depth)
             guesses_KB = guesses_KB if depth else self._guess(level)
