@@ -31,10 +31,11 @@ from benchmarks.replay import RecordedCosts, Replay, replay
 from tlt.bench.measure import Ratio, Trace, side_by_side
 from tlt.bench.report import header, provenance, ratio_text, table, write_report
 from tlt.bench.subject import Subject
-from tlt.config.schema import Config, load_config
+from tlt.config.load import load_config
+from tlt.config.schema import Config
 from tlt.drafter.hybrid import drafter_kinds
 from tlt.files import check_output_file
-from tlt.train.run import preflight
+from tlt.train.start import preflight
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import BegMab, default_arms, default_groups, make_tuner
 from tlt.types import Strategy, StrategyTuner, UserError

@@ -1,9 +1,16 @@
-"""The user's files: checked before work begins, read with their line numbers, written whole or not at all."""
+"""The user's files: checked before work begins, read with their line numbers, written whole or not at all.
+
+    write_atomically   a text file        temporary neighbour → flushed → renamed to its place
+    replace_folder     a folder           temporary neighbour → every file in it flushed → renamed to its place
+
+All of TLT writes through these two. A symlink is followed, and stays. Knows nothing of what a file means.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -16,60 +23,79 @@ from tlt.types import UserError
 Record = dict[str, Any]
 
 
+# --------------------------------------------------------------------------------------------------------------------
+# Writing
+
+
 def check_output_file(path: Path, option: str) -> None:
     """Refuses, before any work, an output that could not be written at the end."""
-    folder = path.absolute().parent
     if path.is_dir():
         raise UserError(f"{option}: {path} is a folder; give the name of a file")
+    _refuse_no_file(path, option)
+    folder = path.resolve().parent
     if not folder.is_dir():
         raise UserError(f"{option}: the folder {folder} does not exist; create it or give another path")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{option}: the folder {folder} is not writable; give another path")
 
 
+def check_new_folder(path: Path, option: str) -> None:
+    """Refuses, before any work, an output folder that is there already or could not be made at the end."""
+    if path.exists() or path.is_symlink():
+        raise UserError(f"{option}: {path} exists; give the name of a new folder")
+    check_output_file(path, option)
+
+
 @contextlib.contextmanager
 def write_atomically(path: Path) -> Iterator[TextIO]:
-    """A text file that appears at `path` complete, or not at all: a temporary file beside it, renamed at the end."""
-    handle, name = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}.", suffix=".tmp")
+    """Opens a text file that appears at `path` complete, or not at all. Raises UserError where it cannot be written."""
+    _refuse_no_file(path, str(path))
+    target = path.resolve()
+    partial: Path | None = None
     try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
+        partial = Path(name)
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)  # mkstemp's 0600 would follow the file to its place
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+        partial.chmod(0o666 & ~umask)  # mkstemp's 0600 would follow the file to its place
+        partial.replace(target)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        if partial is not None:
+            partial.unlink(missing_ok=True)  # after the rename it is not there
 
 
 @contextlib.contextmanager
 def replace_folder(path: Path) -> Iterator[Path]:
-    """A folder that appears at `path` complete, or not at all: fill the one yielded, a neighbour; it is flushed to the disk and
-    renamed at the end. A folder that was there leaves only then; a crash between two renames leaves it at `.NAME.old`."""
-    path = path.absolute()
+    """Yields a new folder to fill, which appears at `path` complete, or not at all. A folder that was there leaves only then; a
+    crash between two renames leaves it at `.NAME.old`. Raises UserError where the folder cannot be written."""
+    path = path.resolve()
     new, old = path.with_name(f".{path.name}.new"), path.with_name(f".{path.name}.old")
-    shutil.rmtree(new, ignore_errors=True)  # left behind by a writer that was killed
-    new.mkdir(parents=True)
     try:
+        shutil.rmtree(new, ignore_errors=True)  # left behind by a writer that was killed
+        new.mkdir(parents=True)
         yield new
-        for file in (*new.iterdir(), new):
-            flush(file)
-    except BaseException:
-        shutil.rmtree(new, ignore_errors=True)
-        raise
-    if path.exists():
+        for item in (*new.rglob("*"), new):
+            flush(item)
+        if path.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            path.rename(old)
+        new.rename(path)
+        flush(path.parent)
         shutil.rmtree(old, ignore_errors=True)
-        path.rename(old)
-    new.rename(path)
-    flush(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    finally:
+        shutil.rmtree(new, ignore_errors=True)  # after the rename it is not there
 
 
 def flush(path: Path) -> None:
-    """To the disk, so that a rename never outlives the contents it names."""
+    """Writes a file or folder to the disk, so that a rename never outlives the contents it names."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -78,14 +104,47 @@ def flush(path: Path) -> None:
 
 
 def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Writes one line of strict JSON per record."""
     with write_atomically(path) as file:
-        file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+        file.writelines(dumps(record) + "\n" for record in records)
+
+
+def dumps(value: Any, indent: int | None = None) -> str:
+    """Returns JSON that every reader takes: NaN and infinities become null, numpy and torch scalars plain numbers."""
+    return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if not isinstance(value, str | int | float | None) and callable(getattr(value, "item", None)):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _refuse_no_file(path: Path, place: str) -> None:
+    """A rename would replace a device or a pipe. /dev/stdout is one even where the shell has sent it into a file."""
+    is_stream = str(path.absolute()).startswith(("/dev/std", "/dev/fd/", "/proc/"))
+    if is_stream or (path.exists() and not path.is_file()):
+        raise UserError(f"{place}: {path} is no regular file; give the name of a file")
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path}: cannot be written ({error.strerror or error}); make room or give another path")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Reading
 
 
 def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
-    """Every record with its place ("file:line"). Blank lines are skipped; a file without records is refused."""
+    """Reads every record with its place ("file:line"). Blank lines are skipped; a file without records is refused."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # "-sig": some editors begin a file with a byte-order mark
     except FileNotFoundError:
         raise UserError(f"{option}: {path} does not exist; give the path of a JSONL file") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -108,10 +167,15 @@ def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
 
 
 def get_id(place: str, record: Record, default: str | None = None) -> str:
-    """The record's problem_id; whole numbers count as text."""
+    """Returns the record's problem_id, else `default`; whole numbers count as text."""
     value = record.get("problem_id", default)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     if not isinstance(value, str) or not value:
         raise UserError(f"{place}: problem_id is {value!r}; it must be text that names the problem")
     return value
+
+
+def line_number(place: str) -> str:
+    """Returns the line of a place that `read_jsonl` named, as text: the name of a problem that has no problem_id."""
+    return place.rpartition(":")[2]

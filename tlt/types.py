@@ -1,6 +1,6 @@
 """The nouns that cross a boundary: frozen values, no behaviour beyond what follows from their fields.
 
-This file knows neither models nor engines; torch appears only as the type of a tensor.
+This file knows neither models nor engines; torch appears only as the type of a tensor, and is not imported for it.
 
 Axes used throughout the package:
     N tokens of a flat batch · B sequences · T tokens per sequence · V vocabulary · E hidden size
@@ -12,10 +12,11 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 FinishReason = Literal["stop", "length"]
 Purpose = Literal["rollout", "evaluation", "generate"]
@@ -252,11 +253,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Reward:
-    """What a task says of one response. `error` is empty, or why no score could be had (time-out, exception)."""
+    """A task's judgement of one response. `error` is empty, or says why no score could be had (time-out, exception): then
+    `value` means nothing."""
 
     value: float
     is_solved: bool
     error: str = ""
+
+    @property
+    def is_scored(self) -> bool:
+        return not self.error
 
 
 class SpanName(StrEnum):
@@ -344,6 +350,9 @@ class DrafterCheck:
 
 
 def resolve_dtype(name: str) -> torch.dtype:
+    """Returns the torch type of that name."""
+    import torch  # here alone, so that the command line starts without it
+
     dtypes = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
     if name not in dtypes:
         raise UserError(f"dtype: {name!r} is unknown; use one of {', '.join(dtypes)}")

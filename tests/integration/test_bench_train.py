@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from tlt.bench.report import with_changes
-from tlt.bench.train import OFF, Plan, launch_runs, read_turns
-from tlt.config.schema import Config, load_config
+from tlt.bench.train import OFF, Plan, launch_runs
+from tlt.bench.train_report import read_turns
+from tlt.config.load import load_config
+from tlt.config.schema import Config
 from tlt.train.checkpoint import latest_checkpoint, load_checkpoint
 
 PLAN = Plan({"off": OFF, "tlt": {}}, num_steps=1, minutes=10.0)

@@ -1,7 +1,8 @@
 """Imports point down only (DESIGN §3). Reads every import statement under tlt/, those inside functions too; runs no module.
 
 A module may import lower floors and its own package, never a higher floor and never a sibling on its own. The exceptions:
-config and files → types, for their errors are the package's UserError and strategies are read by Strategy.parse. `tlt` itself
+config, files and recipes → types, for their errors are the package's UserError and strategies are read by Strategy.parse;
+config → recipes, for a configuration may be named by its recipe. `tlt` itself
 and `python -m tlt` stand above everything; the first hands public names on, the second starts the command line.
 """
 
@@ -15,7 +16,7 @@ import tlt
 ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "config", "files"}),
+    frozenset({"types", "config", "files", "recipes"}),
     frozenset({"models", "speculative", "tasks"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"build"}),
@@ -24,7 +25,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}
-SIBLINGS_ALLOWED = {("config", "types"), ("files", "types")}
+SIBLINGS_ALLOWED = {("config", "types"), ("files", "types"), ("recipes", "types"), ("config", "recipes")}
 ABOVE_ALL = {"__init__", "__main__"}
 
 
@@ -85,8 +86,17 @@ def test_imports_point_down_only() -> None:
     assert violations == []
 
 
-def test_the_package_itself_imports_nothing_of_its_own() -> None:
-    assert _imported_parts("tlt.__init__", (ROOT / "__init__.py").read_text(encoding="utf-8")) == []
+def test_the_package_itself_imports_its_own_for_type_checkers_alone_and_tells_them_the_truth() -> None:
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
+    told: dict[str, tuple[str, ...]] = {}
+    for node in [node for node in tree.body if isinstance(node, ast.If)]:
+        assert ast.unparse(node.test) == "TYPE_CHECKING"
+        told |= {
+            s.module: tuple(alias.name for alias in s.names) for s in node.body if isinstance(s, ast.ImportFrom) and s.module
+        }
+        node.body = [ast.Pass()]
+    assert _imported_parts("tlt.__init__", ast.unparse(tree)) == []
+    assert told == tlt._HOMES
 
 
 def test_an_upward_import_is_found_even_inside_a_function() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from tlt import files
 from tlt.models import hf_weights as checkpoint
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, RopeScaling, Transformer
@@ -314,6 +317,26 @@ def test_a_stored_copy_of_a_tied_head_and_old_rotary_buffers_are_dropped(tmp_pat
     assert "tie_word_embeddings" in message
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_refused_by_name(value: float, dtype: torch.dtype, saved: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensor = load_file(saved / "model.safetensors")[name].to(dtype)
+    tensor[3, 4] = value
+    edit_tensors(saved, {name: tensor})
+    message = refusal(load_tensors, saved, load_model_config(saved))
+    assert message.startswith(f"{saved / 'model.safetensors'}: tensor {name} holds NaN or infinite values as ")
+    assert "download" in message
+
+
+def test_weights_that_the_wanted_type_cannot_hold_are_refused_by_name(saved: Path) -> None:
+    tensor = load_file(saved / "model.safetensors")["model.norm.weight"]
+    edit_tensors(saved, {"model.norm.weight": tensor + 1e6})
+    config = load_model_config(saved)
+    assert load_tensors(saved, config)["model.norm.weight"].max() > 9e5
+    assert "model.norm.weight holds NaN or infinite values as float16;" in refusal(load_tensors, saved, config, torch.float16)
+
+
 REFUSED_TENSORS: list[tuple[dict[str, Tensor | None], str]] = [
     ({"model.layers.1.self_attn.k_proj.bias": None}, "tensor model.layers.1.self_attn.k_proj.bias is missing;"),
     ({"lm_head.weight": None, "model.norm.weight": None}, "tensor model.norm.weight (and 1 more) is missing;"),
@@ -472,20 +495,34 @@ def test_a_checkpoint_can_be_saved_over_its_own_source(saved: Path) -> None:
     assert (saved / "tokenizer.json").read_text() == "kept"
 
 
-@pytest.mark.parametrize("step", ["_write_tensors", "write_json", "_copy_companions", "_flush"])
-def test_a_save_that_dies_leaves_the_old_checkpoint(step: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "step"),
+    [(checkpoint, "_write_tensors"), (checkpoint, "write_json"), (checkpoint, "_copy_companions"), (files, "flush")],
+)
+def test_a_save_that_dies_leaves_the_old_checkpoint(
+    module: ModuleType, step: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = hash_of(saved)
 
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, step, die)
+        patch.setattr(module, step, die)
         with pytest.raises(KeyboardInterrupt):
             save_small(saved, source=saved)
     assert hash_of(saved) == before
     assert save_small(saved, source=saved) == hash_of(saved)
     assert os.listdir(saved.parent) == ["saved"]
+
+
+def test_every_file_of_a_checkpoint_is_flushed_before_the_rename(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (saved / "additional_chat_templates").mkdir()
+    (saved / "additional_chat_templates" / "tool.jinja").write_text("tool")
+    flushed: set[str] = set()
+    monkeypatch.setattr(files, "flush", lambda path: flushed.add(path.name))
+    save_small(saved, source=saved)
+    assert flushed >= {file.name for file in saved.rglob("*")}
 
 
 def test_a_save_that_dies_between_its_two_renames_can_be_repaired(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

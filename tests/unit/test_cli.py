@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 import subprocess
 import sys
 import time
@@ -11,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -359,6 +361,17 @@ def test_generate_refuses_options_in_one_line(
 ) -> None:
     write_lines("prompts.jsonl", {"prompt": "1"})
     assert part in refuse(capsys, model, *arguments)
+
+
+@pytest.mark.usefixtures("here")
+def test_generate_refuses_a_model_whose_weights_are_not_finite(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(model, "broken")
+    tensors = load_file("broken/model.safetensors")
+    tensors["model.norm.weight"][0] = math.nan
+    save_file(tensors, "broken/model.safetensors", metadata={"format": "pt"})
+    write_lines("prompts.jsonl", {"prompt_ids": [2, 3]})
+    message = refuse(capsys, Path("broken"))
+    assert "tensor model.norm.weight holds NaN or infinite values as" in message
 
 
 @pytest.mark.usefixtures("here")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from tlt.config.schema import Config, ModelConfig, RolloutConfig, TaskConfig, load_config, parse_overrides
+from tlt.config.load import load_config, read_overrides
+from tlt.config.schema import Config, ModelSection, RolloutSection, TaskSection
 from tlt.types import UserError
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "countdown" / "quickstart.toml"
@@ -113,7 +114,7 @@ rewards     num_workers timeout_seconds
 
 
 def test_every_key_of_the_contract_exists_and_no_other() -> None:
-    config = Config(model=ModelConfig(path=Path("m")), task=TaskConfig(name="t"))
+    config = Config(model=ModelSection(path=Path("m")), task=TaskSection(name="t"))
     found = {(section, key) for section, values in json.loads(config.to_json()).items() for key in values}
     expected = {(section, key) for section, *keys in map(str.split, KEYS.strip().splitlines()) for key in keys}
     assert found == expected
@@ -153,6 +154,11 @@ def test_a_path_in_an_override_and_out_dir_are_relative_to_the_working_directory
 
 def test_a_missing_file_is_named() -> None:
     assert mistake(Path("nowhere.toml")) == "nowhere.toml: no such file; give the path of a TOML configuration"
+
+
+def test_a_byte_order_mark_is_skipped(folder: Path) -> None:
+    (folder / "run.toml").write_bytes(b"\xef\xbb\xbf" + (folder / "run.toml").read_bytes())
+    assert load_config(folder / "run.toml").task.name == "countdown"
 
 
 def test_a_syntax_error_is_placed_by_line_and_column(folder: Path) -> None:
@@ -227,12 +233,12 @@ def test_a_section_that_is_a_value_is_refused(folder: Path) -> None:
         (["--run.seed", "--run.num_steps", "3"], "--run.seed: has no value; write --run.seed VALUE"),
         (["--seed", "3"], "--seed: unknown option; an override is written --section.key value, such as --run.seed 1"),
         (["run.seed", "3"], "run.seed: unexpected argument; an override is written --section.key value"),
-        (["--run.", "3"], "--run.: unexpected argument; an override is written --section.key value"),
+        (["--run.", "3"], "--run.: unexpected argument; an option is written --name value, an override --section.key value"),
     ],
 )
 def test_a_malformed_override_says_how_to_write_it(overrides: list[str], message: str) -> None:
     with pytest.raises(UserError) as caught:
-        parse_overrides(overrides)
+        read_overrides(overrides)
     assert str(caught.value) == message
 
 
@@ -268,4 +274,4 @@ def test_problems_come_from_one_source(folder: Path) -> None:
 
 def test_direct_construction_is_as_strict(folder: Path) -> None:
     with pytest.raises(ValidationError, match="extra_forbidden"):
-        RolloutConfig(batch=1)
+        RolloutSection(batch=1)

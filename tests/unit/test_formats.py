@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.lossless.helpers import CONFIG as TINY
 from tlt.drafter.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.formats import FORMATS, Target, export_drafter
-from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_config
+from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
@@ -35,7 +35,7 @@ ABOUT = {"policy_hash": "abc123", "policy_step": 30, "preset": "eagle3"}
 
 
 def make_drafter(target: ModelConfig, method: Method, vocab: int | None = None) -> StoredDrafter:
-    model = DraftModel(drafter_config(target, method, vocab)).bfloat16().initialize(1)
+    model = DraftModel(drafter_shape(target, method, vocab)).bfloat16().initialize(1)
     if model.config.is_reduced:
         model.set_vocabulary(torch.arange(1, 2 * model.config.draft_vocab_size, 2) % target.vocab_size)
     return StoredDrafter(model.config, {name: tensor.detach() for name, tensor in model.state_dict().items()}, ABOUT)
@@ -122,6 +122,16 @@ def test_the_readme_says_how_to_serve_it_and_whose_drafter_it_is(tmp_path: Path,
     assert {"sglang-eagle3": "--speculative-algorithm EAGLE3", "speculators": "vllm serve out"}.get(name, "") in text
     assert "abc123" in text
     assert "org/model" in text
+
+
+def test_an_export_that_meets_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tlt.drafter.formats._readme", full)  # after the weights have been written
+    with pytest.raises(OSError, match="No space left"):
+        export(tmp_path / "out", "vllm-eagle")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_format_for_the_other_form_of_drafter_is_refused_and_leaves_nothing(tmp_path: Path) -> None:

@@ -9,25 +9,24 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
-from tlt.config.schema import AlgorithmConfig, OptimizerConfig
+from tlt.config.schema import AlgorithmSection, OptimizerSection
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.rl import update as policy
-from tlt.rl.update import NonFiniteUpdate, PolicyTrainer, UpdateMetrics, learning_rate, plan_micro_batches, plan_ranks
+from tlt.rl.update import NonFiniteUpdate, PolicyTrainer, UpdateMetrics
 from tlt.types import Reward, Rollout, UserError
 
 CONFIG = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)
 TEMPERATURE = 0.8
 #: A large eps keeps AdamW's first steps smooth, so that weights agree as far as gradients do.
-OPTIMIZER = OptimizerConfig(learning_rate=1e-2, eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
+OPTIMIZER = OptimizerSection(learning_rate=1e-2, eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
 
 
 def make_model(seed: int = 0) -> Transformer:
@@ -50,10 +49,10 @@ def make_batch(seed: int = 0, num_problems: int = 5, num_samples: int = 4) -> tu
 
 
 def make_trainer(
-    model: Transformer, optimizer: OptimizerConfig = OPTIMIZER, group: Any = None, reference: Any = None, **algorithm: Any
+    model: Transformer, optimizer: OptimizerSection = OPTIMIZER, group: Any = None, reference: Any = None, **algorithm: Any
 ) -> PolicyTrainer:
     settings_ = {"tokens_per_micro_batch": 100, **algorithm}
-    return PolicyTrainer(model, AlgorithmConfig(**settings_), optimizer, TEMPERATURE, 10, group, reference)
+    return PolicyTrainer(model, AlgorithmSection(**settings_), optimizer, TEMPERATURE, 10, group, reference)
 
 
 def run(
@@ -322,6 +321,21 @@ def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pyt
     assert estimates[0].entropy != metrics[0].entropy
 
 
+def test_a_response_that_could_not_be_scored_has_no_say_in_the_update() -> None:
+    """Its group goes without it: whatever value stands in its place, the same bits; and no gradient comes from it."""
+    rollouts, rewards = make_batch()
+    unscored = [
+        [replace(reward, value=value, error="time-out") if i % 4 == 1 else reward for i, reward in enumerate(rewards)]
+        for value in (0.0, 9.0)
+    ]
+    with_zero, with_nine = (run([(rollouts, changed)]) for changed in unscored)
+    assert torch.equal(with_zero[0], with_nine[0])
+    assert with_zero[1][0].num_tokens == run([(rollouts, rewards)])[1][0].num_tokens, "its tokens still count"
+    nothing = [replace(reward, error="time-out") for reward in rewards]
+    (metrics,) = run([(rollouts, nothing)])[1]
+    assert (metrics.zero_variance_groups, metrics.grad_norm) == (5, 0.0)
+
+
 def test_a_batch_without_any_advantage_still_reports() -> None:
     rollouts, _ = make_batch()
     weights, metrics = run([(rollouts, [Reward(0.5, False)] * len(rollouts))])
@@ -345,40 +359,9 @@ def test_a_resumed_trainer_goes_on_to_the_same_bits() -> None:
     assert torch.equal(flat(resumed_model), straight)
 
 
-# ── plans ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 400))
-@settings(max_examples=100, deadline=None)
-def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths: list[int], budget: int) -> None:
-    batches = plan_micro_batches(lengths, budget)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    for batch in batches:
-        assert sum(lengths[i] for i in batch) <= budget or len(batch) == 1
-    tokens = sum(lengths)
-    assert len(batches) <= max(1, 2 * math.ceil(tokens / budget)) + sum(length > budget for length in lengths)
-
-
-@given(st.lists(st.floats(0.1, 100), max_size=40), st.integers(1, 6))
-@settings(max_examples=100, deadline=None)
-def test_ranks_differ_by_at_most_the_largest_sequence(costs: list[float], num_ranks: int) -> None:
-    shares = plan_ranks(costs, num_ranks)
-    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
-    loads = [sum(costs[i] for i in share) for share in shares]
-    assert max(loads) - min(loads) <= max(costs, default=0) + 1e-9
-
-
-def test_learning_rates_follow_the_schedule() -> None:
-    def rates(schedule: str, warmup: int) -> list[float]:
-        config = OptimizerConfig(learning_rate=1.0, schedule=schedule, warmup_steps=warmup)
-        return [learning_rate(config, step, 8) for step in range(8)]
-
-    assert rates("constant", 0) == [1.0] * 8
-    assert rates("constant", 4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
-    assert rates("linear", 4) == [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]
-    assert rates("cosine", 0) == pytest.approx([0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)])
+def test_the_last_step_of_a_linear_schedule_moves_nothing() -> None:
     model = make_model()
-    trainer = make_trainer(model, OptimizerConfig(learning_rate=1.0, schedule="linear", eps=1e-3))
+    trainer = make_trainer(model, OptimizerSection(learning_rate=1.0, schedule="linear", eps=1e-3))
     before = flat(model)
     assert trainer.update(*make_batch(), step=10).lr == 0.0  # the end of the schedule
     assert torch.equal(before, flat(model))
@@ -407,7 +390,7 @@ def test_bad_batches_are_errors_that_name_step_and_place() -> None:
 
 def test_greedy_sampling_is_refused_for_training() -> None:
     with pytest.raises(UserError, match="temperature is 0"):
-        PolicyTrainer(make_model(), AlgorithmConfig(), OPTIMIZER, 0.0, 10)
+        PolicyTrainer(make_model(), AlgorithmSection(), OPTIMIZER, 0.0, 10)
 
 
 def test_a_non_finite_update_names_the_step_and_leaves_the_weights_alone() -> None:

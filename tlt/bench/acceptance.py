@@ -1,14 +1,15 @@
-"""How well a drafter guesses: acceptance by position, by the target's entropy and by the drafter's own confidence.
+"""Measures how well a drafter guesses: acceptance by position, by the target's entropy and by the drafter's own confidence.
 
     engine step   propose a chain ─▶ target's forward ─▶ verify ─▶ commit
                       └ confidence of each guess   └ entropy where it was made, and whether it was accepted
 
-A guess counts where all guesses before it were accepted: of the others nobody knows what the target would have said. The
-drafter and the engine are those of a rollout; they are looked at, not replaced.
+A guess counts where all guesses before it were accepted: for the others nobody knows what the target would have said. Drafter
+and engine are those of a rollout; they are watched, not replaced.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from tlt.bench.measure import Ratio, side_by_side
 from tlt.build import EngineSettings, build_engine, build_learned
-from tlt.config.schema import DrafterConfig
+from tlt.config.schema import DrafterSection
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.learned import LearnedDrafter, LearnedProposal
 from tlt.drafter.model import PackedDrafter
@@ -29,7 +30,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.verify import verify
 from tlt.tuning.tuner import Fixed
-from tlt.types import DraftTree, Request, Strategy, Verdict
+from tlt.types import DraftTree, Request, Strategy, UserError, Verdict
 
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.7, 1.5, float("inf"))
 """Nats. Most tokens of reasoning are nearly certain; they get the narrow buckets."""
@@ -39,10 +40,13 @@ NUM_CONFIDENCE_BUCKETS = 10
 
 @dataclass(frozen=True)
 class Bucket:
-    """Guesses whose entropy or confidence lies in [low, high): how many, its mean over them, the share accepted."""
+    """The guesses whose entropy or confidence lies in [low, high): their number, its mean over them, the share accepted.
+
+    high: None for the last bucket by entropy, which has no upper end.
+    """
 
     low: float
-    high: float
+    high: float | None
     num_guesses: int
     mean: float
     accepted: float
@@ -50,11 +54,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What was seen of a drafter at one depth.
+    """How a drafter's guesses fared, in chains of one length.
 
-    by_position: share of verifications whose first 1, 2, ... guesses were all accepted (unconditional survival, as vLLM logs
-        it).  by_entropy: nats of the target's distribution at the sampling temperature (at temperature 0, at 1).
-    calibration_error: |confidence - accepted|, averaged over the buckets of `by_confidence` by their guesses.
+    accept_length: tokens committed per verification, the target's own token included.
+    by_position: share of verifications whose first 1, 2, ... guesses were all accepted: unconditional survival, as vLLM has it.
+    by_entropy: buckets of the target's entropy in nats, at the sampling temperature (of greedy sampling: at temperature 1).
+    by_confidence: buckets of the probability that the drafter itself gave its guess.
+    calibration_error: |confidence - accepted|, averaged over the buckets of `by_confidence`, weighted by their guesses.
     """
 
     num_verifications: int
@@ -67,7 +73,7 @@ class Acceptance:
 
 @dataclass
 class _Guesses:
-    """One entry per guess that counts."""
+    """Lists with one entry for each guess that counts."""
 
     confidence: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
@@ -75,7 +81,7 @@ class _Guesses:
 
 
 class _ObservedDrafter(LearnedDrafter):
-    """Also notes how likely it holds each token that it drafts."""
+    """Drafts as ever, and notes the probability that it gives each token it drafts."""
 
     confidence_BD = torch.empty(0, 0)
 
@@ -102,7 +108,10 @@ def observe(
     depth: int,
     max_batch_size: int,
 ) -> Acceptance:
-    """Generates the responses with chains of `depth` guesses and watches."""
+    """Generates the responses with chains of `depth` guesses, and returns what became of the guesses.
+
+    Raises UserError where prompts and responses are so short that nothing was guessed.
+    """
     guesses = _Guesses()
     observed: _ObservedDrafter
 
@@ -129,7 +138,10 @@ def observe(
     for _ in engine.generate(requests):
         pass
     stats = engine.stats
-    assert stats.accept_length is not None, "a prompt of two tokens or more was given"
+    if stats.accept_length is None:
+        raise UserError(
+            "drafter eval: not one guess was verified; give prompts of two tokens or more, or let responses be longer"
+        )
     edges = (*(index / NUM_CONFIDENCE_BUCKETS for index in range(NUM_CONFIDENCE_BUCKETS)), 1.0 + 1e-6)
     by_confidence = _buckets(guesses.confidence, guesses.accepted, edges)
     return Acceptance(
@@ -143,13 +155,14 @@ def observe(
 
 
 def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[float]) -> tuple[Bucket, ...]:
-    """Those that hold something."""
+    """Returns the buckets between the edges, without the empty ones."""
     buckets = []
     for low, high in pairwise(edges):
         inside = [index for index, value in enumerate(values) if low <= value < high]
         if inside:
             mean = statistics.fmean(values[i] for i in inside)
-            buckets.append(Bucket(low, high, len(inside), mean, statistics.fmean(accepted[i] for i in inside)))
+            upper = high if math.isfinite(high) else None
+            buckets.append(Bucket(low, upper, len(inside), mean, statistics.fmean(accepted[i] for i in inside)))
     return tuple(buckets)
 
 
@@ -162,8 +175,10 @@ def speedup(
     max_batch_size: int,
     num_rounds: int,
 ) -> tuple[Ratio, int]:
-    """Seconds without speculation over seconds with such chains, the same responses in turns; and how many responses differed
-    (in float32 a near-tie may)."""
+    """Generates the same responses in turns without speculation and with chains of `depth` guesses.
+
+    Returns the ratio of seconds without / seconds with, and how many responses differed (in float32 a near-tie may).
+    """
 
     def make(strategy: Strategy | None) -> RolloutEngine:
         tuner = None if strategy is None else Fixed(strategy)
@@ -180,5 +195,5 @@ def speedup(
 
 
 def _settings(max_batch_size: int) -> EngineSettings:
-    """Chains of full length: a threshold would cut those short whose end nobody then sees."""
-    return EngineSettings(max_batch_size=max_batch_size, drafting=DrafterConfig(confidence_threshold=0.0))
+    """Returns settings for chains of full length: a threshold would cut some short, and nobody would see how they end."""
+    return EngineSettings(max_batch_size=max_batch_size, drafting=DrafterSection(confidence_threshold=0.0))

@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import inspect
 import json
-import shutil
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tlt.config.schema import Config, load_config
+from tlt.config.load import load_config
+from tlt.config.schema import Config
 from tlt.files import Record, check_output_file, get_id, read_jsonl, write_atomically, write_jsonl
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from tlt.audit.referee import Referee
     from tlt.audit.report import AuditReport
     from tlt.bench.rollout import Options
@@ -498,12 +495,11 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
     """
     import torch
 
-    from tlt.drafter.buffer import TrajectoryBuffer
+    from tlt.drafter.buffer import is_trainable
     from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
     from tlt.drafter.losses import PRESETS
-    from tlt.drafter.model import DraftModel, drafter_config
-    from tlt.drafter.spot import RECOMPUTE_TOKENS, FeatureRecompute
-    from tlt.drafter.trainer import DrafterTrainer
+    from tlt.drafter.model import DraftModel
+    from tlt.drafter.offline import OfflineSettings, new_drafter, train_offline
     from tlt.models.hf_config import load_model_config
     from tlt.models.hf_weights import content_hash, load_tensors
     from tlt.models.packed import PackedTransformer
@@ -524,58 +520,27 @@ def train_drafter(options: DrafterTrainOptions, on_progress: Callable[[float, fl
         rollouts = _answer(options)
     target = PackedTransformer(config, torch.float32)
     target.load(tensors, version=0)
+    if not any(map(is_trainable, rollouts)):
+        source = "--prompts: they have" if options.responses is None else f"--responses: {options.responses} has"
+        raise UserError(f"{source} no response of three tokens or more; give longer ones")
     if stored is None:
-        model = DraftModel(drafter_config(config, preset.method, options.draft_vocab)).initialize(options.seed)
-        if model.config.is_reduced:
-            model.set_vocabulary(most_frequent(rollouts, model.config.draft_vocab_size, config.vocab_size))
+        model = new_drafter(config, preset, options.draft_vocab, rollouts, options.seed)
     else:
         model = DraftModel(stored.config)
         model.load_state_dict(stored.tensors)
-
-    buffer = TrajectoryBuffer(sys.maxsize, options.seed)
-    for rollout in rollouts:
-        buffer.add(rollout)
-    if not len(buffer):
-        source = "--prompts: they have" if options.responses is None else f"--responses: {options.responses} has"
-        raise UserError(f"{source} no response of three tokens or more; give longer ones")
-    trainer = DrafterTrainer(model, target, preset, options.learning_rate)
-    wanted = max(int(options.epochs * buffer.num_tokens), 1)
-    begin, num_steps, loss = time.perf_counter(), 0, float("nan")
-    while (trajectory := buffer.missing(target.version)) is not None:
-        recompute = FeatureRecompute(target, trainer.capture, trajectory)
-        while not recompute.advance(RECOMPUTE_TOKENS):
-            pass
-    while trainer.num_tokens < wanted:
-        progress = trainer.num_tokens / wanted
-        for group in trainer.optimizer.param_groups:
-            group["lr"] = options.learning_rate * min(1.0, (progress + 0.005) / 0.05, (1.0 - progress) / 0.5 + 0.02)
-        batch = buffer.sample(options.tokens_per_micro_step)
-        assert batch is not None, "the buffer holds trajectories"
-        loss, num_steps = trainer.step(batch), num_steps + 1
-        on_progress(trainer.num_tokens / wanted, loss)
-    seconds = time.perf_counter() - begin
+    settings = OfflineSettings(
+        options.epochs, options.learning_rate, options.tokens_per_micro_step, options.seed, options.temperature
+    )
+    summary = train_offline(model, target, preset, rollouts, settings, on_progress)
 
     about = {
         "preset": preset.name,
         "target": content_hash(tensors),
-        "num_tokens": trainer.num_tokens,
+        "num_tokens": summary.tokens,
         "init": str(options.init or "random"),
     }
-    unfinished = options.out.with_name(f".{options.out.name}.tmp")
-    try:
-        save_drafter(unfinished, model, torch.bfloat16, about)
-        unfinished.rename(options.out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    return {
-        "responses": len(rollouts),
-        "tokens": trainer.num_tokens,
-        "steps": num_steps,
-        "seconds": seconds,
-        "loss": loss,
-        "out": str(options.out),
-    }
+    save_drafter(options.out, model, torch.bfloat16, about)
+    return {"responses": len(rollouts), **asdict(summary), "out": str(options.out)}
 
 
 def _answer(options: DrafterTrainOptions) -> list[Rollout]:
@@ -596,14 +561,6 @@ def _answer(options: DrafterTrainOptions) -> list[Rollout]:
     ]
     answered = {(rollout.problem_id, rollout.sample_index): rollout for rollout in engine.generate(requests)}
     return [answered[request.problem_id, request.sample_index] for request in requests]
-
-
-def most_frequent(rollouts: Sequence[Rollout], num: int, vocab_size: int) -> Tensor:
-    """The `num` token ids that responses hold most often, rising; among equals the lower id."""
-    import torch
-
-    counts = torch.bincount(torch.tensor([token for r in rollouts for token in r.token_ids]), minlength=vocab_size)
-    return counts.sort(descending=True, stable=True).indices[:num].sort().values
 
 
 def _check_drafter_train(options: DrafterTrainOptions) -> None:
@@ -709,7 +666,7 @@ def bench_rollout(
     """Measures the configuration's rollout (see bench/rollout.py); returns the ratios over off, by measurement."""
     from tlt.bench.rollout import PARTS, run_benchmark
     from tlt.drafter.hybrid import drafter_kinds
-    from tlt.train.run import preflight
+    from tlt.train.start import preflight
     from tlt.tuning.tuner import make_tuner
 
     _check_words("parts", options.parts, PARTS)
@@ -747,8 +704,9 @@ def bench_train(config_path: Path, overrides: Sequence[str], options: BenchTrain
     """Whole runs side by side (see bench/train.py); returns off's step time over each variant's. Stopped by the user, it
     reports what was measured and exits as a run does."""
     from tlt.bench.report import header, write_report
-    from tlt.bench.train import FROZEN, OFF, Plan, launch_runs, summarize, to_markdown
-    from tlt.train.run import preflight
+    from tlt.bench.train import FROZEN, OFF, Plan, launch_runs
+    from tlt.bench.train_report import summarize, to_markdown
+    from tlt.train.start import preflight
 
     changes = {"tlt": {}, "frozen": FROZEN}
     _check_words("variants", options.variants, tuple(changes))

@@ -22,6 +22,7 @@ import tyro
 from tyro.conf import FlagConversionOff, Positional, arg
 
 from tlt import __version__
+from tlt.cli import init
 
 # --------------------------------------------------------------------------------------------------------------------
 # What can be said
@@ -293,6 +294,7 @@ class BenchTrain:
 
 
 COMMANDS: dict[str, type] = {
+    "init": init.Init,
     "train": Train,
     "generate": Generate,
     "task": Task,
@@ -313,6 +315,8 @@ COMMANDS: dict[str, type] = {
 def run(command: Any, overrides: Sequence[str]) -> int:
     """Carries out a command; returns the exit code."""
     match command:
+        case init.Init():
+            return init.run(command)
         case Train():
             return _train(command, overrides)
         case Generate():
@@ -338,14 +342,13 @@ def run(command: Any, overrides: Sequence[str]) -> int:
 
 
 def _train(command: Train, overrides: Sequence[str]) -> int:
+    started_at = time.time()
     from tlt.cli.commands import resolve_train_config
 
     config = resolve_train_config(command.config, overrides, command.resume)
-    from tlt.distributed.launch import launch
-    from tlt.train.run import preflight
+    from tlt.train.start import start
 
-    preflight(config)
-    return launch(config.to_json(), config.run.num_ranks, "tlt.train.run:main", threads_per_rank=config.run.threads_per_rank)
+    return start(config, started_at)
 
 
 def _generate(command: Generate) -> int:
@@ -479,15 +482,15 @@ def _print_evaluation(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from tlt.bench.report import number, ratio_text
+
     console = Console(highlight=False)
     console.print(
         f"{summary['form']} drafter, chains of {summary['depth']}, temperature {summary['temperature']:g}: accept length "
         f"{summary['accept_length']:.2f} over {summary['num_verifications']} verifications of {summary['responses']} responses"
     )
     if (speed := summary.get("speedup")) is not None:
-        console.print(
-            f"speed over none, batch {speed['batch_size']}: {speed['mean']:.2f} ({speed['low']:.2f} – {speed['high']:.2f})"
-        )
+        console.print(f"speed over none, batch {speed['batch_size']}: {ratio_text(speed)}")
     positions = Table("position", "accepted", title="all guesses up to here", title_justify="left")
     for position, share in enumerate(summary["by_position"], start=1):
         positions.add_row(str(position), f"{share:.3f}")
@@ -496,7 +499,7 @@ def _print_evaluation(summary: dict[str, Any]) -> None:
     for key, title in (("by_entropy", "target's entropy, nats"), ("by_confidence", error)):
         table = Table("from", "to", "mean", "guesses", "accepted", title=title, title_justify="left")
         for bucket in summary[key]:
-            bounds = (f"{bucket[name]:.2f}" for name in ("low", "high", "mean"))
+            bounds = (number(bucket[name]) for name in ("low", "high", "mean"))
             table.add_row(*bounds, str(bucket["num_guesses"]), f"{bucket['accepted']:.3f}")
         console.print(table)
 

@@ -1,30 +1,18 @@
-"""The configuration of a run: TOML in, with `--section.key value` overrides; frozen and validated; resolved JSON out.
-
-This file knows what a value may be, and nothing of what is done with it. Every mistake is one `UserError` line that
-names the place, the value and the remedy; nothing that is misspelt is ignored.
-
-    defaults below ◀ quickstart.toml ◀ --section.key value          later wins
-
-Paths: a relative path in a TOML file is taken from that file's folder if it exists there, else from the working
-directory. A relative path in an override, and `run.out_dir` always, is taken from the working directory. The resolved
-configuration holds absolute paths, so it means the same in every process and for `--resume`.
+"""What a run's configuration holds: sections of keys, each with its type, range, default and help. Does not know where values
+come from (load.py), nor what is done with them.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-import tomllib
-import types
-import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from tlt.config.mistakes import mistake, validate
 from tlt.types import Strategy, UserError
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -34,12 +22,7 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 AnyPath = Annotated[Path, Field(strict=False)]
 
 _DEFAULT_NUM_PROBLEMS = 4096
-_DEFAULT_OUT_DIR = Path("runs/run")
-
-
-def _mistake(message: str) -> PydanticCustomError:
-    """A validator's complaint that reads as the second half of `place: section.key is value; <message>`."""
-    return PydanticCustomError("mistake", "{message}", {"message": message})
+DEFAULT_OUT_DIR = Path("runs/run")
 
 
 class Section(BaseModel):
@@ -48,10 +31,10 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 
-class RunConfig(Section):
+class RunSection(Section):
     """The process group, and where the run lives."""
 
-    out_dir: AnyPath = _DEFAULT_OUT_DIR
+    out_dir: AnyPath = DEFAULT_OUT_DIR
     """Folder of everything the run writes; relative to the working directory."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Of sampling, problem order and generated problems: the same seed gives the same run."""
@@ -71,14 +54,14 @@ class RunConfig(Section):
     """No step begins when it and the last evaluation would not end within this many minutes; None: no limit."""
 
 
-class ModelConfig(Section):
+class ModelSection(Section):
     """The policy to start from."""
 
     path: AnyPath
     """A Hugging Face checkpoint folder: config.json, tokenizer, safetensors."""
 
 
-class TaskConfig(Section):
+class TaskSection(Section):
     """What is trained on. Give `num_problems` or `problems_file`, not both."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -96,13 +79,13 @@ class TaskConfig(Section):
         if isinstance(values, Mapping):
             has_number, has_file = (values.get(key) is not None for key in ("num_problems", "problems_file"))
             if has_number and has_file:
-                raise _mistake("problems_file and num_problems exclude each other: remove one")
+                raise mistake("problems_file and num_problems exclude each other: remove one")
             if not has_number and not has_file:
                 return {**values, "num_problems": _DEFAULT_NUM_PROBLEMS}
         return values
 
 
-class RolloutConfig(Section):
+class RolloutSection(Section):
     """How many responses a step generates, and how."""
 
     problems_per_step: PositiveInt = 8
@@ -125,11 +108,11 @@ class RolloutConfig(Section):
             try:
                 Strategy.parse(value)
             except UserError:
-                raise _mistake("give off, adaptive or DEPTHxWIDTHxBUDGET (budget >= depth) such as 4x1x4") from None
+                raise mistake("give off, adaptive or DEPTHxWIDTHxBUDGET (budget >= depth) such as 4x1x4") from None
         return value
 
 
-class SamplingConfig(Section):
+class SamplingSection(Section):
     """How training responses are sampled. RL trains on the law it samples: truncation is off by default."""
 
     temperature: NonNegativeFloat = 1.0
@@ -144,7 +127,7 @@ class SamplingConfig(Section):
     """Longest response, in tokens."""
 
 
-class DrafterConfig(Section):
+class DrafterSection(Section):
     """The drafter, and how idle ranks train it."""
 
     path: AnyPath | None = None
@@ -196,7 +179,7 @@ class DrafterConfig(Section):
     """Response tokens indexed for retrieval, about 300 bytes each, per rank."""
 
 
-class AlgorithmConfig(Section):
+class AlgorithmSection(Section):
     """GRPO: group-normalized advantages, clipped ratio, token-level loss."""
 
     clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
@@ -217,7 +200,7 @@ class AlgorithmConfig(Section):
     """Cap of the weight exp(trainer logprob - engine logprob) per token; None: no correction."""
 
 
-class OptimizerConfig(Section):
+class OptimizerSection(Section):
     """AdamW for the policy."""
 
     learning_rate: PositiveFloat = 1e-6
@@ -232,7 +215,7 @@ class OptimizerConfig(Section):
     clip_grad_norm: PositiveFloat = 1.0
 
 
-class EvaluationConfig(Section):
+class EvaluationSection(Section):
     """Held-out problems, drawn from the task's test split: the same at every evaluation."""
 
     every: NonNegativeInt = 0
@@ -245,10 +228,11 @@ class EvaluationConfig(Section):
     """Also keep the policy of the best evaluation."""
 
 
-class RewardsConfig(Section):
+class RewardsSection(Section):
     """The worker processes that score responses while others still generate."""
 
-    num_workers: PositiveInt = 1
+    num_workers: NonNegativeInt = 1
+    """0: the rank scores by itself and no time-out holds; for a task that is being written, or an object of a notebook."""
     timeout_seconds: PositiveFloat = 10.0
     """Of one response; past it the reward is 0, with the reason recorded."""
 
@@ -256,38 +240,38 @@ class RewardsConfig(Section):
 class Config(Section):
     """Everything a run depends on."""
 
-    run: RunConfig = RunConfig()
-    model: ModelConfig
-    task: TaskConfig
-    rollout: RolloutConfig = RolloutConfig()
-    sampling: SamplingConfig = SamplingConfig()
-    drafter: DrafterConfig = DrafterConfig()
-    algorithm: AlgorithmConfig = AlgorithmConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
-    rewards: RewardsConfig = RewardsConfig()
+    run: RunSection = RunSection()
+    model: ModelSection
+    task: TaskSection
+    rollout: RolloutSection = RolloutSection()
+    sampling: SamplingSection = SamplingSection()
+    drafter: DrafterSection = DrafterSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    rewards: RewardsSection = RewardsSection()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
         num_responses = self.rollout.problems_per_step * self.rollout.samples_per_problem
         if self.drafter.path is None and self.drafter.train:
-            raise _mistake("drafter.train is true but drafter.path is not set: give a drafter folder, or set it to false")
+            raise mistake("drafter.train is true but drafter.path is not set: give a drafter folder, or set it to false")
         if self.rollout.speculation not in ("off", "adaptive"):
             kind = Strategy.parse(self.rollout.speculation, "learned" if self.drafter.path else "ngram").drafter
             if kind not in ("learned", "ngram", "hybrid"):
-                raise _mistake(f"rollout.speculation names the drafter {kind!r}: give learned, ngram or hybrid")
+                raise mistake(f"rollout.speculation names the drafter {kind!r}: give learned, ngram or hybrid")
             if self.drafter.path is None and kind != "ngram":
-                raise _mistake(
+                raise mistake(
                     f"rollout.speculation is {self.rollout.speculation!r} but drafter.path is not set:"
                     " give a drafter folder, or use ngram, which needs none"
                 )
         if self.task.num_problems is not None and self.task.num_problems < self.rollout.problems_per_step:
-            raise _mistake(
+            raise mistake(
                 f"rollout.problems_per_step is {self.rollout.problems_per_step} but task.num_problems only"
                 f" {self.task.num_problems}: a step would repeat a problem; raise the second or lower the first"
             )
         if self.algorithm.minibatches > num_responses:
-            raise _mistake(
+            raise mistake(
                 f"algorithm.minibatches is {self.algorithm.minibatches} but a step has only {num_responses} responses: lower it"
             )
         return self
@@ -302,197 +286,10 @@ class Config(Section):
             values = json.loads(text)
         except json.JSONDecodeError as error:
             raise UserError(f"{place}: not JSON: {error}; restore the file the run wrote") from None
-        return _validate(values, place, frozenset())
+        return validate(Config, values, place)
 
     @property
     def content_hash(self) -> str:
         """16 hex digits that identify the resolved values."""
         canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(canonical.encode()).hexdigest()[:16]
-
-
-_PATH_KEYS = (("model", "path"), ("task", "problems_file"), ("drafter", "path"))
-
-
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the TOML file (or resolved JSON file) `path`, with `--section.key value` overrides on top.
-
-    Raises UserError, one line, for a file that is missing or no TOML, a key that is unknown (the nearest is suggested),
-    a value of the wrong type or out of range, an override without a value, and a path that leads nowhere.
-    """
-    path = Path(path)
-    values = _read_file(path)
-    for section, key in _PATH_KEYS:
-        if isinstance(table := values.get(section), dict) and isinstance(text := table.get(key), str):
-            table[key] = str(_resolve(text, path.parent))
-    overridden = parse_overrides(overrides)
-    for keys, value in overridden.items():
-        _assign(values, keys, value)
-    run = values.setdefault("run", {})
-    if isinstance(run, dict) and isinstance(out_dir := run.setdefault("out_dir", str(_DEFAULT_OUT_DIR)), str):
-        run["out_dir"] = str(Path(out_dir).absolute())
-    config = _validate(values, str(path), frozenset(overridden))
-    _check_paths(config, str(path), frozenset(overridden))
-    return config
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file; give the path of a TOML configuration") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); give the path of a TOML configuration") from None
-    try:
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:
-        raise UserError(f"{path}: cannot be parsed ({error}); correct that place") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: holds no configuration; it must be a table of sections")
-    return values
-
-
-def _resolve(text: str, folder: Path) -> Path:
-    """`text` as an absolute path: from `folder` if it exists there, else from the working directory."""
-    there = folder / text
-    return there.absolute() if there.exists() else Path(text).absolute()
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# Overrides
-
-
-def parse_overrides(arguments: Sequence[str]) -> dict[tuple[str, ...], Any]:
-    """`--section.key value` or `--section.key=value` pairs as {("section", "key"): value}; the last of a key wins."""
-    found: dict[tuple[str, ...], Any] = {}
-    pending = list(arguments)
-    while pending:
-        flag = pending.pop(0)
-        name, has_equals, text = flag.removeprefix("--").partition("=")
-        keys = tuple(name.split("."))
-        if not flag.startswith("--") or not all(keys):
-            raise UserError(f"{flag}: unexpected argument; an override is written --section.key value")
-        if len(keys) < 2:
-            raise UserError(f"{flag}: unknown option; an override is written --section.key value, such as --run.seed 1")
-        if not has_equals:
-            if not pending or pending[0].startswith("--"):
-                raise UserError(f"--{name}: has no value; write --{name} VALUE")
-            text = pending.pop(0)
-        found[keys] = _parse_value(keys, text)
-    return found
-
-
-def _parse_value(keys: tuple[str, ...], text: str) -> Any:
-    """Text stays text where the key takes text or a path; elsewhere it reads as in TOML. `none` unsets an optional key."""
-    accepted = _accepted_types(keys)
-    if type(None) in accepted and text.lower() == "none":
-        return None
-    if Path in accepted:
-        return str(Path(text).absolute())
-    if str in accepted:
-        return text
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except ValueError:
-        return text
-
-
-def _accepted_types(keys: tuple[str, ...]) -> set[Any]:
-    """The plain types that a key accepts; empty for an unknown key and for a task's own options."""
-    section = Config.model_fields.get(keys[0])
-    field = section.annotation.model_fields.get(keys[1]) if section is not None and len(keys) == 2 else None  # type: ignore[union-attr]  # a Section, as all annotations of Config are
-    found: set[Any] = set()
-    pending = [field.annotation] if field is not None else []
-    while pending:
-        annotation: Any = pending.pop()
-        origin = typing.get_origin(annotation)
-        if origin in (typing.Union, types.UnionType):
-            pending.extend(typing.get_args(annotation))
-        elif origin is Annotated:
-            pending.append(typing.get_args(annotation)[0])
-        elif origin is Literal:
-            found.update(type(value) for value in typing.get_args(annotation))
-        else:
-            found.add(annotation)
-    return found
-
-
-def _assign(values: dict[str, Any], keys: tuple[str, ...], value: Any) -> None:
-    table = values
-    for depth, key in enumerate(keys[:-1], start=1):
-        table = table.setdefault(key, {})
-        if not isinstance(table, dict):
-            raise UserError(f"--{'.'.join(keys)}: {'.'.join(keys[:depth])} is a value, not a table; override it itself")
-    # One source of problems replaces the other: an override is the user's latest word.
-    if keys in (("task", "num_problems"), ("task", "problems_file")) and value is not None:
-        table.pop({"num_problems": "problems_file", "problems_file": "num_problems"}[keys[-1]], None)
-    table[keys[-1]] = value
-
-
-# --------------------------------------------------------------------------------------------------------------------
-# One line per mistake
-
-
-def _validate(values: Any, file: str, overridden: frozenset[tuple[str, ...]]) -> Config:
-    try:
-        return Config.model_validate(values)
-    except ValidationError as error:
-        # An unknown key often explains the others (the key it was meant to be is then missing): report it first.
-        details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
-        raise UserError(_describe(details[0], file, overridden)) from None
-
-
-def _describe(detail: ErrorDetails, file: str, overridden: frozenset[tuple[str, ...]]) -> str:
-    """`place: key is value; remedy`, in one line."""
-    # A union's branch adds its own name to the location ("int", "function-…"): keep what names a key.
-    location = [str(part) for part in detail["loc"]][: 2 if detail["type"] != "extra_forbidden" else None]
-    key, value = ".".join(location), _shorten(detail.get("input"))
-    place = f"--{key}" if tuple(location) in overridden else file
-    match detail["type"]:
-        case "mistake" if len(location) < 2:
-            return " ".join(part for part in (f"{file}:", f"{key}:" if key else "", detail["msg"]) if part)
-        case "extra_forbidden":
-            return f"{place}: {key} is unknown; {_suggest(location)}"
-        case "missing":
-            return f"{place}: {key} is missing; {_remedy_for_missing(location)}"
-        case "model_type" | "model_attributes_type":
-            return f"{place}: {key or 'the file'} is {value}; it must be a table of keys"
-        case "mistake":
-            remedy = detail["msg"]
-        case _:
-            remedy = detail["msg"].replace("Input should be", "it must be", 1).replace("Value should", "it must", 1)
-            remedy = remedy[:1].lower() + remedy[1:]
-    return f"{place}: {key} is {value}; {remedy}"
-
-
-def _suggest(location: Sequence[str]) -> str:
-    known = list(Config.model_fields)
-    prefix = ""
-    if len(location) > 1:
-        annotation = Config.model_fields[location[0]].annotation
-        known, prefix = list(annotation.model_fields), f"{location[0]}."  # type: ignore[union-attr]  # a Section
-    if nearest := difflib.get_close_matches(location[-1], known, n=1, cutoff=0.5):
-        return f"did you mean {prefix}{nearest[0]}?"
-    return f"known {'keys' if prefix else 'sections'} are {', '.join(known)}"
-
-
-def _remedy_for_missing(location: Sequence[str]) -> str:
-    if len(location) == 1:
-        return f"add a section [{location[0]}]"
-    return f"add it to section [{location[0]}], or give --{'.'.join(location)} VALUE"
-
-
-def _check_paths(config: Config, file: str, overridden: frozenset[tuple[str, ...]]) -> None:
-    """Inputs that lead nowhere are a mistake now, not after the ranks have started."""
-    for section, key in _PATH_KEYS:
-        path: Path | None = getattr(getattr(config, section), key)
-        place = f"--{section}.{key}" if (section, key) in overridden else file
-        wants_folder = key == "path"
-        if path is not None and not (path.is_dir() if wants_folder else path.is_file()):
-            kind = "folder" if wants_folder else "file"
-            raise UserError(f"{place}: {section}.{key} is {path}; there is no such {kind}: give one that exists")
-
-
-def _shorten(value: Any, limit: int = 80) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -23,7 +23,7 @@ from tlt.engine.noise import NoiseBlocks
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Sequence
 from tlt.engine.stats import EngineStats
-from tlt.models.attention import Cached, StoringPrefill, pad
+from tlt.models.attention import StoringPrefill, cached, pad
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
@@ -289,7 +289,7 @@ class RolloutEngine:
         """Returns what the drafter reads, [B, N, F], and the logits, [B, N, V], at every node, of one target forward."""
         B, N = tree.tokens_BN.shape
         self.cache.reserve(B, nodes.length)
-        attend = Cached(
+        attend = cached(
             self.config, self.cache.layers, nodes.columns_BN, nodes.length, nodes.mask_BNL, nodes.lengths, nodes.counts
         )
         real_N = attend.real_N

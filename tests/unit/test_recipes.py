@@ -1,0 +1,69 @@
+"""Recipes are found by their names, in the repository as in a wheel, and are copied whole to where a user works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tlt.cli.main import main
+from tlt.config.load import load_config
+from tlt.recipes import copy_recipe, find_recipe, list_recipes, resolve_config
+from tlt.types import UserError
+
+
+def test_a_recipes_name_stands_for_its_configuration() -> None:
+    assert list_recipes() == ["countdown"]
+    assert find_recipe("countdown").name == "quickstart.toml"
+    assert find_recipe("countdown/headline") == find_recipe("countdown").with_name("headline.toml")
+    config = load_config(find_recipe("countdown"))
+    assert config.model.path == find_recipe("countdown").with_name("base")
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [("chess", "recipes are countdown"), ("countdown/tail", "countdown/headline, countdown/quickstart"), ("", "countdown")],
+)
+def test_an_unknown_name_is_told_the_known_ones(name: str, remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy):
+        find_recipe(name)
+
+
+def test_a_file_wins_over_a_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_config(Path("countdown")) == find_recipe("countdown")
+    assert resolve_config(Path("countdown/headline")) == find_recipe("countdown/headline")
+    assert resolve_config(Path("countdwon.toml")) == Path("countdwon.toml")
+    with pytest.raises(UserError, match="countdwon: is neither a file nor a recipe; recipes are countdown"):
+        resolve_config(Path("countdwon"))
+    Path("countdown").write_text("")
+    assert resolve_config(Path("countdown")) == Path("countdown")
+
+
+def test_a_copy_holds_all_that_a_run_needs_and_not_how_it_was_made(tmp_path: Path) -> None:
+    parts = copy_recipe("countdown", tmp_path / "a" / "mine")
+    names = [path.name for path in parts]
+    assert names[0] == "quickstart.toml"
+    assert {"headline.toml", "base", "drafter"} <= set(names)
+    assert not [path for path in (tmp_path / "a").rglob("*") if path.suffix == ".py" or path.name == "README.md"]
+    config = load_config(tmp_path / "a" / "mine" / "quickstart.toml")
+    assert config.model.path == tmp_path / "a" / "mine" / "base"
+    assert config.drafter.path == tmp_path / "a" / "mine" / "drafter"
+
+
+def test_a_copy_overwrites_nothing(tmp_path: Path) -> None:
+    copy_recipe("countdown", tmp_path)  # empty so far
+    for taken in (tmp_path, tmp_path / "quickstart.toml"):
+        with pytest.raises(UserError, match="is not an empty folder; give a new one"):
+            copy_recipe("countdown", taken)
+    with pytest.raises(UserError, match="cannot be written there"):
+        copy_recipe("countdown", tmp_path / "quickstart.toml" / "below")
+
+
+def test_the_command_says_what_lies_there_and_what_to_run_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "countdown", str(tmp_path / "mine")]) == 0
+    printed = capsys.readouterr().out
+    assert "base/" in printed
+    assert f"cd {tmp_path / 'mine'} && tlt train quickstart.toml" in printed.splitlines()[-1]
+    assert main(["init", "countdown", str(tmp_path / "mine")]) == 2
+    assert capsys.readouterr().err.startswith(f"tlt: error: {tmp_path / 'mine'}: ")

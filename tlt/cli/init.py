@@ -1,0 +1,32 @@
+"""`tlt init`: a recipe of one's own to change. Does not know what is in it."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+
+@dataclass(frozen=True)
+class Init:
+    """Copy a recipe into a folder: its configurations, its model and its drafter."""
+
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    """Name of a recipe: countdown."""
+    folder: Annotated[Positional[Path], arg(metavar="DIR")]
+    """Where to; a new or an empty folder."""
+
+
+def run(options: Init) -> int:
+    """Copies the recipe and prints what lies there and the next command."""
+    from tlt.recipes import CONFIG, copy_recipe
+
+    parts = copy_recipe(options.recipe, options.folder)
+    print(f"{options.folder}:")
+    for path in parts:
+        print(f"  {path.name}{'/' if path.is_dir() else ''}")
+    print(f"Next: cd {shlex.quote(str(options.folder))} && tlt train {CONFIG}")
+    return 0

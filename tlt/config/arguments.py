@@ -1,0 +1,37 @@
+"""The words of a command line: `--name value` and `--name=value` pairs, and what stands alone. Knows no option."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tlt.types import UserError
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a command line says. named: values by their names without dashes; the last of a name wins."""
+
+    alone: tuple[str, ...]
+    named: dict[str, str]
+
+
+def read_words(arguments: Iterable[str]) -> Words:
+    """Raises UserError for a name without a value. A negative number is a value, and so is everything after `=`."""
+    alone: list[str] = []
+    named: dict[str, str] = {}
+    pending = list(arguments)
+    while pending:
+        word = pending.pop(0)
+        if not word.startswith("--"):
+            alone.append(word)
+            continue
+        name, has_equals, value = word.removeprefix("--").partition("=")
+        if not all(name.split(".")):
+            raise UserError(f"{word}: unexpected argument; an option is written --name value, an override --section.key value")
+        if not has_equals:
+            if not pending or pending[0].startswith("--"):
+                raise UserError(f"--{name}: has no value; write --{name} VALUE")
+            value = pending.pop(0)
+        named[name] = value
+    return Words(tuple(alone), named)

@@ -1,0 +1,159 @@
+"""Where a configuration comes from: a TOML file, a recipe by name or a dict, with overrides on top. Knows no meaning of a key.
+
+    defaults of schema.py ◀ quickstart.toml ◀ --section.key value          later wins
+
+Every mistake is one `UserError` line that names the place, the value and the remedy; nothing that is misspelt is ignored.
+
+Paths: a relative path in a TOML file is taken from that file's folder if it exists there, else from the working
+directory. A relative path in an override, and `run.out_dir` always, is taken from the working directory. The resolved
+configuration holds absolute paths, so it means the same in every process and for `--resume`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlt.config.arguments import read_words
+from tlt.config.mistakes import Keys, section_of, validate
+from tlt.config.schema import DEFAULT_OUT_DIR, Config
+from tlt.recipes import resolve_config
+from tlt.types import UserError
+
+_PATH_KEYS = (("model", "path"), ("task", "problems_file"), ("drafter", "path"))
+_SOURCES_OF_PROBLEMS = {("task", "num_problems"): "problems_file", ("task", "problems_file"): "num_problems"}
+
+
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
+    """Returns the configuration that `source` holds, with `overrides` on top.
+
+    source: a TOML file (or resolved JSON file), a recipe's name such as "countdown", or the sections themselves.
+    overrides: words of a command line, `--section.key value`, or {"section.key": value}.
+
+    Raises UserError, one line, for a file that is missing or no TOML, a key that is unknown (the nearest is suggested),
+    a value of the wrong type or out of range, an override without a value, and a path that leads nowhere.
+    """
+    if isinstance(source, Mapping):
+        file, folder, values = "config", Path(), copy.deepcopy(dict(source))
+    else:
+        path = resolve_config(Path(source))
+        file, folder, values = str(path), path.parent, _read_file(path)
+    for section, key in _PATH_KEYS:
+        if isinstance(table := values.get(section), dict) and isinstance(text := table.get(key), str | Path):
+            table[key] = str(_resolve(str(text), folder))
+    places: dict[Keys, str] = {}
+    for override in read_overrides(overrides):
+        _assign(values, override)
+        places[override.keys] = override.place
+    run = values.setdefault("run", {})
+    if isinstance(run, dict) and isinstance(out_dir := run.setdefault("out_dir", str(DEFAULT_OUT_DIR)), str | Path):
+        run["out_dir"] = str(Path(out_dir).absolute())
+    config = validate(Config, values, file, places)
+    _check_paths(config, file, places)
+    return config
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")  # "-sig": some editors begin a file with a byte-order mark
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file; give the path of a TOML configuration") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); give the path of a TOML configuration") from None
+    try:
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except ValueError as error:
+        raise UserError(f"{path}: cannot be parsed ({error}); correct that place") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: holds no configuration; it must be a table of sections")
+    return values
+
+
+def _resolve(text: str, folder: Path) -> Path:
+    """Returns an absolute path: from `folder` if it exists there, else from the working directory."""
+    there = folder / text
+    return there.absolute() if there.exists() else Path(text).absolute()
+
+
+def _check_paths(config: Config, file: str, places: Mapping[Keys, str]) -> None:
+    """Refuses inputs that lead nowhere now, not after the ranks have started."""
+    for section, key in _PATH_KEYS:
+        path: Path | None = getattr(getattr(config, section), key)
+        wants_folder = key == "path"
+        if path is not None and not (path.is_dir() if wants_folder else path.is_file()):
+            kind = "folder" if wants_folder else "file"
+            place = places.get((section, key), file)
+            raise UserError(f"{place}: {section}.{key} is {path}; there is no such {kind}: give one that exists")
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Overrides
+
+
+@dataclass(frozen=True)
+class Override:
+    """A value that replaces the file's. place: how the user wrote it, such as --run.seed."""
+
+    place: str
+    keys: Keys
+    value: Any
+
+
+def read_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> list[Override]:
+    """Reads {"section.key": value}, or words `--section.key value`. Text is read as the key wants it."""
+    if isinstance(overrides, Mapping):
+        return [_read_override(f"overrides[{name!r}]", name, value) for name, value in overrides.items()]
+    words = read_words(overrides)
+    for word in words.alone:
+        raise UserError(f"{word}: unexpected argument; an override is written --section.key value")
+    return [_read_override(f"--{name}", name, text) for name, text in words.named.items()]
+
+
+def _read_override(place: str, name: str, value: Any) -> Override:
+    keys = tuple(name.split("."))
+    if len(keys) < 2 or not all(keys):
+        raise UserError(f"{place}: unknown option; an override is written --section.key value, such as --run.seed 1")
+    if isinstance(value, Path):
+        value = str(value)
+    return Override(place, keys, _parse_value(keys, value) if isinstance(value, str) else value)
+
+
+def _parse_value(keys: Keys, text: str) -> Any:
+    """Text stays text where the key takes text or a path; elsewhere it reads as in TOML. `none` unsets an optional key."""
+    accepted = set(_accepted_types(keys))
+    if "null" in accepted and text.lower() == "none":
+        return None
+    if "path" in accepted:
+        return str(Path(text).absolute())
+    if "string" in accepted:
+        return text
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text
+
+
+def _accepted_types(keys: Keys) -> Iterable[str]:
+    """Yields the JSON types that a key accepts, and "path"; nothing for an unknown key and for a task's own options."""
+    if keys[0] not in Config.model_fields or len(keys) != 2:
+        return
+    described = section_of(Config, keys[0]).model_json_schema()["properties"].get(keys[1], {})
+    for branch in described.get("anyOf", [described]):
+        yield branch.get("format") or branch.get("type", "")
+
+
+def _assign(values: dict[str, Any], override: Override) -> None:
+    keys, table = override.keys, values
+    for depth, key in enumerate(keys[:-1], start=1):
+        table = table.setdefault(key, {})
+        if not isinstance(table, dict):
+            raise UserError(f"{override.place}: {'.'.join(keys[:depth])} is a value, not a table; override it itself")
+    # One source of problems replaces the other: an override is the user's latest word.
+    if keys in _SOURCES_OF_PROBLEMS and override.value is not None:
+        table.pop(_SOURCES_OF_PROBLEMS[keys], None)
+    table[keys[-1]] = override.value

@@ -1,0 +1,95 @@
+"""A value that cannot be is one line: place, value, remedy. Turns what pydantic found into that line; knows no section.
+
+quickstart.toml: run.num_step is unknown; did you mean run.num_steps?
+--run.seed: run.seed is 'x'; it must be a valid integer
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from tlt.types import UserError
+
+Keys = tuple[str, ...]
+Table = TypeVar("Table", bound=BaseModel)
+
+
+def mistake(message: str) -> PydanticCustomError:
+    """Returns a validator's complaint, which reads as the second half of `place: section.key is value; <message>`."""
+    return PydanticCustomError("mistake", "{message}", {"message": message})
+
+
+def validate(model: type[Table], values: Any, file: str, places: Mapping[Keys, str] | None = None) -> Table:
+    """Returns the values as a `model`. Raises UserError that names the first mistake.
+
+    file: where the values come from.  places: where else some of them come from, such as "--run.seed".
+    """
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise UserError(_describe(model, first_mistake(error), file, places or {})) from None
+
+
+def first_mistake(error: ValidationError) -> ErrorDetails:
+    """Returns an unknown key before all others, for it often explains them: the key it was meant to be is then missing."""
+    return min(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+
+
+def remedy(detail: ErrorDetails) -> str:
+    """Returns what pydantic asks for, as the end of our line."""
+    message = detail["msg"]
+    if detail["type"] == "mistake":
+        return message
+    message = message.replace("Input should be", "it must be", 1).replace("Value should", "it must", 1)
+    message = message.partition(", unable to parse")[0]
+    return message[:1].lower() + message[1:]
+
+
+def shorten(value: Any, limit: int = 80) -> str:
+    """Returns the value on one line of bounded length."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def find_nearest(word: str, known: Iterable[str]) -> str | None:
+    """Returns the known word that was probably meant."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)), None)
+
+
+def section_of(model: type[BaseModel], name: str) -> type[BaseModel]:
+    """Returns the type of the section called `name`."""
+    section: type[BaseModel] = model.model_fields[name].annotation  # type: ignore[assignment]  # all fields of Config are sections
+    return section
+
+
+def _describe(model: type[BaseModel], detail: ErrorDetails, file: str, places: Mapping[Keys, str]) -> str:
+    # A union's branch adds its own name to the location ("int", "function-…"): keep what names a key.
+    location = tuple(str(part) for part in detail["loc"])[: 2 if detail["type"] != "extra_forbidden" else None]
+    key, value = ".".join(location), shorten(detail.get("input"))
+    place = places.get(location, file)
+    match detail["type"]:
+        case "mistake" if len(location) < 2:
+            return " ".join(part for part in (f"{file}:", f"{key}:" if key else "", detail["msg"]) if part)
+        case "extra_forbidden":
+            return f"{place}: {key} is unknown; {_suggest(model, location)}"
+        case "missing" if len(location) == 1:
+            return f"{place}: {key} is missing; add a section [{key}]"
+        case "missing":
+            return f"{place}: {key} is missing; add it to section [{location[0]}], or give --{key} VALUE"
+        case "model_type" | "model_attributes_type":
+            return f"{place}: {key or 'the file'} is {value}; it must be a table of keys"
+    return f"{place}: {key} is {value}; {remedy(detail)}"
+
+
+def _suggest(model: type[BaseModel], location: Sequence[str]) -> str:
+    known, prefix = list(model.model_fields), ""
+    if len(location) > 1:
+        known, prefix = list(section_of(model, location[0]).model_fields), f"{location[0]}."
+    if nearest := find_nearest(location[-1], known):
+        return f"did you mean {prefix}{nearest}?"
+    return f"known {'keys' if prefix else 'sections'} are {', '.join(known)}"
