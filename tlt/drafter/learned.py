@@ -21,7 +21,7 @@ from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calibration, T
 from tlt.drafter.history import FeatureHistory
 from tlt.drafter.model import TOKEN_AHEAD, PackedDrafter, training_capture
 from tlt.models.attention import Cached, StoringPrefill
-from tlt.models.kv_cache import Cache
+from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Proposal
 from tlt.speculative.tree import chain, chain_mask
@@ -29,9 +29,6 @@ from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
 _CATCH_UP_TOKENS = 256
 """Pairs per sequence in one catch-up forward; bounds the mask after a late switch on."""
-
-_PREFILL_TOKENS = 8192
-"""Pairs per forward when sequences enter the drafter's cache."""
 
 _MAX_LOG_CONFIDENCE = -1e-4
 """Of one candidate, so that a child never outranks its parent, not even at confidence 1."""
@@ -218,12 +215,7 @@ class LearnedDrafter:
                 copies.append((leader, slot))
             else:
                 entering.append(slot)
-        while entering:
-            group: list[int] = []
-            total = 0
-            while entering and (not group or total + len(context.tokens[entering[0]]) <= _PREFILL_TOKENS):
-                group.append(entering.pop(0))
-                total += len(context.tokens[group[-1]])
+        for group in prefill_groups(entering, lambda slot: len(context.tokens[slot])):
             self._prefill(context, group)
         for leader, slot in copies:
             self.cache.move(leader, slot, self.counts[leader])

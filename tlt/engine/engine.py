@@ -13,19 +13,19 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tlt.engine.backend import Capabilities
 from tlt.engine.noise import NoiseBlocks
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Sequence
 from tlt.engine.stats import EngineStats
 from tlt.models.attention import StoringPrefill, cached, pad
 from tlt.models.decoder import ModelConfig
-from tlt.models.kv_cache import Cache
+from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.sampling import BatchParams
@@ -47,19 +47,6 @@ from tlt.types import (
 )
 
 Verify = Callable[[DraftTree, Tensor, Tensor, BatchParams], list[Verdict]]
-
-
-_PREFILL_TOKENS = 8192
-"""Per forward: prompts are short, but responses that come from other engines need not be."""
-
-
-def _groups(admissions: list[Admission]) -> Iterator[list[Admission]]:
-    """In order, each of at most `_PREFILL_TOKENS` tokens or a single admission."""
-    while admissions:
-        totals = accumulate(len(admission.tokens) for admission in admissions)
-        count = max(sum(total <= _PREFILL_TOKENS for total in totals), 1)
-        yield admissions[:count]
-        admissions = admissions[count:]
 
 
 class RolloutEngine:
@@ -92,6 +79,13 @@ class RolloutEngine:
         self.stats = EngineStats()
         self._params: BatchParams | None = None
         self._predicted_speed: float | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        kinds = self.drafter.kinds if self.drafter is not None else ()
+        can_capture = self.drafter is not None and bool(self.drafter.capture)
+        depth = Strategy.MAX_DEPTH if self.tuner is not None else 0
+        return Capabilities(kinds, trees=True, max_depth=depth, captures=can_capture, hands_over=True, sleeps=True)
 
     # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -233,7 +227,7 @@ class RolloutEngine:
         if sum(len(a.slots) for a in admissions) == len(self.scheduler.running):
             self.cache.release()  # nothing lives in it: many new sequences need not each have room for the last long one
         self.cache.reserve(len(self.scheduler.running), longest + 1)
-        for prompts in _groups([a for a in admissions if len(a.tokens) > 1]):
+        for prompts in prefill_groups([a for a in admissions if len(a.tokens) > 1], lambda a: len(a.tokens)):
             lengths = [len(a.tokens) - 1 for a in prompts]
             attend = StoringPrefill(self.config, lengths, self.cache.layers, [a.slots[0] for a in prompts])
             token_ids_N = torch.tensor([t for a in prompts for t in a.tokens[:-1]], device=self.device)
@@ -315,7 +309,7 @@ class RolloutEngine:
         drafter.remember(range(len(verdicts)), prefixes, captured_BNF)
 
     def _broken_policy(self, sequence: Sequence) -> UserError:
-        """A log-probability is finite unless a logit is not: the noise is bounded, and the largest logit always stays."""
+        # the noise is bounded and the largest logit always stays, so nothing but a logit can be at fault
         return UserError(
             f"policy {self.model.version} gives logits that are not finite (problem {sequence.request.problem_id!r}, sample "
             f"{sequence.request.sample_index}, position {len(sequence.tokens)}); its weights are broken or too large for "
