@@ -178,6 +178,11 @@ class DraftTree:
     def num_nodes(self) -> int:
         return self.tokens_BN.shape[1]
 
+    @property
+    def row_lengths(self) -> tuple[int, ...]:
+        """Nodes of each row, the root included (and, but for chains, padding)."""
+        return self.lengths or (self.num_nodes,) * self.tokens_BN.shape[0]
+
 
 @dataclass(frozen=True)
 class Verdict:

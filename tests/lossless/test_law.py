@@ -298,7 +298,7 @@ def test_a_chains_mask_is_that_of_its_tree(num_nodes: int, prefixes: list[int], 
     length, prefix_B = max(prefixes) + num_nodes + spare, torch.tensor(prefixes)
     tree = chain(torch.zeros(len(prefixes), num_nodes, dtype=torch.int64))
     expected = tree_mask(ancestors(tree.parents_BN), prefix_B, length, torch.float32)
-    assert torch.equal(chain_mask(num_nodes, prefix_B, length, torch.float32), expected)
+    assert torch.equal(chain_mask(prefix_B[:, None] + torch.arange(num_nodes), length, torch.float32), expected)
 
 
 # ── verification ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, STOP, make_engine, make_policy, make_requests, tokens_of
+from tlt.engine.backend import Capabilities, RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.tuning.tuner import Fixed, make_tuner
 from tlt.types import Request, SamplingParams, Strategy, UserError
@@ -33,7 +34,7 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples(monkeypatch: pytest.Monk
 
 def test_what_is_prefilled_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """In order; a text that is too long alone goes alone."""
-    monkeypatch.setattr("tlt.engine.engine._PREFILL_TOKENS", 9)
+    monkeypatch.setattr("tlt.models.kv_cache._PREFILL_TOKENS", 9)
     engine = make_engine(POLICY)
     forwarded: list[int] = []
     forward = engine.model.forward_capturing
@@ -93,6 +94,14 @@ def test_without_speculation_nothing_is_allocated_for_drafting() -> None:
     assert engine.stats.accept_length is None
     with pytest.raises(UserError, match="speculation is off"):
         engine.load_drafter(make_engine(POLICY, Fixed(Strategy("learned", 2, 1, 2))).drafter)
+
+
+def test_our_engine_is_a_rollout_backend_and_says_what_it_can_do() -> None:
+    backend: RolloutBackend = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
+    assert backend.capabilities.drafter_kinds == ("learned", "ngram", "hybrid")
+    assert backend.capabilities.captures
+    plain: RolloutBackend = make_engine(POLICY)
+    assert plain.capabilities == Capabilities((), trees=True, max_depth=0, captures=False, hands_over=True, sleeps=True)
 
 
 def test_a_response_ends_at_a_stop_token_at_its_limit_or_at_the_window() -> None:

@@ -314,7 +314,7 @@ def test_a_ragged_batch_sequence_by_sequence_equals_the_padded_one(num_new: int,
     generator = torch.Generator().manual_seed(num_new)
     qkv_NSD = torch.randn(4 * num_new, config.num_qkv, config.head_dim, generator=generator, dtype=torch.float64)
     prefix_B, length = torch.tensor(lengths), max(lengths) + num_new
-    mask = chain_mask(num_new, prefix_B, length, torch.float64)
+    mask = chain_mask(prefix_B[:, None] + torch.arange(num_new), length, torch.float64)
     columns_BT, outputs = prefix_B[:, None] + torch.arange(num_new), []
     counts = [min(count, num_new) for count in (1, 4, 2, 5)]  # new tokens of each, and of how many of them nobody knows
     real_N = real_tokens(counts, num_new, torch.device("cpu"))

@@ -139,6 +139,6 @@ def _choose_rows(a: DraftTree, b: DraftTree, is_a: Sequence[bool]) -> DraftTree:
         left, right = (F.pad(x, (0, num_nodes - x.shape[1]), value=filling) for x in (left, right))
         chosen.append(torch.where(is_a_B[:, None], left, right))
     if a.is_chain and b.is_chain:
-        lengths = (tree.lengths or [tree.num_nodes] * len(is_a) for tree in (a, b))
-        return chain(chosen[0], [left if is_left else right for is_left, left, right in zip(is_a, *lengths, strict=True)])
+        rows = zip(is_a, a.row_lengths, b.row_lengths, strict=True)
+        return chain(chosen[0], [left if is_left else right for is_left, left, right in rows])
     return DraftTree(chosen[0], chosen[1])

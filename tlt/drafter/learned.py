@@ -20,8 +20,8 @@ from torch import Tensor
 from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calibration, TauSearch
 from tlt.drafter.history import FeatureHistory
 from tlt.drafter.model import TOKEN_AHEAD, PackedDrafter, training_capture
-from tlt.models.attention import Cached, StoringPrefill, padding_mask
-from tlt.models.kv_cache import Cache
+from tlt.models.attention import Cached, StoringPrefill
+from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Proposal
 from tlt.speculative.tree import chain, chain_mask
@@ -29,9 +29,6 @@ from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
 _CATCH_UP_TOKENS = 256
 """Pairs per sequence in one catch-up forward; bounds the mask after a late switch on."""
-
-_PREFILL_TOKENS = 8192
-"""Pairs per forward when sequences enter the drafter's cache."""
 
 _MAX_LOG_CONFIDENCE = -1e-4
 """Of one candidate, so that a child never outranks its parent, not even at confidence 1."""
@@ -218,12 +215,7 @@ class LearnedDrafter:
                 copies.append((leader, slot))
             else:
                 entering.append(slot)
-        while entering:
-            group: list[int] = []
-            total = 0
-            while entering and (not group or total + len(context.tokens[entering[0]]) <= _PREFILL_TOKENS):
-                group.append(entering.pop(0))
-                total += len(context.tokens[group[-1]])
+        for group in prefill_groups(entering, lambda slot: len(context.tokens[slot])):
             self._prefill(context, group)
         for leader, slot in copies:
             self.cache.move(leader, slot, self.counts[leader])
@@ -262,7 +254,7 @@ class LearnedDrafter:
             columns_BT = first_B[:, None] + torch.arange(width, device=device)
             length = max(columns) + width
             is_plain = width == 1 and len(rows) == 1
-            mask = None if is_plain else chain_mask(width, first_B, length, self.model.dtype)
+            mask = None if is_plain else chain_mask(columns_BT, length, self.model.dtype)
             outputs.append(self._forward(tokens_BT, hidden_BTE, columns_BT, columns_BT, offsets_B1, length, mask))
             done += width
         output_BTE = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -328,7 +320,7 @@ class LearnedDrafter:
             if depth:
                 columns_B1 = ends_B[:, None] + depth - 1
                 length = max(front.num_pairs) + depth
-                mask = None if is_even else padding_mask(ends_B + depth, length, self.model.dtype)
+                mask = None if is_even else chain_mask(columns_B1, length, self.model.dtype)
                 hidden_B1E = self._forward(tokens[-1], hidden_B1E, columns_B1, columns_B1, front.offsets_B1, length, mask)
             level = self._level(front, hidden_B1E, depth)
             guesses_KB = guesses_KB if depth else self._guess(level)

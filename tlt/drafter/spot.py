@@ -82,7 +82,7 @@ class FeatureRecompute:
         """Sends the next tokens through the target; returns True when the trajectory is complete and has its features."""
         end = min(self.done + num_tokens, self.trajectory.num_usable)
         columns_1T = torch.arange(self.done, end, device=self.target.device)[None]
-        mask = chain_mask(end - self.done, columns_1T[:, 0], end, self.target.dtype)
+        mask = chain_mask(columns_1T, end, self.target.dtype)
         attend = Cached(self.target.config, self.layers, columns_1T, end, mask)
         tokens_T = torch.tensor(self.trajectory.token_ids[self.done : end], device=self.target.device)
         self.chunks.append(self.target.forward_capturing(tokens_T, columns_1T[0], attend, self.capture)[1])

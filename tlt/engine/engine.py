@@ -13,23 +13,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tlt.engine.backend import Capabilities
 from tlt.engine.noise import NoiseBlocks
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Sequence
 from tlt.engine.stats import EngineStats
-from tlt.models.attention import StoringPrefill, cached, pad, padding_mask
+from tlt.models.attention import StoringPrefill, cached, pad
 from tlt.models.decoder import ModelConfig
-from tlt.models.kv_cache import Cache
+from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.sampling import BatchParams
-from tlt.speculative.tree import ancestors, chain, chain_mask, tree_mask
+from tlt.speculative.tree import TreeLayout, chain, layout
 from tlt.speculative.verify import verify
 from tlt.types import (
     BatchState,
@@ -47,19 +47,6 @@ from tlt.types import (
 )
 
 Verify = Callable[[DraftTree, Tensor, Tensor, BatchParams], list[Verdict]]
-
-
-_PREFILL_TOKENS = 8192
-"""Per forward: prompts are short, but responses that come from other engines need not be."""
-
-
-def _groups(admissions: list[Admission]) -> Iterator[list[Admission]]:
-    """In order, each of at most `_PREFILL_TOKENS` tokens or a single admission."""
-    while admissions:
-        totals = accumulate(len(admission.tokens) for admission in admissions)
-        count = max(sum(total <= _PREFILL_TOKENS for total in totals), 1)
-        yield admissions[:count]
-        admissions = admissions[count:]
 
 
 class RolloutEngine:
@@ -92,6 +79,13 @@ class RolloutEngine:
         self.stats = EngineStats()
         self._params: BatchParams | None = None
         self._predicted_speed: float | None = None
+
+    @property
+    def capabilities(self) -> Capabilities:
+        kinds = self.drafter.kinds if self.drafter is not None else ()
+        can_capture = self.drafter is not None and bool(self.drafter.capture)
+        depth = Strategy.MAX_DEPTH if self.tuner is not None else 0
+        return Capabilities(kinds, trees=True, max_depth=depth, captures=can_capture, hands_over=True, sleeps=True)
 
     # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -195,9 +189,10 @@ class RolloutEngine:
         proposal, noise_BDV = self._propose(strategy)
         tree = proposal.tree
         prefixes = [sequence.num_cached for sequence in self.scheduler.running]
-        captured_BNF, logits_BNV, noise_BNV = self._forward(tree, prefixes, noise_BDV)
-        verdicts = self.verify(tree, logits_BNV, noise_BNV, self._batch_params())
-        num_tokens, drafted = 0, [num_nodes - 1 for num_nodes in tree.lengths or [tree.num_nodes] * len(verdicts)]
+        nodes = layout(tree, prefixes, self.model.dtype)
+        captured_BNF, logits_BNV = self._forward(tree, nodes)
+        verdicts = self.verify(tree, logits_BNV, nodes.of_depths(noise_BDV), self._batch_params())
+        num_tokens, drafted = 0, [length - 1 for length in tree.row_lengths]
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
             if not math.isfinite(sum(verdict.logprobs)):
                 raise self._broken_policy(sequence)
@@ -232,7 +227,7 @@ class RolloutEngine:
         if sum(len(a.slots) for a in admissions) == len(self.scheduler.running):
             self.cache.release()  # nothing lives in it: many new sequences need not each have room for the last long one
         self.cache.reserve(len(self.scheduler.running), longest + 1)
-        for prompts in _groups([a for a in admissions if len(a.tokens) > 1]):
+        for prompts in prefill_groups([a for a in admissions if len(a.tokens) > 1], lambda a: len(a.tokens)):
             lengths = [len(a.tokens) - 1 for a in prompts]
             attend = StoringPrefill(self.config, lengths, self.cache.layers, [a.slots[0] for a in prompts])
             token_ids_N = torch.tensor([t for a in prompts for t in a.tokens[:-1]], device=self.device)
@@ -284,38 +279,22 @@ class RolloutEngine:
         context = DraftContext([s.tokens for s in running], [s.request for s in running], self._batch_params())
         return self.drafter.propose(context, strategy, noise_BDV), noise_BDV
 
-    def _forward(self, tree: DraftTree, prefixes: list[int], noise_BDV: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the drafter reads, logits and noise at every node, in one target forward."""
-        prefix_B = torch.tensor(prefixes, device=self.device)
+    def _forward(self, tree: DraftTree, nodes: TreeLayout) -> tuple[Tensor, Tensor]:
+        """Returns what the drafter reads, [B, N, F], and the logits, [B, N, V], at every node, of one target forward."""
         B, N = tree.tokens_BN.shape
-        length = max(prefixes) + N
-        self.cache.reserve(B, length)
-        columns_BN = prefix_B[:, None] if N == 1 else prefix_B[:, None] + torch.arange(N, device=self.device)
-        positions_BN, noise_BNV = columns_BN, noise_BDV[:, :N]
-        mask: Tensor | None = None
-        if N == 1:
-            if min(prefixes) != max(prefixes):
-                mask = padding_mask(prefix_B + 1, length, self.model.dtype)
-        elif tree.is_chain:
-            mask = chain_mask(N, prefix_B, length, self.model.dtype)
-        else:
-            seen_BNN = ancestors(tree.parents_BN)
-            depths_BN = seen_BNN.sum(dim=-1) - 1
-            positions_BN = prefix_B[:, None] + depths_BN
-            noise_BNV = noise_BDV[torch.arange(B, device=self.device)[:, None], depths_BN]
-            mask = tree_mask(seen_BNN, prefix_B, length, self.model.dtype)
-        lengths = [prefix + num_nodes for prefix, num_nodes in zip(prefixes, tree.lengths or [N] * B, strict=True)]
-        attend = cached(self.config, self.cache.layers, columns_BN, length, mask, lengths, tree.lengths)
+        self.cache.reserve(B, nodes.length)
+        attend = cached(
+            self.config, self.cache.layers, nodes.columns_BN, nodes.length, nodes.mask_BNL, nodes.lengths, nodes.counts
+        )
         real_N = attend.real_N
-        tokens_N, positions_N = tree.tokens_BN.flatten(), positions_BN.flatten()
+        tokens_N, positions_N = tree.tokens_BN.flatten(), nodes.positions_BN.flatten()
         if real_N is not None:
             tokens_N, positions_N = tokens_N[real_N], positions_N[real_N]
-        if length > self.config.max_positions:
+        if nodes.length > self.config.max_positions:
             positions_N = positions_N.clamp_max(self.config.max_positions - 1)  # drafts beyond the window are never kept
         features_NE, captured_NF = self.model.forward_capturing(tokens_N, positions_N, attend, self._capture)
-        padded = (pad(x, real_N, B * N).view(B, N, -1) for x in (captured_NF, self.model.logits(features_NE)))
-        captured_BNF, logits_BNV = padded
-        return captured_BNF, logits_BNV, noise_BNV
+        logits_NV = self.model.logits(features_NE)
+        return pad(captured_NF, real_N, B * N).view(B, N, -1), pad(logits_NV, real_N, B * N).view(B, N, -1)
 
     def _remember(
         self, drafter: Drafter[Any], tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]
@@ -330,7 +309,7 @@ class RolloutEngine:
         drafter.remember(range(len(verdicts)), prefixes, captured_BNF)
 
     def _broken_policy(self, sequence: Sequence) -> UserError:
-        """A log-probability is finite unless a logit is not: the noise is bounded, and the largest logit always stays."""
+        # the noise is bounded and the largest logit always stays, so nothing but a logit can be at fault
         return UserError(
             f"policy {self.model.version} gives logits that are not finite (problem {sequence.request.problem_id!r}, sample "
             f"{sequence.request.sample_index}, position {len(sequence.tokens)}); its weights are broken or too large for "

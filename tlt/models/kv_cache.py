@@ -6,15 +6,36 @@ Capacity grows by doubling, so that a short run stays small; growing is the only
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from tlt.models.decoder import ModelConfig
 
+T = TypeVar("T")
+
 _BLOCK = 128
 """Granularity of lengths, in tokens."""
+
+
+_PREFILL_TOKENS = 8192
+"""Per forward: prompts are short, but responses that come from other engines need not be."""
+
+
+def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yields what enters a cache by one forward: in order, of at most `_PREFILL_TOKENS` tokens or a single item."""
+    group: list[T] = []
+    total = 0
+    for item in items:
+        if group and total + num_tokens(item) > _PREFILL_TOKENS:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += num_tokens(item)
+    if group:
+        yield group
 
 
 class Cache:

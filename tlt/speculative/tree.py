@@ -8,6 +8,7 @@ root ─┬─ a ─┬─ c          tokens   root a b c d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -57,8 +58,56 @@ def tree_mask(ancestors_BNN: Tensor, prefix_B: Tensor, length: int, dtype: torch
     return torch.zeros(visible.shape, dtype=dtype, device=prefix_B.device).masked_fill_(~visible, float("-inf"))
 
 
-def chain_mask(num_nodes: int, prefix_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """`tree_mask` of a chain: node i sees the columns up to prefix + i."""
-    last_BN = prefix_B[:, None] + torch.arange(num_nodes, device=prefix_B.device)
-    hidden = torch.arange(length, device=prefix_B.device) > last_BN[:, :, None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=prefix_B.device).masked_fill_(hidden, float("-inf"))
+def chain_mask(columns_BN: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """`tree_mask` of chains whose nodes are stored at these columns: each sees all columns up to its own."""
+    hidden = torch.arange(length, device=columns_BN.device) > columns_BN[:, :, None]
+    return torch.zeros(hidden.shape, dtype=dtype, device=columns_BN.device).masked_fill_(hidden, float("-inf"))
+
+
+@dataclass(frozen=True)
+class TreeLayout:
+    """Where the nodes of B trees lie when the target reads them behind their sequences, and what they see.
+
+    columns_BN: cache column of each node; row b's nodes follow its prefix of committed tokens.
+    depths_BN:  steps from the root; None for chains, where column i has depth i.
+    mask_BNL:   additive, over the first `length` columns; None where every node may see all of them.
+    lengths:    by row, the columns that any of its nodes may see.
+    counts:     by row, its nodes, the rest being padding; None: no row has padding that is known beforehand.
+    """
+
+    columns_BN: Tensor
+    depths_BN: Tensor | None
+    mask_BNL: Tensor | None
+    length: int
+    lengths: tuple[int, ...]
+    counts: tuple[int, ...] | None
+
+    @property
+    def positions_BN(self) -> Tensor:
+        """Position of each node's token in its sequence."""
+        return self.columns_BN if self.depths_BN is None else self.columns_BN[:, :1] + self.depths_BN
+
+    def of_depths(self, values_BDX: Tensor) -> Tensor:
+        """Returns [B, N, X]: to every node what belongs to its depth."""
+        if self.depths_BN is None:
+            return values_BDX[:, : self.columns_BN.shape[1]]
+        rows_B1 = torch.arange(len(self.columns_BN), device=self.columns_BN.device)[:, None]
+        return values_BDX[rows_B1, self.depths_BN]
+
+
+def layout(tree: DraftTree, prefixes: Sequence[int], dtype: torch.dtype) -> TreeLayout:
+    """Lays the trees out behind sequences of which `prefixes[b]` tokens are cached. `dtype` is the mask's."""
+    num_nodes = tree.num_nodes
+    length = max(prefixes) + num_nodes
+    lengths = tuple(prefix + count for prefix, count in zip(prefixes, tree.row_lengths, strict=True))
+    prefix_B = torch.tensor(prefixes, device=tree.tokens_BN.device)
+    columns_BN, depths_BN, mask_BNL = prefix_B[:, None], None, None
+    if num_nodes > 1:
+        columns_BN = columns_BN + torch.arange(num_nodes, device=prefix_B.device)
+    if not tree.is_chain and num_nodes > 1:
+        seen_BNN = ancestors(tree.parents_BN)
+        depths_BN = seen_BNN.sum(dim=-1) - 1
+        mask_BNL = tree_mask(seen_BNN, prefix_B, length, dtype)
+    elif num_nodes > 1 or min(prefixes) != max(prefixes):
+        mask_BNL = chain_mask(columns_BN, length, dtype)
+    return TreeLayout(columns_BN, depths_BN, mask_BNL, length, lengths, tree.lengths)

@@ -1,0 +1,84 @@
+"""What a rollout engine promises to those who use it. It knows no engine; ours (engine.py) is one, others may stand beside it.
+
+    load_policy ─▶ add ─▶ step, step, ... until is_idle ─▶ release ─▶ (policy update) ─▶ load_policy ─▶ ...
+
+Every engine samples by the law (speculative/sampling.py) or says in its own place that it does not. What it can do beyond
+generating is declared in `Capabilities`, so that a caller asks a record and not the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from tlt.engine.stats import EngineStats
+from tlt.types import Finished, Request, Rollout
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine can do beyond generating.
+
+    drafter_kinds: names that `Strategy.drafter` may have; () without a drafter.
+    trees:         whether a draft may branch; else it is a chain.
+    max_depth:     drafted tokens per step at most; 0 without speculation.
+    captures:      whether a step can return what the target captured, for drafter training.
+    hands_over:    whether running responses can be withdrawn and go on in another engine.
+    sleeps:        whether `release` gives the caches' memory back.
+    """
+
+    drafter_kinds: tuple[str, ...]
+    trees: bool
+    max_depth: int
+    captures: bool
+    hands_over: bool
+    sleeps: bool
+
+
+class RolloutBackend(Protocol):
+    stats: EngineStats
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def room(self) -> int:
+        """How many more requests could start at once."""
+        ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
+        """Publishes a policy by Hugging Face names; only when idle."""
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queues requests. Raises UserError where a prompt cannot be answered."""
+
+    def step(self, captures: bool = False) -> list[Finished]:
+        """Advances every running response by at least one token; returns those that ended."""
+        ...
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
+        """Yields each response as it finishes, in no particular order."""
+        ...
+
+    def withdraw(self, slots: Iterable[int]) -> list[Request]:
+        """Takes running responses out; each goes on in whatever engine it is added to."""
+        ...
+
+    def withdraw_waiting(self, num: int) -> list[Request]:
+        """Takes the last `num` out that have not started."""
+        ...
+
+    def abort(self) -> None:
+        """Forgets everything that runs or waits."""
+
+    def release(self) -> None:
+        """Gives the caches' memory back; only when idle."""
