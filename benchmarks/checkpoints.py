@@ -27,7 +27,7 @@ from torch import Tensor
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
-from tlt.train.checkpoint import Checkpoint, CheckpointWriter, RunState, save_checkpoint
+from tlt.training.checkpoint import Checkpoint, CheckpointWriter, RunState, save_checkpoint
 
 BASE = Path(__file__).parents[1] / "recipes" / "countdown" / "base"
 SHAPES = {

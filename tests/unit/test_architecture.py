@@ -20,7 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"models", "speculative", "tasks"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"build"}),
-    frozenset({"train", "audit"}),
+    frozenset({"training", "audit"}),
     frozenset({"bench", "api"}),
     frozenset({"cli"}),
 )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt.train.evaluate import Evaluation, Evaluations, read_evaluations
+from tlt.training.evaluate import Evaluation, Evaluations, read_evaluations
 from tlt.types import UserError
 
 

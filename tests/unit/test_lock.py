@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt.train.lock import FolderLock
+from tlt.training.lock import FolderLock
 from tlt.types import UserError
 
 
@@ -20,7 +20,7 @@ def refusal(folder: Path) -> str:
 
 
 def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
-    program = "import sys; from pathlib import Path; from tlt.train.lock import FolderLock;"
+    program = "import sys; from pathlib import Path; from tlt.training.lock import FolderLock;"
     program += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
     holder = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -35,9 +35,9 @@ from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.attention import PackedCausal
 from tlt.report.timeline import Timeline
-from tlt.train.drafter_side import DrafterRefresh, DrafterSide, WatchedDrafter, connect_refresh
-from tlt.train.phase import PhaseResult, ReplicaReport, RolloutPhase, StopRequested
-from tlt.train.work import Work, worth_migrating
+from tlt.training.drafter_side import DrafterRefresh, DrafterSide, WatchedDrafter, connect_refresh
+from tlt.training.phase import PhaseResult, ReplicaReport, RolloutPhase, StopRequested
+from tlt.training.work import Work, worth_migrating
 from tlt.tuning.tuner import Fixed
 from tlt.types import DrafterReport, Finished, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
@@ -188,7 +188,7 @@ def wait_for(event: threading.Event) -> None:
 def test_a_replica_that_runs_dry_trains_before_anything_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one engine step: after its last token come no further engine step and no wait."""
     events: list[str] = []
-    monkeypatch.setattr("tlt.train.phase.time.sleep", lambda seconds: events.append("wait"))
+    monkeypatch.setattr("tlt.training.phase.time.sleep", lambda seconds: events.append("wait"))
     idle, busy = make_coordinators(2)
     busy.begin("rollout", 4)
     held = busy.take(1)
@@ -367,7 +367,7 @@ def test_a_replica_at_the_limit_of_passes_waits_and_its_waiting_is_not_counted_a
         if len(waits) == 3:
             busy.finish(held[0])
 
-    monkeypatch.setattr("tlt.train.phase.time.sleep", wait)
+    monkeypatch.setattr("tlt.training.phase.time.sleep", wait)
     phase = make_phase(OneTokenEngine(), idle)
     phase.should_stop = lambda: trainer.num_tokens > 10**4
     start = time.perf_counter()
@@ -511,7 +511,7 @@ def test_a_drafter_that_is_not_finite_is_not_sent(fault: float) -> None:
 
 def test_runs_side_by_side_have_mailboxes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
-    monkeypatch.setattr("tlt.train.drafter_side.connect_mailbox", lambda store, name: names.append(name))
+    monkeypatch.setattr("tlt.training.drafter_side.connect_mailbox", lambda store, name: names.append(name))
     for folder in ("a", "b"):
         settings = SimpleNamespace(refresh_during_rollout=True, refresh_seconds=1.0)
         world: Any = SimpleNamespace(store=None, group=object())

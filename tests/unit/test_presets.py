@@ -23,7 +23,7 @@ from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
 from tlt.models.cpu_kernels import CausalAndOwn
 from tlt.models.decoder import Transformer
 from tlt.models.packed import PackedTransformer
-from tlt.train.start import preflight
+from tlt.training.start import preflight
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy, UserError
 
@@ -318,6 +318,6 @@ def test_a_constant_that_the_drafters_form_does_not_have_is_refused_before_anyth
     save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
     drafter = {"path": tmp_path, "train": True, "feature_weight": 1.0}
     config = Config.model_validate({"model": {"path": tmp_path}, "task": {"name": "countdown"}, "drafter": drafter})
-    monkeypatch.setattr("tlt.train.start.load_model_config", lambda path: DEEP)
+    monkeypatch.setattr("tlt.training.start.load_model_config", lambda path: DEEP)
     with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
         preflight(config)

@@ -11,7 +11,7 @@ import pytest
 
 from tlt.config.load import load_config
 from tlt.tasks.base import get_task, make_problems
-from tlt.train.problems import load_problems
+from tlt.training.problems import load_problems
 from tlt.types import UserError
 
 BASE = Path(__file__).parents[2] / "recipes" / "countdown" / "base"

@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.lossless.helpers import CONFIG
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_weights import content_hash
-from tlt.train.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint, save_checkpoint
-from tlt.train.drafter_side import restore
+from tlt.training.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint, save_checkpoint
+from tlt.training.drafter_side import restore
 from tlt.types import UserError
 
 

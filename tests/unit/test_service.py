@@ -26,7 +26,7 @@ from tlt.drafter.service import RankState
 from tlt.models.hf_config import load_model_config as load_config
 from tlt.models.hf_weights import content_hash, load_tensors, save_model
 from tlt.report.timeline import Timeline
-from tlt.train.run import Run
+from tlt.training.run import Run
 from tlt.tuning.tuner import Fixed
 from tlt.types import DrafterReport, Request, SamplingParams, Strategy, UserError
 

@@ -9,7 +9,7 @@ import torch
 
 from tlt.config.schema import Config, ModelSection, TaskSection
 from tlt.distributed.world import choose_device
-from tlt.train.run import device_name
+from tlt.training.run import device_name
 from tlt.types import UserError
 
 

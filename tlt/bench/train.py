@@ -32,10 +32,10 @@ from tlt.config.schema import Config
 from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import World, any_rank, gather_objects, init_process_group_from_env, shutdown
 from tlt.report.console import Console
-from tlt.train.loop import advance
-from tlt.train.phase import PhaseResult, StopRequested
-from tlt.train.problems import load_problems
-from tlt.train.run import Run, device_name
+from tlt.training.loop import advance
+from tlt.training.phase import PhaseResult, StopRequested
+from tlt.training.problems import load_problems
+from tlt.training.run import Run, device_name
 from tlt.types import Problem, UserError
 
 if TYPE_CHECKING:

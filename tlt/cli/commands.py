@@ -666,7 +666,7 @@ def bench_rollout(
     """Measures the configuration's rollout (see bench/rollout.py); returns the ratios over off, by measurement."""
     from tlt.bench.rollout import PARTS, run_benchmark
     from tlt.drafter.hybrid import drafter_kinds
-    from tlt.train.start import preflight
+    from tlt.training.start import preflight
     from tlt.tuning.tuner import make_tuner
 
     _check_words("parts", options.parts, PARTS)
@@ -706,7 +706,7 @@ def bench_train(config_path: Path, overrides: Sequence[str], options: BenchTrain
     from tlt.bench.report import header, write_report
     from tlt.bench.train import FROZEN, OFF, Plan, launch_runs
     from tlt.bench.train_report import summarize, to_markdown
-    from tlt.train.start import preflight
+    from tlt.training.start import preflight
 
     changes = {"tlt": {}, "frozen": FROZEN}
     _check_words("variants", options.variants, tuple(changes))

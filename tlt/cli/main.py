@@ -346,7 +346,7 @@ def _train(command: Train, overrides: Sequence[str]) -> int:
     from tlt.cli.commands import resolve_train_config
 
     config = resolve_train_config(command.config, overrides, command.resume)
-    from tlt.train.start import start
+    from tlt.training.start import start
 
     return start(config, started_at)
 

@@ -24,11 +24,11 @@ from tlt.models.hf_weights import content_hash
 from tlt.report.console import near
 from tlt.report.timeline import merge_timelines
 from tlt.rl.rewards import check_scorable
-from tlt.train.evaluate import evaluate
-from tlt.train.phase import PhaseResult, StopRequested
-from tlt.train.problems import problems_of_step
-from tlt.train.record import record
-from tlt.train.run import Run, device_name
+from tlt.training.evaluate import evaluate
+from tlt.training.phase import PhaseResult, StopRequested
+from tlt.training.problems import problems_of_step
+from tlt.training.record import record
+from tlt.training.run import Run, device_name
 from tlt.types import SpanName, UserError
 
 if TYPE_CHECKING:

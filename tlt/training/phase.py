@@ -24,8 +24,8 @@ from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
-from tlt.train.drafter_side import DrafterSide
-from tlt.train.work import Work
+from tlt.training.drafter_side import DrafterSide
+from tlt.training.work import Work
 from tlt.types import (
     DrafterCheck,
     DrafterReport,

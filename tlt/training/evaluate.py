@@ -15,11 +15,11 @@ from tlt.files import write_jsonl
 from tlt.report.console import Progress
 from tlt.report.metrics import paired_sign_flip_test
 from tlt.rl.rewards import check_scorable
-from tlt.train.phase import PhaseResult
+from tlt.training.phase import PhaseResult
 from tlt.types import SpanName, UserError
 
 if TYPE_CHECKING:
-    from tlt.train.run import Run
+    from tlt.training.run import Run
 
 
 @dataclass(frozen=True)

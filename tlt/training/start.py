@@ -16,10 +16,10 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
 from tlt.report.console import Console, near
-from tlt.train.lock import FolderLock
-from tlt.train.loop import STARTED_AT
-from tlt.train.problems import load_problems
-from tlt.train.run import device_of
+from tlt.training.lock import FolderLock
+from tlt.training.loop import STARTED_AT
+from tlt.training.problems import load_problems
+from tlt.training.run import device_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def start(config: Config, started_at: float | None = None) -> int:
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this command once for every rank
     with Console(enabled=is_first) as console:
         console.header(describe(config, findings))
-    return launch(config.to_json(), config.run.num_ranks, "tlt.train.loop:main", config.run.threads_per_rank)
+    return launch(config.to_json(), config.run.num_ranks, "tlt.training.loop:main", config.run.threads_per_rank)
 
 
 def preflight(config: Config) -> Findings:

@@ -9,11 +9,11 @@ from tlt.distributed.world import gather_objects
 from tlt.report.metrics import LengthStats, StepRecord
 from tlt.rl.rewards import summarize
 from tlt.rl.update import UpdateMetrics
-from tlt.train.phase import PhaseResult
+from tlt.training.phase import PhaseResult
 from tlt.types import SpanName
 
 if TYPE_CHECKING:
-    from tlt.train.run import Run
+    from tlt.training.run import Run
 
 
 def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, cpu_started: float) -> None:
