@@ -214,6 +214,11 @@ class OptimizerSection(Section):
     """After the warm-up; linear and cosine end at 0 with run.num_steps."""
     clip_grad_norm: PositiveFloat = 1.0
 
+    @property
+    def depends_on_num_steps(self) -> bool:
+        """Whether another run.num_steps changes the learning rate of steps that lie before it."""
+        return self.schedule != "constant"
+
 
 class EvaluationSection(Section):
     """Held-out problems, drawn from the task's test split: the same at every evaluation."""
