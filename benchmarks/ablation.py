@@ -10,8 +10,8 @@
 Drafts are chains of six everywhere, none cut short: a tuner would choose other strategies for other drafters, and accept
 lengths would not compare. Seconds are therefore not the best that each drafter allows.
 
-    python benchmarks/ablation.py recipe --minutes 14
-    python benchmarks/ablation.py shift --minutes 14        # again: continues where the time was over
+    python -m benchmarks.ablation recipe --minutes 14
+    python -m benchmarks.ablation shift --minutes 14        # again: continues where the time was over
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ import torch
 
 from benchmarks.plots import check_plots, plot_runs
 from tlt.bench.report import Changes, header, number, table, write_report
-from tlt.bench.train import OFF, Plan, launch_runs, summarize, to_markdown
+from tlt.bench.train import OFF, Plan, launch_runs
+from tlt.bench.train_report import summarize, to_markdown
 from tlt.config.load import load_config
 from tlt.drafter.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_config import load_model_config
 from tlt.train.run import preflight
 from tlt.types import UserError
@@ -83,7 +84,7 @@ def main() -> int:
     shift = None if part.later_options is None else (num_steps // 2, part.later_options)
     random_drafter = config.run.out_dir / "random-drafter"
     if not random_drafter.exists():
-        model = DraftModel(drafter_config(load_model_config(config.model.path))).initialize(config.run.seed)
+        model = DraftModel(drafter_shape(load_model_config(config.model.path))).initialize(config.run.seed)
         save_drafter(random_drafter, model, torch.float32)
 
     runs: dict[str, Changes] = {
@@ -96,7 +97,7 @@ def main() -> int:
     code = launch_runs(config, Plan(runs, num_steps, options.minutes, shift))
     if code not in (0, 130, 143):
         return code
-    command = " ".join(["python benchmarks/ablation.py", *sys.argv[1:]])
+    command = " ".join(["python -m benchmarks.ablation", *sys.argv[1:]])
     report = {**header(config, command), "later_options": part.later_options, **summarize(config.run.out_dir, tuple(runs))}
     write_report(out, report, to_markdown(f"Which drafter, over RL steps: {options.part}", report) + "\n" + windows(report))
     marked = None if shift is None else shift[0]

@@ -1,6 +1,6 @@
 """Makes benchmarks/results/audit.{json,md}: `tlt audit` on our engine in every mode, and on vLLM's responses.
 
-python benchmarks/audit.py --vllm FOLDER      # FOLDER/NAME.jsonl, as benchmarks/audit_vllm.py writes them; -t0: greedy
+python -m benchmarks.audit_modes --vllm FOLDER   # FOLDER/NAME.jsonl, as benchmarks/audit_vllm.py writes them; -t0: greedy
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def to_markdown(report: dict[str, Any]) -> str:
     lines = [
         "# Which engines are lossless",
         "",
-        "`python benchmarks/audit.py --vllm FOLDER`; what the columns mean: [docs/audit.md](../../docs/audit.md)",
+        "`python -m benchmarks.audit_modes --vllm FOLDER`; what the columns mean: [docs/audit.md](../../docs/audit.md)",
         "",
         ", ".join(f"{key} {value}" for key, value in report["environment"].items() if value),
         "",

@@ -6,7 +6,7 @@
 
 Variants take turns within a round. The thread is waited for before the next one, and is timed too.
 
-    python benchmarks/checkpoints.py --out benchmarks/results/checkpoints.json [--rounds 9] [--folder FOLDER]
+    python -m benchmarks.checkpoints --out benchmarks/results/checkpoints.json [--rounds 9] [--folder FOLDER]
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.train.checkpoint import Checkpoint, CheckpointWriter, RunState, save_checkpoint
@@ -39,7 +39,7 @@ VARIANTS = ("plain", "asynchronous", "selective asynchronous")
 
 def make_state(target: ModelConfig) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
     """(what trains, what does not, the optimizer's state) of a drafter that has taken one step."""
-    model = DraftModel(drafter_config(target)).initialize(0)
+    model = DraftModel(drafter_shape(target)).initialize(0)
     optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

@@ -3,7 +3,7 @@
 A step as on a rank that runs dry early: the shorter half of the long-tailed responses is its own, the 8 longest come from the
 step before and have to be recomputed either way. Tokens are random: the cost depends on lengths alone.
 
-    taskset -c 1 python benchmarks/drafter_features.py recipes/countdown --out benchmarks/results/drafter-features
+    taskset -c 1 python -m benchmarks.drafter_features recipes/countdown --out benchmarks/results/drafter-features
 
 Seconds are CPU seconds of one thread, so that another process on the core does not count.
 """

@@ -4,7 +4,7 @@
     padded            each up to the longest of its batch                        as most trainers have it
     padded, sorted    the same after sorting all sequences by length             the best that padding can do
 
-    taskset -c 1 python benchmarks/drafter_packing.py recipes/countdown --out benchmarks/results/drafter-packing
+    taskset -c 1 python -m benchmarks.drafter_packing recipes/countdown --out benchmarks/results/drafter-packing
 
 Speeds are real tokens per CPU second of one thread, so that another process on the core does not count.
 """

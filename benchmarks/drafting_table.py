@@ -1,7 +1,7 @@
 """One table from the arms of a rollout benchmark: accept length and speed by drafter, shape, ranking and temperature.
 
-tlt bench rollout recipes/countdown/quickstart.toml --out X --parts arms --batches 1,8 --temperatures 0,0.6,1
-python benchmarks/drafting_table.py X.json benchmarks/results/drafting
+python -m benchmarks.rollout recipes/countdown/quickstart.toml --out X --parts arms --batches 1,8 --temperatures 0,0.6,1
+python -m benchmarks.drafting_table X.json benchmarks/results/drafting
 """
 
 from __future__ import annotations

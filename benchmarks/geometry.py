@@ -25,7 +25,7 @@ from tlt.bench.report import environment, write_report
 from tlt.build import EngineSettings, build_engine
 from tlt.config.schema import DrafterSection
 from tlt.drafter.folder import StoredDrafter
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_weights import expected_shapes
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor
@@ -101,7 +101,7 @@ def measure_step(
     accept: float,
 ) -> dict[str, float]:
     """Milliseconds per step by part, and tokens per second, after two steps to warm up."""
-    model = DraftModel(drafter_config(config)).initialize(1)
+    model = DraftModel(drafter_shape(config)).initialize(1)
     stored = StoredDrafter(model.config, model.state_dict(), {})
     settings = EngineSettings(max_batch_size=batch_size, drafting=DrafterSection(confidence_threshold=0.0))
     simulated = SimulatedAcceptance(accept, batch_size)

@@ -243,7 +243,7 @@ def run_vllm(
         if finished.returncode or not out.exists():
             reason = _reason(log.read_text(encoding="utf-8", errors="replace"))
             raise PeerError(
-                f"vllm: its process ended with exit code {finished.returncode} ({reason}); see tlt/bench/vllm_worker.py"
+                f"vllm: its process ended with exit code {finished.returncode} ({reason}); see benchmarks/vllm_worker.py"
             )
         report = json.loads(out.read_text(encoding="utf-8"))
     name = f"vllm, {'eager' if enforce_eager else 'compiled'}"

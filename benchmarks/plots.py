@@ -1,4 +1,4 @@
-"""Pictures of a benchmark. matplotlib comes with the extra `bench`."""
+"""Draws the plots of the benchmarks. matplotlib comes with the extra `bench`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise UserError("tlt bench: matplotlib is not installed; install it with pip install 'tlt-rl[bench]'") from None
+        raise UserError("benchmarks: matplotlib is not installed; install it with pip install 'tlt-rl[bench]'") from None
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "tlt"  # the same figures give the same file
     import matplotlib.pyplot as plt

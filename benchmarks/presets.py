@@ -1,6 +1,6 @@
 """The three presets on the same responses with the same CPU time: what a token of training costs, and what it brings.
 
-    python benchmarks/presets.py recipes/countdown/base --responses responses.jsonl --prompts problems.jsonl --seconds 150 \
+    python -m benchmarks.presets recipes/countdown/base --responses responses.jsonl --prompts problems.jsonl --seconds 150 \
         --out benchmarks/results/presets
 
 Each preset starts from random weights; its learning rate warms up for a twentieth of the time and falls to 2 % in the second
@@ -21,11 +21,11 @@ import torch
 
 from tlt.bench.acceptance import observe, speedup
 from tlt.bench.report import environment, provenance, ratio_text, table, write_report
-from tlt.cli.commands import read_responses
+from tlt.cli.responses import read_responses
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.losses import PRESETS, Preset
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.spot import FeatureRecompute
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.hf_config import load_model_config
@@ -46,7 +46,7 @@ class Trained:
 
 
 def train(preset: Preset, target: PackedTransformer, rollouts: Sequence[Rollout], options: argparse.Namespace) -> Trained:
-    model = DraftModel(drafter_config(target.config, preset.method)).initialize(0)
+    model = DraftModel(drafter_shape(target.config, preset.method)).initialize(0)
     trainer = DrafterTrainer(model, target, preset, options.learning_rate)
     buffer = TrajectoryBuffer(max_bytes=2**40)
     for rollout in rollouts:
@@ -118,7 +118,7 @@ def main() -> None:
         print(rows[-1], flush=True)
     columns = ("preset", "tokens trained", "µs per token", "accept length, T = 0", "T = 1", "speed over off, batch 1")
     command = (
-        f"python benchmarks/presets.py MODEL --responses ({len(rollouts)} responses) --prompts ({len(prompts)} problems)"
+        f"python -m benchmarks.presets MODEL --responses ({len(rollouts)} responses) --prompts ({len(prompts)} problems)"
         f" --seconds {options.seconds:g} --tokens-per-step {options.tokens_per_step} --depth {options.depth}"
     )
     report = {"command": command, "environment": environment(), "presets": measured}

@@ -1,6 +1,6 @@
 """What a run's idle time was used for: shares and percentiles from its metrics and timeline.
 
-python benchmarks/spot_training.py runs/quickstart
+python -m benchmarks.spot_training runs/quickstart
 """
 
 from __future__ import annotations

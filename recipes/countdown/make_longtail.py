@@ -1,6 +1,8 @@
-"""The long-tail workload of the base model: 128 of many sampled responses, chosen for their lengths (tlt/bench/longtail.py).
+"""Makes the long-tail workload of the base model: 128 of many sampled responses, chosen for their lengths.
 
-python recipes/countdown/make_longtail.py --out recipes/countdown/longtail.json
+How they are chosen is benchmarks/longtail.py's. Run from the repository, whose benchmarks it needs:
+
+    PYTHONPATH=. python recipes/countdown/make_longtail.py --out recipes/countdown/longtail.json
 """
 
 import argparse
@@ -10,30 +12,14 @@ from pathlib import Path
 import torch
 
 from benchmarks.longtail import hash_model, make_longtail, measure_lengths, write_workload
+from tlt.build import EngineSettings, build_engine, load_model
 from tlt.drafter.folder import load_drafter
-from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.model import PackedDrafter
-from tlt.engine.engine import RolloutEngine
-from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import load_tensors
-from tlt.models.tokenizer import load_tokenizer
 from tlt.tasks.base import get_task
-from tlt.tuning.tuner import make_tuner
 from tlt.types import Problem, SamplingParams
 
 HERE = Path(__file__).parent
 OPTIONS = {"mix": {"2": 0.2, "3": 0.8}, "max_number": 15, "max_target": 60}  # the quickstart's puzzles
 BATCH_SIZE = 64
-
-
-def make_engine(model: Path, drafter: Path) -> RolloutEngine:
-    config = load_model_config(model)
-    engine = RolloutEngine(config, max_batch_size=BATCH_SIZE, tuner=make_tuner("adaptive", LearnedDrafter.kinds))
-    engine.load_policy(load_tensors(model, config))
-    stored = load_drafter(drafter, config)
-    packed = PackedDrafter.from_tensors(stored.config, stored.tensors, engine.model.dtype, engine.device)
-    engine.load_drafter(LearnedDrafter(packed, engine.model, BATCH_SIZE))
-    return engine
 
 
 def main() -> None:
@@ -46,19 +32,22 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(options.threads)
-    model = HERE / "base"
-    tokenizer = load_tokenizer(model)
+    model = load_model(HERE / "base")
+    assert model.tokenizer is not None, "the recipe ships one"
+    drafter = load_drafter(HERE / "drafter", model.config, model.tensors)
+    settings = EngineSettings("adaptive", max_batch_size=BATCH_SIZE)
+    engine = build_engine(model.config, model.tensors, settings, drafter)
     records = get_task("countdown").problems(options.candidates, 1, split="train", **OPTIONS)
-    problems = [Problem(record["problem_id"], tokenizer.encode_text(record["prompt"])) for record in records]
-    params = SamplingParams(max_tokens=options.max_tokens, stop_ids=tokenizer.stop_ids)
+    problems = [Problem(record["problem_id"], model.tokenizer.encode_text(record["prompt"])) for record in records]
+    params = SamplingParams(max_tokens=options.max_tokens, stop_ids=model.stop_ids)
 
     def show(num_finished: int) -> None:
         if num_finished % 64 == 0:
             print(f"{num_finished} of {options.candidates} responses, {time.perf_counter() - begin:.0f} s", flush=True)
 
     begin = time.perf_counter()
-    lengths = measure_lengths(make_engine(model, HERE / "drafter"), problems, params, options.candidates, show)
-    workload = make_longtail(lengths, options.num, hash_model(model))
+    lengths = measure_lengths(engine, problems, params, options.candidates, show)
+    workload = make_longtail(lengths, options.num, hash_model(model.path))
     command = f"make_longtail.py --candidates {options.candidates} --num {options.num} --max-tokens {options.max_tokens}"
     write_workload(options.out, workload, command)
     num_cut = sum(length == options.max_tokens for length in lengths.values())

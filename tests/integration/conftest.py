@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tlt.drafter.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import save_model
@@ -25,7 +25,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     policy = Transformer(config).initialize(0, std=0.15)
     save_model(folder / "model", config, policy.state_dict(), dtype=torch.float32, source=BASE)
-    save_drafter(folder / "drafter", DraftModel(drafter_config(config)).initialize(0), torch.float32)
+    save_drafter(folder / "drafter", DraftModel(drafter_shape(config)).initialize(0), torch.float32)
     # The prompt's own task: a response is rewarded for the digits it holds, so that a random policy has something to learn.
     (folder / "digits.py").write_text(
         "class Digits:\n"

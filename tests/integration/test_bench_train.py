@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tlt.bench.report import with_changes
-from tlt.bench.train import OFF, Plan, launch_runs, read_turns
+from tlt.bench.train import OFF, Plan, launch_runs
+from tlt.bench.train_report import read_turns
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.train.checkpoint import latest_checkpoint, load_checkpoint

@@ -30,7 +30,7 @@ def say(**what):
 def entry(scenario, stop):
     import torch
     from tlt.distributed.world import (
-        any_rank, average_weighted, broadcast_tensors, gather_objects, init_process_group_from_env, shutdown)
+        any_rank, average_weighted, gather_objects, init_process_group_from_env, shutdown)
     from tlt.types import UserError
 
     world = init_process_group_from_env("cpu", timeout_seconds=60)
@@ -54,13 +54,11 @@ def entry(scenario, stop):
         say(any=any_rank(world, rank == 1), none=any_rank(world, False))
         say(weighted=average((1.0, 3.0)), unweighted=average((0, 0)), alone=average((0, 5.0), fill=float("nan")))
         say(bf16=average((1.0, 1.0), torch.bfloat16), double=average((1.0, 1.0), torch.float64))
-        tensors = [torch.full((3,), rank + 0.1), torch.full((2,), rank + 7), torch.full((2,), rank + 0.3)]
-        broadcast_tensors(world, tensors, source=1)
-        say(broadcast=[tensor.tolist() for tensor in tensors], nothing=average_weighted(world, [], 2.0))
+        say(nothing=average_weighted(world, [], 2.0))
         coordinator = connect_coordinator(world.store, rank, world.world_size, timeout=30.0)
         coordinator.begin("rollout 0", 100)
         taken = []
-        while not coordinator.wait_all_done():
+        while not coordinator.all_done():
             for unit in coordinator.take(4):
                 taken.append(unit)
                 coordinator.finish(unit)
@@ -72,6 +70,10 @@ def entry(scenario, stop):
             time.sleep(0.02)
         time.sleep(0.3)
         say(finished=gather_objects(world, rank))
+    elif scenario == "agree":
+        while not any_rank(world, stop.is_set()) and time.monotonic() < latest:
+            time.sleep(0.02)
+        say(finished=gather_objects(world, rank))
     elif scenario == "deaf":
         while time.monotonic() < latest:
             time.sleep(0.1)
@@ -81,6 +83,8 @@ def entry(scenario, stop):
         raise ZeroDivisionError("in the middle of a step")
     elif scenario == "killed" and rank == 1:
         os.kill(os.getpid(), 9)
+    elif scenario == "exit" and rank == 1:
+        os._exit(7)
     shutdown(world)
 
 
@@ -132,20 +136,52 @@ class Outcome:
         return [line[key] for line in sorted(self.said, key=lambda line: line["rank"]) if key in line]
 
 
-def to_group(number: signal.Signals) -> Callable[[int], None]:
-    return lambda pid: os.killpg(pid, number)
+Send = Callable[[int, list[int]], None]
 
 
-def to_parent(number: signal.Signals) -> Callable[[int], None]:
-    return lambda pid: os.kill(pid, number)
+def to_group(number: signal.Signals) -> Send:
+    return lambda launcher, _: os.killpg(launcher, number)
+
+
+def to_parent(number: signal.Signals) -> Send:
+    return lambda launcher, _: os.kill(launcher, number)
+
+
+def to_rank(rank: int, number: signal.Signals) -> Send:
+    return lambda _, ranks: os.kill(ranks[rank], number)
+
+
+def kill_while_it_imports(rank: int) -> Send:
+    """The agent starts the ranks in their order; what else the launcher has started runs another program."""
+
+    def send(launcher: int, _: list[int]) -> None:
+        deadline = time.monotonic() + 60
+        while len(found := spawned_by(launcher)) <= rank and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(found[rank], signal.SIGKILL)
+
+    return send
+
+
+def spawned_by(parent: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            ppid = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if ppid == parent and b"spawn_main" in (folder / "cmdline").read_bytes():
+                found.append(int(folder.name))
+        except OSError:
+            continue
+    return sorted(found)
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """`signals`: (what to wait for, seconds to wait then, how to send) in turn; `ready` comes once per rank."""
+    """`signals`: (what to wait for, seconds to wait then, how to send) in turn; `ready` comes once per rank. Whoever
+    sends is told the launcher's process id and those of the ranks that have said theirs."""
 
     name: str
-    signals: tuple[tuple[str, float, Callable[[int], None]], ...] = ()
+    signals: tuple[tuple[str, float, Send], ...] = ()
     num_ranks: int = 2
     grace: float = 200.0
     environ: tuple[tuple[str, str], ...] = ()
@@ -157,6 +193,11 @@ SCENARIOS = {
     "mistake": Scenario("mistake"),
     "fault": Scenario("fault"),
     "killed": Scenario("killed"),
+    "killed beside two that compute": Scenario("deaf", (("ready", 0.2, to_rank(1, signal.SIGKILL)),), num_ranks=3),
+    "killed beside one that polls": Scenario("loop", (("ready", 0.2, to_rank(0, signal.SIGKILL)),)),
+    "killed while the ranks import": Scenario("loop", (("started", 0.0, kill_while_it_imports(1)),)),
+    "a rank exits": Scenario("exit"),
+    "sigterm to one rank": Scenario("agree", (("ready", 0.0, to_rank(1, signal.SIGTERM)),)),
     "parent killed": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGKILL)),)),
     "ctrl-c while the ranks import": Scenario("loop", (("started", 0.7, CTRL_C),)),
     "sigterm to the parent": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGTERM)),)),
@@ -198,7 +239,7 @@ def play(server: subprocess.Popen[str], folder: Path, name: str, scenario: Scena
         if pid is not None and waiting and len(outcome.of(waiting[0][0])) >= num_needed:
             _, delay, send = waiting.pop(0)
             time.sleep(delay)
-            send(pid)
+            send(pid, outcome.of("pid"))
             sent_at = time.monotonic()
         time.sleep(0.02)
     outcome.seconds = time.monotonic() - sent_at
@@ -271,12 +312,6 @@ def test_averages_are_weighted_by_what_each_rank_trained_on(outcomes: dict[str, 
     assert outcome.of("nothing") == [4.0, 4.0]
 
 
-def test_a_broadcast_copies_the_source_bit_for_bit_in_every_dtype(outcomes: dict[str, Outcome]) -> None:
-    zero, one = outcomes["collectives"].of("broadcast")
-    assert zero == one
-    assert one[1] == [8, 8]
-
-
 def test_a_users_mistake_in_a_rank_is_one_line_and_exit_code_2(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["mistake"]
     assert outcome.code == 2
@@ -293,12 +328,37 @@ def test_a_fault_of_ours_shows_that_ranks_own_traceback_once(outcomes: dict[str,
     assert not outcome.survivors
 
 
-def test_a_rank_that_vanishes_is_named(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["killed"]
+@pytest.mark.parametrize(
+    ("name", "rank"),
+    [
+        ("killed", 1),
+        ("killed beside two that compute", 1),
+        ("killed beside one that polls", 0),
+        ("killed while the ranks import", 1),
+    ],
+)
+def test_the_rank_that_was_killed_is_named_and_no_other(outcomes: dict[str, Outcome], name: str, rank: int) -> None:
+    outcome = outcomes[name]
     assert outcome.code == 1
-    assert outcome.stderr.startswith("tlt: error: rank 1 ended without a word: killed by")
-    assert "Traceback" not in outcome.stderr
+    assert outcome.stderr == f"tlt: error: rank {rank} ended without a word: killed by SIGKILL (out of memory?)\n"
     assert not outcome.survivors
+
+
+@pytest.mark.parametrize("name", ["killed beside two that compute", "killed beside one that polls"])
+def test_the_others_leave_at_once_when_a_rank_is_killed(outcomes: dict[str, Outcome], name: str) -> None:
+    assert outcomes[name].seconds < 15, "the agent's own patience is 30 s"
+
+
+def test_a_rank_that_exits_by_itself_is_named_with_its_exit_code(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["a rank exits"]
+    assert (outcome.code, outcome.stderr) == (1, "tlt: error: rank 1 ended without a word: exit code 7\n")
+
+
+def test_a_sigterm_from_outside_asks_a_rank_to_stop(outcomes: dict[str, Outcome]) -> None:
+    """Only the launcher's own means that another rank has failed."""
+    outcome = outcomes["sigterm to one rank"]
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.of("finished") == [[0, 1], [0, 1]]
 
 
 @pytest.mark.parametrize(("name", "code"), [("ctrl-c while the ranks import", 130), ("sigterm to the parent", 143)])

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlt.drafter.hybrid import make_drafter
 from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.speculative.protocol import DraftContext
@@ -41,7 +41,7 @@ def make_engine(
     engine.load_policy(dict(policy.named_parameters()))
     if tuner is not None:
         if drafter == "learned":
-            model = DraftModel(drafter_config(policy.config)).initialize(2)
+            model = DraftModel(drafter_shape(policy.config)).initialize(2)
             packed = PackedDrafter.from_tensors(model.config, model.state_dict(), dtype)
             learned = LearnedDrafter(
                 packed,

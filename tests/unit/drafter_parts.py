@@ -13,7 +13,7 @@ from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, make_
 from tlt.drafter.buffer import PackedBatch, TrajectoryBuffer
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.losses import PRESETS, Preset, draft_loss
-from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, drafter_config
+from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, drafter_shape
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
@@ -32,7 +32,7 @@ TARGET = PackedTransformer.from_module(POLICY, torch.float64)
 
 def make_model(seed: int = 2, scale: float = 8.0, method: Method = "eagle", draft_vocab: int | None = None) -> DraftModel:
     """A random drafter, its attention and mlp strong enough to matter."""
-    model = DraftModel(drafter_config(CONFIG, method, draft_vocab)).double().initialize(seed)
+    model = DraftModel(drafter_shape(CONFIG, method, draft_vocab)).double().initialize(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 and name != "fc.weight":
@@ -135,7 +135,7 @@ def make_batch(lengths: Sequence[int] = (6, 11, 3), seed: int = 0) -> PackedBatc
 
 
 def unpack(batch: PackedBatch) -> list[PackedBatch]:
-    tokens, features = batch.token_ids_N.split(batch.lengths), batch.features_NE.split(batch.lengths)
+    tokens, features = batch.token_ids_N.split(batch.lengths), batch.captured_NF.split(batch.lengths)
     weights = batch.weight_M.split([n - 1 for n in batch.lengths])
     return [PackedBatch(t, f, (len(t),), w) for t, f, w in zip(tokens, features, weights, strict=True)]
 
@@ -144,7 +144,7 @@ def unroll(model: DraftModel, batch: PackedBatch, num_steps: int) -> list[Tensor
     """Hidden states of every pair after each of its own steps."""
     pairs = align(batch.lengths)
     attend = Unrolled(model.config.layer, pairs.lengths)
-    hidden, states = model.fuse(batch.features_NE[pairs.feature_index_M]), []
+    hidden, states = model.fuse(batch.captured_NF[pairs.feature_index_M]), []
     for step in range(num_steps):
         index, _ = pairs.ahead(step)
         hidden = model(TARGET.embed(batch.token_ids_N[index]), hidden, pairs.positions_M + step, attend)
@@ -157,8 +157,8 @@ def loss_of(model: DraftModel, batch: PackedBatch, preset: Preset = ONE_STEP) ->
     pairs = align(batch.lengths)
     attend = PackedCausal(model.config.layer, pairs.lengths)
     embeddings = TARGET.embed(batch.token_ids_N[pairs.token_index_M])
-    predicted = model(embeddings, batch.features_NE[pairs.feature_index_M], pairs.positions_M, attend)
-    targets = batch.features_NE[pairs.token_index_M]
+    predicted = model(embeddings, batch.captured_NF[pairs.feature_index_M], pairs.positions_M, attend)
+    targets = batch.captured_NF[pairs.token_index_M]
     probabilities = F.linear(targets, TARGET.head_VE).softmax(-1)
     logits = F.linear(predicted, TARGET.head_VE)
     return draft_loss(predicted, targets, logits, probabilities, batch.weight_M.double(), preset)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from tests.lossless.helpers import CONFIG, VOCAB, make_policy
 from tlt.bench.acceptance import Acceptance, observe, speedup
 from tlt.cli import main as cli
 from tlt.drafter.folder import StoredDrafter, save_drafter
-from tlt.drafter.model import DraftModel, Method, align, drafter_config
+from tlt.drafter.model import DraftModel, Method, align, drafter_shape
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_weights import content_hash, save_model
@@ -24,7 +25,7 @@ DEEP = replace(CONFIG, num_layers=4)
 
 
 def make_drafter(config: ModelConfig, method: Method = "eagle", vocab: int | None = None) -> StoredDrafter:
-    model = DraftModel(drafter_config(config, method, vocab)).initialize(2)
+    model = DraftModel(drafter_shape(config, method, vocab)).initialize(2)
     return StoredDrafter(model.config, {name: t.detach() for name, t in model.state_dict().items()}, {})
 
 
@@ -93,6 +94,34 @@ def test_the_timing_gives_a_ratio_per_round_and_equal_responses() -> None:
     assert num_different == 0
 
 
+def read_strictly(text: str) -> Any:
+    """The value of a JSON text; NaN and Infinity, which JSON does not have, are refused."""
+    return json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
+
+
+def test_an_evaluation_without_an_upper_end_is_strict_json() -> None:
+    """The last bucket by entropy is open, and one round tells no interval."""
+    policy = tensors(Transformer(CONFIG).initialize(1, 0.0))
+    found = observe(CONFIG, policy, make_drafter(CONFIG), requests(1.0), 2, 4)
+    ratio, _ = speedup(CONFIG, policy, make_drafter(CONFIG), requests(num=2, max_tokens=4), 2, 2, 1)
+    for value in (found, ratio):
+        json.dumps(asdict(value), allow_nan=False)
+    assert found.by_entropy[-1].high is None
+
+
+def test_prompts_of_one_token_are_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A drafter's first guess needs the target's features of two tokens."""
+    model, drafter, prompts = tmp_path / "model", tmp_path / "drafter", tmp_path / "prompts.jsonl"
+    save_model(model, CONFIG, tensors(make_policy().float()), dtype=torch.float32, source=None)
+    save_drafter(drafter, DraftModel(drafter_shape(CONFIG)).initialize(2), torch.float32)
+    prompts.write_text('{"prompt_ids": [1]}\n')
+    arguments = ["--model", str(model), "--prompts", str(prompts), "--max-tokens", "1", "--rounds", "1"]
+    assert cli.main(["drafter", "eval", str(drafter), *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "not one guess was verified; give prompts of two tokens or more" in error
+    assert error.count("\n") == 1
+
+
 def _export_says_whose_drafter_it_is(
     folder: Path, model: Path, draft_model: DraftModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -121,7 +150,7 @@ def _export_says_whose_drafter_it_is(
 def test_the_commands_export_and_evaluate_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, drafter, out = tmp_path / "model", tmp_path / "drafter", tmp_path / "out.json"
     save_model(model, DEEP, tensors(Transformer(DEEP).initialize(1, 0.3)), dtype=torch.float32, source=None)
-    draft_model = DraftModel(drafter_config(DEEP, "eagle3")).initialize(2)
+    draft_model = DraftModel(drafter_shape(DEEP, "eagle3")).initialize(2)
     save_drafter(drafter, draft_model, torch.float32)
     _export_says_whose_drafter_it_is(tmp_path, model, draft_model, capsys)
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt_ids": [1, 2, 3]}) + "\n")
@@ -135,7 +164,8 @@ def test_the_commands_export_and_evaluate_a_folder(tmp_path: Path, capsys: pytes
         assert cli.main(["drafter", "eval", str(folder), *asked, "--out", str(out)]) == 0
         printed = capsys.readouterr().out
         assert "accept length" in printed
-        summary = json.loads(out.read_text())
-        assert json.loads(printed.splitlines()[-1]) == summary
+        summary = read_strictly(out.read_text())
+        assert read_strictly(printed.splitlines()[-1]) == summary
+        assert summary["speedup"]["high"] is None, "one round tells no interval"
         found.append(summary["by_position"])
     assert found[0] == found[1]

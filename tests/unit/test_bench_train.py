@@ -14,7 +14,7 @@ import tlt
 from benchmarks.plots import plot_runs
 from tests.unit.test_report import record
 from tlt.bench.report import header
-from tlt.bench.train import Turn, _place, ceiling, phase_seconds, summarize, to_markdown
+from tlt.bench.train_report import Turn, _place, ceiling, phase_seconds, summarize, to_markdown
 from tlt.cli.main import main
 from tlt.config.load import load_config
 from tlt.report.metrics import MetricsWriter

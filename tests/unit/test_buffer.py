@@ -36,10 +36,10 @@ def test_sampled_windows_are_aligned_at_any_offset(data: st.DataObject) -> None:
     for _ in range(4):
         batch = buffer.sample(budget)
         assert batch is not None
-        assert sum(batch.lengths) == len(batch.token_ids_N) == len(batch.features_NE)
+        assert sum(batch.lengths) == len(batch.token_ids_N) == len(batch.captured_NF)
         assert sum(batch.lengths) <= budget + 2
         pairs = align(batch.lengths)
-        tokens, features = batch.token_ids_N, batch.features_NE[:, 0].long()
+        tokens, features = batch.token_ids_N, batch.captured_NF[:, 0].long()
         assert torch.equal(tokens[pairs.token_index_M], features[pairs.feature_index_M] + 1)
         assert torch.equal(features[pairs.token_index_M], tokens[pairs.token_index_M])
         sequence, t = features[pairs.feature_index_M] // 1000, features[pairs.feature_index_M] % 1000
@@ -70,7 +70,7 @@ def test_windows_lie_anywhere_in_a_trajectory() -> None:
     for _ in range(600):
         batch = buffer.sample(10)
         assert batch is not None
-        starts.add(int(batch.features_NE[0, 0]))
+        starts.add(int(batch.captured_NF[0, 0]))
     assert starts == set(range(30))
 
 

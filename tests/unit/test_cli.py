@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from tlt.cli import commands
+from tlt.cli.train import resolve_config
 from tlt.cli import main as cli
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_weights import save_model

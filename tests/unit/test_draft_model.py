@@ -27,7 +27,7 @@ def test_a_pair_that_drafts_on_in_training_sees_no_later_pair_but_the_token_it_r
     """Step s of pair t reads token t + 1 + s, and nothing beyond: neither a feature after t nor another pair's step."""
     lengths, changed, steps = (9, 7), 4, 3
     base, other = make_batch(lengths), make_batch(lengths)
-    other.features_NE[changed:9] += 1.0
+    other.captured_NF[changed:9] += 1.0
     before, after = (unroll(MODEL, batch, steps) for batch in (base, other))
     for s in range(steps):
         torch.testing.assert_close(after[s][:changed], before[s][:changed], rtol=0, atol=1e-12)

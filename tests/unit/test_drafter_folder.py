@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.lossless.helpers import CONFIG
 from tests.unit.drafter_parts import MODEL, SIZE, plain_forward, randn
 from tlt.drafter.folder import load_drafter, save_drafter
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.files import replace_folder
 from tlt.models.attention import PackedCausal
 from tlt.models.hf_weights import content_hash
@@ -109,16 +109,16 @@ def test_a_folder_is_replaced_whole_or_not_at_all(tmp_path: Path, breaks: type[B
 def test_a_drafter_folder_is_replaced_only_when_the_new_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, model = tmp_path / "drafter", DraftModel(drafter_config(CONFIG)).initialize(1)
+    path, model = tmp_path / "drafter", DraftModel(drafter_shape(CONFIG)).initialize(1)
     save_drafter(path, model, torch.float32)
     monkeypatch.setattr("tlt.drafter.folder.describe", kill)
     with pytest.raises(KeyboardInterrupt):
-        save_drafter(path, DraftModel(drafter_config(CONFIG)).initialize(2), torch.float32)
+        save_drafter(path, DraftModel(drafter_shape(CONFIG)).initialize(2), torch.float32)
     assert content_hash(load_drafter(path, CONFIG).tensors) == content_hash(dict(model.state_dict()))
 
 
 def test_a_drafter_folder_with_numbers_that_are_not_finite_is_refused(tmp_path: Path) -> None:
-    model = DraftModel(drafter_config(CONFIG)).initialize(1)
+    model = DraftModel(drafter_shape(CONFIG)).initialize(1)
     with torch.no_grad():
         model.fc.weight[0, 0] = math.nan
     save_drafter(tmp_path / "drafter", model, torch.float32)

@@ -29,7 +29,7 @@ from tests.unit.drafter_parts import (
 )
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.losses import PRESETS, draft_loss
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.spot import FeatureRecompute
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.decoder import Transformer
@@ -94,7 +94,7 @@ def test_training_and_recomputing_mix_no_devices(preset: str, draft_vocab: int |
     with OneDevice():
         target = PackedTransformer(config, torch.float32, "meta")
         with torch.device("meta"):
-            model = DraftModel(drafter_config(config, PRESETS[preset].method, draft_vocab))
+            model = DraftModel(drafter_shape(config, PRESETS[preset].method, draft_vocab))
         trainer = DrafterTrainer(model, target, PRESETS[preset])
         buffer = TrajectoryBuffer(10**9)
         for length in (20, 30):
@@ -104,7 +104,7 @@ def test_training_and_recomputing_mix_no_devices(preset: str, draft_vocab: int |
                 pass
         batch = buffer.sample(60)
         assert batch is not None
-        assert batch.features_NE.is_meta
+        assert batch.captured_NF.is_meta
         with torch.enable_grad():
             trainer.loss(batch).backward()
         assert all(p.grad is not None and p.grad.is_meta for p in trainer.parameters)
@@ -149,7 +149,7 @@ def test_a_loss_that_is_not_finite_raises_and_leaves_the_weights_alone(poison: f
     trainer = DrafterTrainer(make_model(), TARGET, HASS)
     before = content_hash(trainer.model.state_dict())
     batch = make_batch()
-    batch.features_NE[4] = poison
+    batch.captured_NF[4] = poison
     with pytest.raises(FloatingPointError, match="loss is"):
         trainer.step(batch)
     assert content_hash(trainer.model.state_dict()) == before

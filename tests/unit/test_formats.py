@@ -21,7 +21,7 @@ from torch import Tensor
 from tests.lossless.helpers import CONFIG as TINY
 from tlt.drafter.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.formats import FORMATS, Target, export_drafter
-from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_config
+from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
@@ -35,7 +35,7 @@ ABOUT = {"policy_hash": "abc123", "policy_step": 30, "preset": "eagle3"}
 
 
 def make_drafter(target: ModelConfig, method: Method, vocab: int | None = None) -> StoredDrafter:
-    model = DraftModel(drafter_config(target, method, vocab)).bfloat16().initialize(1)
+    model = DraftModel(drafter_shape(target, method, vocab)).bfloat16().initialize(1)
     if model.config.is_reduced:
         model.set_vocabulary(torch.arange(1, 2 * model.config.draft_vocab_size, 2) % target.vocab_size)
     return StoredDrafter(model.config, {name: tensor.detach() for name, tensor in model.state_dict().items()}, ABOUT)

@@ -11,8 +11,8 @@ import torch
 
 from tests.lossless.helpers import CONFIG
 from tests.unit.watch_parts import POLICY, TARGET, Parts, make_rollouts
+from tlt.drafter.measure import distribution, draw, engine_logits, judge, read, trainer_logits
 from tlt.drafter.ngram import count_retrieved
-from tlt.drafter.service import distribution, draw, engine_logits, judge, read, trainer_logits
 from tlt.models.attention import PackedCausal
 from tlt.types import Rollout
 
@@ -20,7 +20,7 @@ from tlt.types import Rollout
 def test_the_measure_is_the_overlap_of_target_and_drafter_position_by_position() -> None:
     """Against forwards of the trainable models, one response at a time, and a sum written out."""
     parts, rollouts = Parts(), make_rollouts(3)
-    tally = parts.watch._measure(rollouts, 0.7)
+    tally = parts.measure(rollouts, 0.7)
     total, count = 0.0, 0
     for rollout in rollouts:
         tokens = torch.tensor([*rollout.prompt_ids, *rollout.token_ids])
@@ -61,7 +61,7 @@ def test_a_prompt_longer_than_the_sample_leaves_something_to_measure() -> None:
     assert sorted(counts.values()) == [6, 24]
     parts, prompt_ids = Parts(), tuple(range(1, 61)) * 2
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tlt.drafter.service.CANARY_TOKENS", 30)
+        patch.setattr("tlt.drafter.measure.CANARY_TOKENS", 30)
         check = parts.watch.end_step([replace(r, prompt_ids=prompt_ids) for r in make_rollouts(2)], 0, 1.0)
     assert 0 < check.acceptance < 1
 

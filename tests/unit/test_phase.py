@@ -26,8 +26,9 @@ from tlt.distributed.world import World
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.losses import PRESETS
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
-from tlt.drafter.service import DrafterWatch
+from tlt.drafter.measure import Subject
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
+from tlt.drafter.service import DrafterWatch, Ranks, RankState
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.engine import EngineStats, RolloutEngine
@@ -131,13 +132,11 @@ def make_watch(
     """`others`: drafter versions of other replicas' engines."""
 
     def gather(value: Any) -> list[Any]:
-        is_start = isinstance(value, tuple)  # (failure, version, is limited)
-        return [value, *(("", version, False) for version in others)] if is_start else [value]
+        return [value, *(RankState("", version, False) for version in others)] if isinstance(value, RankState) else [value]
 
     trainer = spot.trainer
-    return DrafterWatch(
-        trainer.model, trainer, engine.model, learned, lambda aside: None, lambda group, counts: 0, gather, average
-    )
+    subject = Subject(trainer.model, learned.model, engine.model, lambda group, counts: 0)
+    return DrafterWatch(subject, trainer, learned, lambda aside: None, Ranks(0, gather, average))
 
 
 def make_problems(num: int) -> list[Problem]:
@@ -396,7 +395,7 @@ def test_preemption_is_measured_from_the_last_response_of_all_where_a_trainer_wa
 
 
 def make_model(seed: int) -> DraftModel:
-    return DraftModel(drafter_config(CONFIG)).double().initialize(seed)
+    return DraftModel(drafter_shape(CONFIG)).double().initialize(seed)
 
 
 def make_engine(seed: int = 2, strategy: Strategy = TREES) -> tuple[RolloutEngine, LearnedDrafter]:

@@ -21,7 +21,9 @@ from torch import Tensor
 from tlt.config.schema import AlgorithmSection, OptimizerSection
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.rl import update as policy
-from tlt.rl.update import NonFiniteUpdate, PolicyTrainer, UpdateMetrics, learning_rate, plan_micro_batches, plan_ranks
+from tlt.rl.plan import plan_micro_batches, plan_ranks
+from tlt.rl.schedule import learning_rate
+from tlt.rl.update import NonFiniteUpdate, PolicyTrainer, UpdateMetrics
 from tlt.types import Reward, Rollout, UserError
 
 CONFIG = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)

@@ -16,7 +16,7 @@ from tlt.drafter.buffer import PackedBatch
 from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.losses import PRESETS
-from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, capture_layers, drafter_config, training_capture
+from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, capture_layers, drafter_shape, training_capture
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
@@ -38,7 +38,7 @@ forms = pytest.mark.parametrize(("method", "draft_vocab"), METHODS)
 
 def make_model(method: Method, draft_vocab: int | None, seed: int = 2) -> DraftModel:
     """A random drafter, its attention and mlp strong enough to matter, and every norm with weights of its own."""
-    model = DraftModel(drafter_config(DEEP, method, draft_vocab)).double().initialize(seed)
+    model = DraftModel(drafter_shape(DEEP, method, draft_vocab)).double().initialize(seed)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -99,7 +99,7 @@ def test_a_step_in_training_equals_the_draft_from_there(method: Method, draft_vo
     batch = make_batch(model, (9, 6, 4))
     pairs = align(batch.lengths)
     attend = Unrolled(model.config.layer, pairs.lengths)
-    true_hidden = model.fuse(batch.features_NE[pairs.feature_index_M])
+    true_hidden = model.fuse(batch.captured_NF[pairs.feature_index_M])
     hidden, states = true_hidden, []
     for step in range(steps):
         index, _ = pairs.ahead(step)
@@ -137,9 +137,9 @@ def test_the_loss_is_its_sum_over_steps_and_pairs(method: Method, draft_vocab: i
     preset = PRESETS["hass" if method == "eagle" else "eagle3"]
     batch = make_batch(model)
     pairs, attend = align(batch.lengths), Unrolled(model.config.layer, [n - 1 for n in batch.lengths])
-    features = batch.features_NE[:, -SIZE:]
+    features = batch.captured_NF[:, -SIZE:]
     kept = list(range(VOCAB)) if draft_vocab is None else (model.t2d.nonzero()[:, 0]).tolist()
-    hidden, total = model.fuse(batch.features_NE[pairs.feature_index_M]), 0.0
+    hidden, total = model.fuse(batch.captured_NF[pairs.feature_index_M]), 0.0
     starts = [sum(batch.lengths[:i]) for i in range(len(batch.lengths))]
     for step in range(preset.unrolled_steps):
         index, _ = pairs.ahead(step)
@@ -170,7 +170,7 @@ def test_the_loss_and_gradient_of_a_packed_batch_are_those_of_its_sequences_alon
     model = make_model(method, draft_vocab)
     preset = PRESETS["hass" if method == "eagle" else "eagle3"]
     batch, parameters = make_batch(model), list(model.parameters())
-    tokens, features = batch.token_ids_N.split(batch.lengths), batch.features_NE.split(batch.lengths)
+    tokens, features = batch.token_ids_N.split(batch.lengths), batch.captured_NF.split(batch.lengths)
     weights = batch.weight_M.split([n - 1 for n in batch.lengths])
     parts = [PackedBatch(t, f, (len(t),), w) for t, f, w in zip(tokens, features, weights, strict=True)]
     alone = torch.zeros((), dtype=torch.float64)
@@ -191,7 +191,7 @@ def test_the_loss_and_gradient_of_a_packed_batch_are_those_of_its_sequences_alon
 
 @forms
 def test_training_lowers_the_loss_and_leaves_what_is_borrowed_alone(method: Method, draft_vocab: int | None) -> None:
-    model = DraftModel(drafter_config(DEEP, method, draft_vocab)).double().initialize(3)
+    model = DraftModel(drafter_shape(DEEP, method, draft_vocab)).double().initialize(3)
     frozen = {name: tensor.clone() for name, tensor in model.named_buffers()}
     head = TARGET.head_VE.clone()
     trainer = DrafterTrainer(model, TARGET, PRESETS["hass" if method == "eagle" else "eagle3"], 3e-3)
@@ -212,8 +212,8 @@ def test_the_packed_drafter_computes_what_the_trainable_one_does(method: Method,
     batch = make_batch(model, (8,))
     embeddings, attend = randn(8, SIZE, seed=1), PackedCausal(model.config.layer, [8])
     with torch.no_grad():
-        hidden = packed.fuse(batch.features_NE)
-        torch.testing.assert_close(hidden, model.fuse(batch.features_NE), rtol=0, atol=1e-10)
+        hidden = packed.fuse(batch.captured_NF)
+        torch.testing.assert_close(hidden, model.fuse(batch.captured_NF), rtol=0, atol=1e-10)
         found = packed.forward(embeddings, hidden, attend.positions(), attend)
         expected = model(embeddings, hidden, attend.positions(), attend)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_weights import content_hash
 from tlt.train.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint, save_checkpoint
 from tlt.train.run import restore
@@ -77,7 +77,7 @@ DAMAGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor] | None]] = {
 
 @pytest.mark.parametrize("message", DAMAGES)
 def test_a_run_never_goes_on_with_a_drafter_that_its_checkpoint_does_not_hold(message: str) -> None:
-    model = DraftModel(drafter_config(CONFIG)).initialize(1)
+    model = DraftModel(drafter_shape(CONFIG)).initialize(1)
     trained = dict(model.named_parameters())
     before = content_hash(model.state_dict())
     stored = {name: tensor.detach() + 1 for name, tensor in trained.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,8 @@ from tlt.config.schema import Config, DrafterSection, ModelSection, TaskSection
 from tlt.distributed.world import World
 from tlt.drafter.folder import save_drafter
 from tlt.drafter.hybrid import HybridDrafter
-from tlt.drafter.model import DraftModel, drafter_config
+from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.drafter.service import RankState
 from tlt.models.hf_config import load_model_config as load_config
 from tlt.models.hf_weights import content_hash, load_tensors, save_model
 from tlt.report.timeline import Timeline
@@ -71,8 +73,8 @@ def test_ranks_that_hold_different_drafters_are_an_error() -> None:
     other = Parts()
     with torch.no_grad():
         other.model.fc.weight[0, 0] += 1e-6
-    foreign = other.watch._measure(make_rollouts(), 1.0)
-    parts.watch.gather = lambda value: [value, ("", 0, False) if isinstance(value, tuple) else foreign]
+    foreign = other.measure(make_rollouts(), 1.0)
+    parts.join(RankState("", 0, False), foreign)
     with pytest.raises(RuntimeError, match="rank 1 holds other weights"):
         parts.step()
 
@@ -85,10 +87,10 @@ def test_a_step_in_which_any_rank_ran_out_of_passes_says_so_and_the_next_one_sta
     assert parts.watch.end_step(make_rollouts(), report.num_tokens, 1.0).training == "trained; max_passes reached"
     parts.spot.end_step(make_rollouts(), 1.0)
     assert parts.step(micro_steps=4).training == "trained"
-    gather = parts.watch.gather
-    parts.watch.gather = lambda value: [value, ("", 0, True) if isinstance(value, tuple) else value]
+    alone = parts.watch.ranks
+    parts.join(RankState("", 0, True))
     assert parts.step(micro_steps=4).training == "trained; max_passes reached"
-    parts.watch.gather = gather
+    parts.watch.ranks = alone
     parts.watch.run(lambda: DrafterReport(is_limited=True))
     parts.watch.abandon()
     assert parts.step(micro_steps=4).training == "trained"
@@ -113,12 +115,13 @@ def test_acceptance_is_measured_every_so_many_steps_all_else_in_each_and_a_resta
         calls.append("average")
         return weight
 
-    parts.watch.gather, parts.watch.average = gather, average
+    assert parts.watch.publisher is not None
+    parts.watch.ranks, parts.watch.publisher.average = replace(parts.watch.ranks, gather=gather), average
     checks = [parts.step(seed) for seed in range(5)]
     assert [is_measured(check) for check in checks] == [True, False, False, True, False]
     assert [check.version for check in checks] == [1, 2, 3, 4, 5]
     assert all(check.training == "trained" and not check.set_aside for check in checks)
-    assert calls == ["tuple", "average", "Tally"] * 5
+    assert calls == ["RankState", "average", "Tally"] * 5
     again.watch.load_state_dict(parts.watch.state_dict())
     assert [is_measured(again.step(seed)) for seed in range(3)] == [False, True, False]
 
@@ -138,8 +141,8 @@ def test_a_publication_that_does_not_arrive_is_an_error_in_a_step_without_a_meas
 def test_ranks_that_hold_different_drafters_are_an_error_in_a_step_without_a_measurement() -> None:
     parts, other = Parts(check_every=10), Parts()
     parts.step(0)
-    foreign = other.watch._measure(make_rollouts(), 1.0, is_due=False)
-    parts.watch.gather = lambda value: [value, ("", 0, False) if isinstance(value, tuple) else foreign]
+    foreign = other.measure(make_rollouts(), 1.0, is_due=False)
+    parts.join(RankState("", 0, False), foreign)
     with pytest.raises(RuntimeError, match="rank 1 holds other weights"):
         parts.step(1)
 
@@ -163,7 +166,7 @@ def test_outputs_that_are_not_finite_are_seen_between_measurements(monkeypatch: 
     parts = Parts(check_every=3, gate=1.0)
     assert not parts.step(0).set_aside
     for name in ("engine_logits", "trainer_logits"):
-        monkeypatch.setattr(f"tlt.drafter.service.{name}", lambda drafter, target, sample: sample.target_RV * math.nan)
+        monkeypatch.setattr(f"tlt.drafter.measure.{name}", lambda drafter, target, sample: sample.target_RV * math.nan)
     check = parts.step(1, trains=False)
     assert check.set_aside == "its outputs are not finite"
     assert parts.watch.trains, "a drafter set aside is trained"
@@ -237,7 +240,7 @@ def test_a_drafter_that_turns_nan_is_undone_set_aside_and_comes_back(where: str)
 def test_a_failure_on_one_rank_undoes_the_update_of_all() -> None:
     parts = Parts()
     before = content_hash(parts.model.state_dict())
-    parts.watch.gather = lambda value: [value, ("the loss is inf", 0, False) if isinstance(value, tuple) else value]
+    parts.join(RankState("the loss is inf", 0, False))
     check = parts.step()
     assert check.training == "undone: the loss is inf"
     assert content_hash(parts.model.state_dict()) == before
@@ -306,7 +309,7 @@ def test_what_the_watch_knows_survives_a_restart_and_a_broken_off_step_leaves_no
 
 
 def test_what_the_configuration_limits_reaches_those_who_keep_to_it(tmp_path: Path) -> None:
-    save_drafter(tmp_path, DraftModel(drafter_config(CONFIG)).initialize(1), torch.float32)
+    save_drafter(tmp_path, DraftModel(drafter_shape(CONFIG)).initialize(1), torch.float32)
     settings = DrafterSection(path=tmp_path, train=True, max_passes=2.5, check_every=7, gate=0.25)
     config = Config(model=ModelSection(path=tmp_path), task=TaskSection(name="t"), drafter=settings)
     world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)

@@ -41,12 +41,12 @@ def test_recomputed_features_equal_captured_ones(chunk: int) -> None:
     captured = TrajectoryBuffer(10**6)
     engine = run_engine(Fixed(Strategy("learned", 3, 2, 6)), make_requests(), captured.add)
     for trajectory in captured.trajectories:
-        expected = trajectory.features_TE
-        trajectory.features_TE = None
+        expected = trajectory.features_TF
+        trajectory.features_TF = None
         recompute = FeatureRecompute(engine.model, (engine.config.num_layers,), trajectory)
         while not recompute.advance(chunk):
-            assert trajectory.features_TE is None
-        torch.testing.assert_close(trajectory.features_TE, expected, rtol=0, atol=1e-9)
+            assert trajectory.features_TF is None
+        torch.testing.assert_close(trajectory.features_TF, expected, rtol=0, atol=1e-9)
         assert trajectory.policy_version == engine.model.version
 
 
@@ -160,7 +160,7 @@ def test_the_longest_of_the_previous_step_are_trained_on_with_features_of_the_ne
                 (s, i) for s in longest for i in range(len(s) - len(tokens) + 1) if s[i : i + len(tokens)] == tokens
             )
             expected = features_of(next_policy, source[:-1])[start : start + len(tokens)]
-            torch.testing.assert_close(window.features_NE, expected, rtol=0, atol=1e-9)
+            torch.testing.assert_close(window.captured_NF, expected, rtol=0, atol=1e-9)
             found.add(source)
     assert found == longest
 
@@ -177,7 +177,7 @@ def test_features_of_a_policy_that_was_replaced_are_never_trained_on() -> None:
         assert "".join(done) == trains
     for trajectory in spot.buffer.trajectories:
         assert trajectory.policy_version == 2
-        torch.testing.assert_close(trajectory.features_TE, features_of(policy, trajectory.token_ids[:-1]), rtol=0, atol=1e-9)
+        torch.testing.assert_close(trajectory.features_TF, features_of(policy, trajectory.token_ids[:-1]), rtol=0, atol=1e-9)
 
 
 def test_recomputed_features_make_room_for_themselves_and_are_not_recomputed_again() -> None:

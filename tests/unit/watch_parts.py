@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,9 +14,10 @@ from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.losses import PRESETS
-from tlt.drafter.model import DraftModel, PackedDrafter, drafter_config
+from tlt.drafter.measure import Subject, Tally, measure
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.drafter.ngram import NgramDrafter
-from tlt.drafter.service import DrafterWatch
+from tlt.drafter.service import DrafterWatch, Ranks, RankState
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.packed import PackedTransformer
@@ -40,7 +43,7 @@ class Parts:
         check_every: int = 1,
         max_passes: float | None = None,
     ) -> None:
-        self.model = DraftModel(drafter_config(CONFIG)).initialize(2)
+        self.model = DraftModel(drafter_shape(CONFIG)).initialize(2)
         packed = PackedDrafter.from_tensors(self.model.config, self.model.state_dict(), torch.float64)
         self.learned = LearnedDrafter(packed, TARGET, 4)
         self.hybrid = HybridDrafter(self.learned, NgramDrafter(4))
@@ -48,17 +51,25 @@ class Parts:
         self.spot = SpotTrainer(self.trainer, TrajectoryBuffer(10**7), 64, max_passes=max_passes)
         self.retrieved_share = retrieved_share
         self.watch = DrafterWatch(
-            self.model,
+            Subject(self.model, packed, TARGET, lambda group, counts: round(self.retrieved_share * sum(counts))),
             self.trainer,
-            TARGET,
             self.learned,
             self.hybrid.set_aside,
-            lambda group, counts: round(self.retrieved_share * sum(counts)),
-            lambda value: [value],
-            lambda tensors, weight: weight,
-            gate=gate,
-            check_every=check_every,
+            Ranks(0, lambda value: [value], lambda tensors, weight: weight),
+            gate,
+            check_every,
         )
+
+    def join(self, state: RankState, tally: Tally | None = None) -> None:
+        """From here on there is a second rank, with this state at every step's end and this tally (None: the first one's)."""
+
+        def gather(value: Any) -> list[Any]:
+            return [value, state if isinstance(value, RankState) else tally or value]
+
+        self.watch.ranks = replace(self.watch.ranks, gather=gather)
+
+    def measure(self, rollouts: Sequence[Rollout], temperature: float, is_due: bool = True) -> Tally:
+        return measure(self.watch.subject, rollouts, temperature, random.Random("0/0"), is_due)
 
     def step(self, seed: int = 0, micro_steps: int = 6, trains: bool = True) -> Any:
         rollouts = make_rollouts(seed=seed)

@@ -9,6 +9,7 @@ drafter and the engine are those of a rollout; they are looked at, not replaced.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +30,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.verify import verify
 from tlt.tuning.tuner import Fixed
-from tlt.types import DraftTree, Request, Strategy, Verdict
+from tlt.types import DraftTree, Request, Strategy, UserError, Verdict
 
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.7, 1.5, float("inf"))
 """Nats. Most tokens of reasoning are nearly certain; they get the narrow buckets."""
@@ -39,10 +40,13 @@ NUM_CONFIDENCE_BUCKETS = 10
 
 @dataclass(frozen=True)
 class Bucket:
-    """Guesses whose entropy or confidence lies in [low, high): how many, its mean over them, the share accepted."""
+    """The guesses whose entropy or confidence lies in [low, high): their number, its mean over them, the share accepted.
+
+    high: None for the last bucket by entropy, which has no upper end.
+    """
 
     low: float
-    high: float
+    high: float | None
     num_guesses: int
     mean: float
     accepted: float
@@ -129,7 +133,10 @@ def observe(
     for _ in engine.generate(requests):
         pass
     stats = engine.stats
-    assert stats.accept_length is not None, "a prompt of two tokens or more was given"
+    if stats.accept_length is None:
+        raise UserError(
+            "drafter eval: not one guess was verified; give prompts of two tokens or more, or let responses be longer"
+        )
     edges = (*(index / NUM_CONFIDENCE_BUCKETS for index in range(NUM_CONFIDENCE_BUCKETS)), 1.0 + 1e-6)
     by_confidence = _buckets(guesses.confidence, guesses.accepted, edges)
     return Acceptance(
@@ -149,7 +156,8 @@ def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[
         inside = [index for index, value in enumerate(values) if low <= value < high]
         if inside:
             mean = statistics.fmean(values[i] for i in inside)
-            buckets.append(Bucket(low, high, len(inside), mean, statistics.fmean(accepted[i] for i in inside)))
+            upper = high if math.isfinite(high) else None
+            buckets.append(Bucket(low, upper, len(inside), mean, statistics.fmean(accepted[i] for i in inside)))
     return tuple(buckets)
 
 

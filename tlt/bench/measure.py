@@ -21,11 +21,14 @@ _T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.1
 
 @dataclass(frozen=True)
 class Ratio:
-    """Geometric mean of paired ratios with its 95 % confidence interval (Student's t of the logarithms)."""
+    """Geometric mean of paired ratios with its 95 % confidence interval (Student's t of the logarithms).
+
+    low, high: None where a single pair tells no interval.
+    """
 
     mean: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
     values: tuple[float, ...]
 
     @staticmethod
@@ -33,14 +36,11 @@ class Ratio:
         logs = [math.log(value) for value in values]
         center = statistics.mean(logs)
         if len(logs) == 1:
-            return Ratio(values[0], 0.0, math.inf, tuple(values))
+            return Ratio(values[0], None, None, tuple(values))
         freedom = len(logs) - 1
         t = _T_975[freedom - 1] if freedom <= len(_T_975) else 1.96 + 2.5 / freedom
         half = t * statistics.stdev(logs) / math.sqrt(len(logs))
         return Ratio(math.exp(center), math.exp(center - half), math.exp(center + half), tuple(values))
-
-    def __str__(self) -> str:
-        return f"{self.mean:.2f} ({self.low:.2f} – {self.high:.2f})"
 
 
 # ── constant batches ─────────────────────────────────────────────────────────────────────────────────────────────────

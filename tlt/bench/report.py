@@ -84,8 +84,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def ratio_text(ratio: Mapping[str, Any]) -> str:
-    """Of a Ratio as JSON."""
-    return f"{ratio['mean']:.2f} ({ratio['low']:.2f} – {ratio['high']:.2f})"
+    """Returns a Ratio, given as JSON, for people: its mean and, where there is one, its interval."""
+    interval = "" if ratio["low"] is None else f" ({ratio['low']:.2f} – {ratio['high']:.2f})"
+    return f"{ratio['mean']:.2f}{interval}"
 
 
 def number(value: float | None, form: str = ".2f") -> str:

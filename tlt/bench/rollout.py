@@ -33,7 +33,7 @@ from tlt.train.run import Run, device_name, problems_of_step
 from tlt.types import Rollout, SpanName
 
 if TYPE_CHECKING:
-    from tlt.distributed.launch import StopRequest
+    from tlt.distributed.signals import StopRequest
 
 PARTS = ("constant", "workload")
 

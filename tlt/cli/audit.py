@@ -16,7 +16,7 @@ from tlt.cli.options import File, Names, Options, PositiveInt
 from tlt.cli.responses import response_ids
 from tlt.cli.task import make_problems
 from tlt.config.mistakes import mistake
-from tlt.files import Record, check_output_file, dumps, get_id, read_jsonl, write_atomically
+from tlt.files import check_output_file, dumps, get_id, read_jsonl, write_atomically
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -245,6 +245,8 @@ def describe(report: AuditReport) -> str:
     if report.max_log10_e is None:
         return f"{verdict}; {size}; {report.num_near_ties} near-ties"
     surprise, share = report.surprise, report.elsewhere
+    assert surprise is not None
+    assert share is not None
     power = ", ".join(f"{name}: {tokens or 'over 5 million'}" for name, tokens in report.tokens_for_power.items())
     return (
         f"{verdict}; {size};"

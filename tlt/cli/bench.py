@@ -72,7 +72,7 @@ def rollout(options: BenchRollout) -> Record:
     check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
     config = load_config(options.config, options.overrides)
     if "workload" in options.parts and config.rollout.speculation == "off":
-        raise UserError("rollout.speculation: is off, so there is nothing to compare; set it to adaptive, or leave workload out")
+        raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive, or leave workload out")
     for variant in options.variants:
         if variant != "beg-mab":
             make_tuner(variant, drafter_kinds(config.drafter.path is not None))
@@ -92,7 +92,8 @@ def train(options: BenchTrain) -> Record:
     """Runs side by side (see bench/train.py); returns off's step time over each variant's. Stopped by the user, it reports what
     was measured and exits as a run does."""
     from tlt.bench.report import header, write_report
-    from tlt.bench.train import FROZEN, OFF, Plan, launch_runs, summarize, to_markdown
+    from tlt.bench.train import FROZEN, OFF, Plan, launch_runs
+    from tlt.bench.train_report import summarize, to_markdown
     from tlt.train.run import preflight
 
     changes = {"tlt": {}, "frozen": FROZEN}
@@ -100,7 +101,7 @@ def train(options: BenchTrain) -> Record:
     check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
     config = load_config(options.config, options.overrides)
     if config.rollout.speculation == "off":
-        raise UserError("rollout.speculation: is off, so there is nothing to compare; set it to adaptive")
+        raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive")
     if "frozen" in options.variants and not config.drafter.train:
         raise UserError("--variants: frozen differs from tlt only where drafter.train is true; set it, or leave frozen out")
     preflight(config)

@@ -81,9 +81,11 @@ def overview(family: str = "") -> str:
 
 def explain(name: str) -> None:
     """Prints the help of a command, as wide as the terminal."""
-    command = COMMANDS[name]
-    kind = command.help or command.options
+    command, config = COMMANDS[name], (FlagConversionOff,)
     try:
-        tyro.cli(kind, prog=f"tlt {name}", args=["--help"], config=(FlagConversionOff,), use_underscores=kind is train.TrainHelp)
+        if command.help is None:
+            tyro.cli(command.options, prog=f"tlt {name}", args=["--help"], config=config)
+        else:  # keys of the configuration have underscores
+            tyro.cli(command.help, prog=f"tlt {name}", args=["--help"], config=config, use_underscores=True)
     except SystemExit:
         return

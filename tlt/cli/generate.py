@@ -30,8 +30,8 @@ class Generate(Options):
     out: Annotated[Path, arg(metavar="FILE")]
     """JSONL to write, with one response a line."""
     speculation: Annotated[str, arg(metavar=SPECULATION)] = "off"
-    """How tokens are drafted: adaptive measures and chooses at every step; 4x1x4 drafts chains of four tokens, 3x2x5 trees. A fixed
-    shape drafts with the learned drafter where --drafter is given, else by retrieval (ngram), which needs none."""
+    """How tokens are drafted: adaptive measures and chooses at every step; 4x1x4 drafts chains of four tokens, 3x2x5 trees.
+    DRAFTER is learned, ngram (retrieval from the problem's own responses) or hybrid; ngram and adaptive need no --drafter."""
     sampling: Annotated[SamplingOptions, OmitArgPrefixes] = SamplingOptions()
     """How tokens are drawn."""
     engine: Annotated[EngineOptions, OmitArgPrefixes] = EngineOptions()

@@ -2,8 +2,8 @@
 
     words ── read_words ──▶ texts by name ── pydantic ──▶ Options ──▶ run(options)
 
-Words are read here and not by tyro, so that options and overrides of the configuration have one grammar and one form of mistake,
-`place: value; remedy`; tyro draws the help. Knows no command.
+Words are read here and not by tyro, so that options and overrides of the configuration have one grammar and one form of
+mistake, `place: value; remedy`; tyro draws the help. Knows no command.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, Suppress, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from tlt.config.arguments import read_words
@@ -28,7 +28,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Folder = Annotated[Path | None, arg(metavar="DIR")]
 File = Annotated[Path | None, arg(metavar="FILE")]
 
-_POSITIONAL = get_args(Positional[Any])[1]
+_POSITIONAL = get_args(Positional[int])[1]  # the marker that tyro.conf.Positional leaves on a type
 
 
 def _split(value: Any) -> Any:
@@ -55,13 +55,13 @@ Numbers = Annotated[tuple[PositiveInt, ...], Field(min_length=1), *_NUMBERS]
 class Options(BaseModel):
     """What all commands and groups of options share: no unknown names, no later changes. Texts become what a field wants."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 
 
 class WithOverrides(Options):
     """Options of a command that also takes `--section.key value` for every key of the configuration."""
 
-    overrides: Annotated[tuple[str, ...], arg(metavar="")] = ()
+    overrides: Suppress[tuple[str, ...]] = ()
 
 
 Given = TypeVar("Given", bound=Options)
@@ -137,6 +137,6 @@ def _label(kind: type[Options], location: tuple[int | str, ...]) -> str:
     """Returns how a user writes the field at this place: `MODEL` or `--max-tokens`."""
     field = kind.model_fields[str(location[0])]
     if _POSITIONAL in field.metadata:
-        return next(hint.metavar for hint in field.metadata if getattr(hint, "metavar", None))
+        return next(str(hint.metavar) for hint in field.metadata if getattr(hint, "metavar", None))
     name = location[1] if isinstance(field.default, Options) else location[0]
     return f"--{str(name).replace('_', '-')}"

@@ -1,4 +1,4 @@
-"""`tlt task` and `tlt score`: a task's problems out, responses scored. A task is the user's code: what it does wrong is one line."""
+"""`tlt task` and `tlt score`: a task's problems out, responses scored. A task is the user's code: its mistakes are one line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 from tyro.conf import Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
@@ -59,7 +59,7 @@ class WriteProblems(Options):
     """Seed of the problems: the same seed gives the same problems."""
     split: Literal["train", "test"] = "train"
     """Which problems: those to train on, or those held out; the two share none."""
-    options: Annotated[dict[str, Any], BeforeValidator(_read_object), _SHOWN_AS_JSON] = {}
+    options: Annotated[dict[str, Any], BeforeValidator(_read_object), _SHOWN_AS_JSON] = Field(default_factory=dict)
     """The task's own options, as a JSON object."""
 
 
@@ -103,7 +103,7 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
     except UserError:
         raise
     except Exception as error:  # the task is the user's, and may raise anything
-        raise UserError(f"task {name}: problems() raised {type(error).__name__}: {error}; correct the task or its options") from None
+        raise UserError(f"task {name}: problems() raised {type(error).__name__}: {error}; correct the task") from None
     if not isinstance(problems, list) or not all(isinstance(problem, dict) for problem in problems):
         raise UserError(f"task {name}: problems() gave {shorten(problems)}; it must return a list of dicts")
     if not problems:

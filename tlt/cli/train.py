@@ -69,8 +69,8 @@ def resolve_config(path: Path | None, overrides: Sequence[str], resume: Path | N
 def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
     if now.optimizer.depends_on_num_steps and now.run.num_steps != before.run.num_steps:
         raise UserError(
-            f"--resume: run.num_steps is {now.run.num_steps} but the run in {folder} has {before.run.num_steps}, and its learning"
-            f" rate ends with it (optimizer.schedule is {now.optimizer.schedule}): remove the change, or start a new run"
+            f"--resume: run.num_steps is {now.run.num_steps} but the run in {folder} has {before.run.num_steps}, by which"
+            f" its learning rate ends (optimizer.schedule is {now.optimizer.schedule}): remove the change, or start a new run"
         )
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     for section, values in old.items():

@@ -63,9 +63,7 @@ def find_nearest(word: str, known: Iterable[str]) -> str | None:
 
 def section_of(model: type[BaseModel], name: str) -> type[BaseModel]:
     """Returns the type of the section called `name`."""
-    section = model.model_fields[name].annotation
-    assert section is not None
-    assert issubclass(section, BaseModel)
+    section: type[BaseModel] = model.model_fields[name].annotation  # type: ignore[assignment]  # all fields of Config are sections
     return section
 
 

@@ -1,6 +1,7 @@
-"""The world of ranks, and the few collectives the package needs. Every rank of the world calls each of them, or none does.
+"""The world of ranks: who this process is, where it computes, and the few collectives that the package needs.
 
-Does not know who started the ranks (launch.py) nor how work is shared out while they generate (coordinator.py).
+Every rank of the world calls each collective, or none does. This file does not know who started the ranks (launch.py) nor
+how work is shared out while they generate (work_queue.py).
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class World:
-    """Who this process is among the ranks.
+    """Says who this process is among the ranks.
 
+    local_rank: its number on this machine.
+    device: where it computes.
     store: the c10d Store of the run (a HashStore when this process is alone).
     group: the default process group, or None when this process is alone: then no collective communicates.
-    device: where this rank computes.
     """
 
     rank: int
@@ -40,10 +42,38 @@ class World:
         return self.rank == 0
 
 
+@dataclass(frozen=True)
+class DeviceChoice:
+    """The kind of device that ranks compute on ("cpu" or "cuda"), and why, in a few words for the user."""
+
+    name: str
+    reason: str
+
+
+def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
+    """Decides what `run.device` means on a machine. Every rank has a GPU of its own, or all compute on the CPU.
+
+    wanted: "auto", "cpu" or "cuda".   num_ranks, num_gpus: of this machine.
+    Raises UserError where GPUs are wanted, or there are some, but not one for every rank: nothing falls back in silence.
+    """
+    if wanted == "cpu":
+        return DeviceChoice("cpu", "run.device is cpu")
+    if wanted == "auto" and num_gpus == 0:
+        return DeviceChoice("cpu", "no GPU was found")
+    if num_gpus == 0:
+        raise UserError("run.device: cuda, but no GPU was found; give --run.device cpu")
+    if num_gpus < num_ranks:
+        raise UserError(
+            f"run.num_ranks: {num_ranks} ranks cannot have a GPU each, this machine has {num_gpus}; "
+            f"give --run.num_ranks {num_gpus} or --run.device cpu"
+        )
+    return DeviceChoice("cuda", f"{num_ranks} of {num_gpus} GPU(s)")
+
+
 def init_process_group_from_env(device: str | torch.device = "cpu", timeout_seconds: float = 600.0) -> World:
     """Joins the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: torchrun's
     convention). Without RANK this process is a world of one, and no process group is made. gloo serves tensors on the
-    CPU; NCCL, where the device is a GPU, those on it (both are then set up: objects travel over gloo)."""
+    CPU; NCCL serves those on a GPU. With a GPU both are set up, and objects travel over gloo."""
     device = torch.device(device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
@@ -62,8 +92,8 @@ def init_process_group_from_env(device: str | torch.device = "cpu", timeout_seco
 
 
 def shutdown(world: World) -> None:
-    """Leaves the ranks together. Drop models, optimizers and coordinators first: what still refers to the group when the
-    interpreter shuts down makes gloo abort (about 30 % of runs without the barrier and the collection)."""
+    """Leaves the world, together with all other ranks. Drop models, optimizers and work queues first: what still refers to the
+    group when the interpreter shuts down makes gloo abort (about 30 % of runs without the barrier and the collection)."""
     if world.group is None:
         return
     dist.barrier(world.group)
@@ -72,7 +102,7 @@ def shutdown(world: World) -> None:
 
 
 def gather_objects(world: World, value: Any) -> list[Any]:
-    """Every rank's value, in the order of ranks, on every rank. Values are pickled: for small things."""
+    """Returns every rank's value, in the order of ranks, on every rank. Values are pickled: keep them small."""
     if world.group is None:
         return [value]
     values: list[Any] = [None] * world.world_size
@@ -81,7 +111,8 @@ def gather_objects(world: World, value: Any) -> list[Any]:
 
 
 def any_rank(world: World, is_true: bool) -> bool:
-    """Whether it is true on any rank: the same answer on all, to act together on what ranks see at different times."""
+    """Returns whether it is true on any rank, the same answer on all: ranks see a signal at different times and must act on it
+    together."""
     return any(gather_objects(world, is_true))
 
 
@@ -99,7 +130,7 @@ def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> 
         return weight
     weights = torch.zeros(world.world_size, dtype=torch.float64)
     weights[world.rank] = weight
-    device = _bucket_device(tensors)
+    device = tensors[0].device if tensors else torch.device("cpu")
     weights = weights.to(device)
     dist.all_reduce(weights, group=world.group)
     total = float(weights.sum())
@@ -113,20 +144,3 @@ def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> 
         for tensor, part in zip(tensors, bucket.split([tensor.numel() for tensor in tensors]), strict=True):
             tensor.copy_(part.view_as(tensor))
     return total
-
-
-def broadcast_tensors(world: World, tensors: Sequence[Tensor], source: int = 0) -> None:
-    """Gives every rank the source rank's tensors, in place, bit for bit: one flat bucket per dtype."""
-    if world.group is None:
-        return
-    with torch.no_grad():
-        for dtype in sorted({tensor.dtype for tensor in tensors}, key=str):
-            same = [tensor for tensor in tensors if tensor.dtype == dtype]
-            bucket = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-            dist.broadcast(bucket, src=source, group=world.group)
-            for tensor, part in zip(same, bucket.split([tensor.numel() for tensor in same]), strict=True):
-                tensor.copy_(part.view_as(tensor))
-
-
-def _bucket_device(tensors: Sequence[Tensor]) -> torch.device:
-    return tensors[0].device if tensors else torch.device("cpu")

@@ -1,4 +1,5 @@
-"""Drafter directories: config.json and model.safetensors in the layout that vLLM's EAGLE loaders read."""
+"""Drafter folders: config.json and model.safetensors in the layout that vLLM's EAGLE loaders read. Knows our own layout;
+foreign.py brings those of other trainers into it, formats.py writes those of other engines."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from tlt.drafter.foreign import drop_repeated, read_directory
 from tlt.drafter.losses import DEFAULT_PRESET, PRESETS, Preset
-from tlt.drafter.model import DraftConfig, DraftModel, Method, drafter_config
+from tlt.drafter.model import DrafterShape, DraftModel, Method, drafter_shape, find_mismatch
 from tlt.files import replace_folder
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import config_to_hf, parse_config
@@ -26,31 +27,41 @@ ARCHITECTURES: dict[str, Method] = {"EagleLlamaForCausalLM": "eagle", "LlamaForC
 
 @dataclass(frozen=True)
 class StoredDrafter:
-    """A drafter as a directory holds it. `about`: what its writer noted of its origin."""
+    """A drafter as a folder holds it. `about`: what its writer noted of its origin."""
 
-    config: DraftConfig
+    config: DrafterShape
     tensors: dict[str, Tensor]
     about: Mapping[str, Any]
 
     @property
     def policy_hash(self) -> str | None:
-        """Content hash of the policy it was trained for (a run's last, or tlt drafter train's target); None: not recorded."""
+        """Content hash of the policy it was trained for (the last of a run, or the target of `tlt drafter train`); None: not
+        recorded."""
         known: str | None = self.about.get("policy_hash", self.about.get("target"))
         return known
 
 
 def save_drafter(path: Path, model: DraftModel, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> None:
-    """Writes the drafter, whole or not at all; a folder that is there is replaced. `about` (what it was trained for and on, the
-    policy's content hash among it) goes under the key "tlt" of config.json, which engines ignore."""
+    """Writes the drafter, whole or not at all, in place of a folder that may be there.
+
+    about: what it was trained for and on, among it the policy's content hash. It goes under the key "tlt" of config.json,
+        which engines ignore.
+    """
     tensors = {name: _stored(tensor, dtype) for name, tensor in model.state_dict().items()}
     with replace_folder(path) as folder:
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        (folder / "model.safetensors").chmod(0o644)  # safetensors creates its files for the owner alone
-        (folder / "config.json").write_text(json.dumps(describe(model.config, dtype, about), indent=2) + "\n")
+        write_files(folder, tensors, describe(model.config, dtype, about))
 
 
-def describe(config: DraftConfig, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """config.json of a drafter."""
+def write_files(folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
+    """Writes a drafter's model.safetensors and config.json into an existing folder."""
+    weights = folder / "model.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors creates its files for the owner alone
+    (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
+
+
+def describe(config: DrafterShape, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Returns config.json of a drafter."""
     described = config_to_hf(config.layer, dtype, {"tlt": dict(about or {})})
     described |= {"architectures": [name for name, method in ARCHITECTURES.items() if method == config.method]}
     described |= {"model_type": "llama", "tie_word_embeddings": False}
@@ -65,33 +76,26 @@ def _stored(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def load_drafter(path: Path | str, target: ModelConfig, target_tensors: Mapping[str, Tensor] | None = None) -> StoredDrafter:
-    """A drafter, checked against the target it is to draft for: UserError, one line, otherwise.
+    """Loads a drafter for a target. UserError, one line, where it cannot be read or does not fit the target.
 
-    Other trainers' directories are read as well (foreign.py). Where they repeat the target's embedding or head, the target's
+    Folders of other trainers are read as well (foreign.py). Where they repeat the target's embedding or head, the target's
     own is used; with `target_tensors` the two are compared first.
     """
     path = Path(path)
     described, tensors = read_directory(path)
     tensors = drop_repeated(path, tensors, described["method"], target.vocab_size, target_tensors)
     config = read_config(path, described, target, tensors)
-    with torch.device("meta"):
-        expected = {name: tensor.shape for name, tensor in DraftModel(config).state_dict().items()}
-    for name in sorted(expected.keys() | tensors.keys()):
-        found_shape = list(tensors[name].shape) if name in tensors else "missing"
-        wanted_shape = list(expected[name]) if name in expected else "no such tensor"
-        if found_shape != wanted_shape:
-            raise UserError(
-                f"drafter {path}: tensor {name} is {found_shape}, the target's drafter has {wanted_shape}; "
-                "train a drafter for this model with tlt drafter train"
-            )
-        if tensors[name].is_floating_point() and not tensors[name].isfinite().all():
+    if (mismatch := find_mismatch(config, tensors)) is not None:
+        raise UserError(f"drafter {path}: {mismatch}; train a drafter for this model with tlt drafter train")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(f"drafter {path}: tensor {name} holds numbers that are not finite; train or copy it again")
     return StoredDrafter(config, tensors, described.get("tlt") or {})
 
 
 def choose_preset(name: str | None, drafter: StoredDrafter, changes: Mapping[str, Any] | None = None) -> Preset:
-    """The preset asked for, or else the one that the drafter was trained with, with `changes` to its constants; UserError
-    when it is for another form."""
+    """Returns the preset asked for, or else the one that the drafter was trained with, with `changes` to its constants.
+    UserError where it is for another form of drafter."""
     method = drafter.config.method
     preset = PRESETS[name or drafter.about.get("preset") or DEFAULT_PRESET[method]]
     if preset.method != method:
@@ -103,8 +107,9 @@ def choose_preset(name: str | None, drafter: StoredDrafter, changes: Mapping[str
     return preset
 
 
-def read_config(path: Path, described: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]) -> DraftConfig:
-    """The drafter's shape from its config.json and what it brought; what must agree with the target is checked."""
+def read_config(path: Path, described: Mapping[str, Any], target: ModelConfig, tensors: Mapping[str, Tensor]) -> DrafterShape:
+    """Returns the drafter's shape, from its config.json and from the tensors it brought. UserError where it disagrees with the
+    target."""
     layer = parse_config(described, f"drafter {path}")
     theirs = {"hidden_size": layer.hidden_size, "vocab_size": layer.vocab_size}
     if described.get("target_hidden_size") is not None:
@@ -113,7 +118,7 @@ def read_config(path: Path, described: Mapping[str, Any], target: ModelConfig, t
         ours = getattr(target, key.removeprefix("target_"))
         if value != ours:
             raise UserError(f"drafter {path}: {key} is {value}, the target's is {ours}; train a drafter for this model")
-    config = drafter_config(target, described["method"], described.get("draft_vocab_size"))
+    config = drafter_shape(target, described["method"], described.get("draft_vocab_size"))
     capture = tuple(described.get("eagle_aux_hidden_state_layer_ids") or config.capture)
     if list(capture) != sorted(set(capture)) or not 0 <= capture[0] <= capture[-1] <= target.num_layers:
         remedy = f"it must name layers from 0 to {target.num_layers}, rising, so give the model it was trained for"

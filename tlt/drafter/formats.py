@@ -4,33 +4,32 @@
     vllm-eagle3, sglang-eagle3    LlamaForCausalLMEagle3: fc, midlayer, norm, lm_head, and d2t/t2d of a smaller vocabulary
     speculators                   the same tensors under layers.0, the layer's geometry nested; names its target
 
-What an engine does with a key that is missing or meant otherwise, usually nothing but accept less, is in docs/drafter.md.
+An engine that lacks a key, or reads another meaning into it, mostly says nothing and accepts less: docs/drafter.md lists what
+each of them does. Knows no engine's code, only what it reads.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt import __version__
-from tlt.drafter.folder import StoredDrafter, describe
+from tlt.drafter.folder import StoredDrafter, describe, write_files
 from tlt.drafter.model import Method, draft_token_ids
+from tlt.files import replace_folder
 from tlt.types import UserError
 
 NUM_DRAFT_TOKENS = 3
-"""What the launch commands ask for, as the engines' own examples do; `tlt drafter eval` says what pays."""
+"""Draft tokens in the launch commands, the number in the engines' own examples; `tlt drafter eval` says how many pay."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """A layout: the form of drafter it is for, the engine that reads it, and how that one is started."""
+    """A layout of files: the form of drafter it is for, the engine that reads it, and the command that starts this engine."""
 
     method: Method
     engine: str
@@ -56,8 +55,12 @@ FORMATS: Mapping[str, Format] = {
 
 @dataclass(frozen=True)
 class Target:
-    """The model to draft for: how users call it, its architecture, and its head, whose rows EAGLE-3 drafters carry along.
-    policy_hash: content hash of its tensors; None: not known."""
+    """The model to draft for.
+
+    name: as users call it.  architecture: as its config.json has it.
+    head_VE: its head, whose rows EAGLE-3 drafters carry along.
+    policy_hash: content hash of its tensors; None: not known.
+    """
 
     name: str
     architecture: str
@@ -66,8 +69,8 @@ class Target:
 
 
 def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path) -> None:
-    """Writes the new directory `out`, whole or not at all. UserError when the format is for another form of drafter or has no
-    place for something of this one."""
+    """Writes the folder `out`, whole or not at all. UserError where the format is for another form of drafter, or has no place
+    for a part of this one."""
     check_format(drafter, name)
     dtype = drafter.tensors["fc.weight"].dtype
     tensors, described = dict(drafter.tensors), describe(drafter.config, dtype, drafter.about)
@@ -79,22 +82,14 @@ def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path)
     if name == "speculators":
         tensors = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
         described = _speculators_config(described, target)
-    unfinished = out.with_name(f".{out.name}.tmp")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
-        unfinished.mkdir()
-        save_file({key: t.contiguous() for key, t in tensors.items()}, unfinished / "model.safetensors", {"format": "pt"})
-        (unfinished / "model.safetensors").chmod(0o644)  # safetensors creates its files for the owner alone
-        (unfinished / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-        (unfinished / "README.md").write_text(_readme(drafter, name, target, out))
-        unfinished.rename(out)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with replace_folder(out) as folder:
+        write_files(folder, tensors, described)
+        (folder / "README.md").write_text(_readme(drafter, name, target, out))
 
 
 def mismatch(drafter: StoredDrafter, target: Target) -> str | None:
-    """One line where the drafter was trained for other weights than the target's; None: for these, or nobody knows."""
+    """Returns one line of warning where the drafter was trained for other weights than the target's; None: it was not, or it is
+    not known."""
     trained_for, found = drafter.policy_hash, target.policy_hash
     if trained_for is None or found is None or trained_for == found:
         return None
@@ -105,6 +100,7 @@ def mismatch(drafter: StoredDrafter, target: Target) -> str | None:
 
 
 def check_format(drafter: StoredDrafter, name: str) -> None:
+    """Raises UserError where the format is for another form of drafter, or has no place for a part of this one."""
     form = FORMATS[name]
     if form.method != drafter.config.method:
         fitting = ", ".join(key for key, value in FORMATS.items() if value.method == drafter.config.method)
@@ -114,7 +110,8 @@ def check_format(drafter: StoredDrafter, name: str) -> None:
 
 
 def _eagle3_keys(capture: tuple[int, ...]) -> dict[str, Any]:
-    """vLLM reads the ids at the top, of the layers whose input is read; SGLang those in eagle_config, and adds one."""
+    """Returns the captured layers in both spellings: vLLM reads the ids at the top, of layers whose input is captured; SGLang
+    reads those in eagle_config, and adds one."""
     return {
         "eagle_aux_hidden_state_layer_ids": list(capture),
         "eagle_config": {
@@ -125,7 +122,7 @@ def _eagle3_keys(capture: tuple[int, ...]) -> dict[str, Any]:
 
 
 def _speculators_config(described: Mapping[str, Any], target: Target) -> dict[str, Any]:
-    """What is the drafter's own stays at the top; the rest describes its layer."""
+    """Returns config.json in speculators' form: the drafter's own keys at the top, those of its layer nested."""
     own = ("draft_vocab_size", "eagle_aux_hidden_state_layer_ids", "tie_word_embeddings", "torch_dtype", "tlt")
     layer = {key: value for key, value in described.items() if key not in (*own, "eagle_config")}
     return {

@@ -1,4 +1,4 @@
-"""Is the drafter fit to draft? Steps end with a measurement; what fails it is set aside.
+"""The learned drafter in service: steps end with a publication and a check, and what fails the check is set aside.
 
     this step's update ── finite on every rank? ── no ─▶ undone: back to the last finite version ─┐
                                 │ yes                                                             │ set aside: retrieval
@@ -7,12 +7,9 @@
                                              ├ below retrieval on the same positions ─────────────┘
                                              └ passed ─▶ drafts in the next step
 
-A response is sent through the engine's target once, which gives p, the distribution its next token was drawn from; the
-drafter, teacher-forced on the same tokens, gives q. The measure is sum_v min(p, q): what one draft can be accepted with at
-best, whichever strategies the tuner happened to choose, and without the noise of the tokens drawn. All decisions are made
-from numbers gathered from all ranks, so that all ranks decide alike. Where steps are so short that measuring is dear, only
-every so many of them measure acceptance; the rest is checked in each. Knows neither ranks nor engines: what it needs of them
-are arguments.
+measure.py says how good a drafter is. All decisions follow from numbers gathered from all ranks, so all ranks decide alike.
+Where steps are so short that measuring is dear, acceptance is measured every so many steps, and all else checked in each.
+Knows neither worlds nor engines: what it needs of them are arguments.
 """
 
 from __future__ import annotations
@@ -24,20 +21,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.drafter.model import DraftModel, PackedDrafter, align, training_capture
+from tlt.drafter.measure import Measured, Subject, Tally, judge, measure
+from tlt.drafter.model import PackedDrafter
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.models.attention import PackedCausal
-from tlt.models.packed import PackedTransformer
 from tlt.types import DrafterCheck, DrafterReport, Rollout
-
-CANARY_TOKENS = 256
-"""Tokens of responses that each rank measures per step; their prompts are read besides."""
-
-ARRIVAL_TOKENS = 16
-"""As many where acceptance is not measured: enough to see whether the engine's copy is the trainer's."""
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Relative distance allowed between the logits of the engine's copy, by its dtype, and of the trainer's float32 copy."""
@@ -55,79 +44,117 @@ class Served(Protocol):
     def load(self, tensors: dict[str, Tensor], version: int) -> None: ...
 
 
-Retrieve = Callable[[Sequence[Rollout], Sequence[int]], int]
-"""(responses to one prompt, tokens of each that count) → how many of these tokens retrieval alone would have drafted."""
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a run. All of them make the same calls, in the same order.
+
+    rank: this one's number.
+    gather: returns every rank's value, on every rank.
+    average: replaces tensors by their mean over the ranks, by weight, and returns the total weight; 0 changes nothing.
+    """
+
+    rank: int
+    gather: Callable[[Any], list[Any]]
+    average: Callable[[Sequence[Tensor], float], float]
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Some responses that have gone through the target. `is_response_M` marks the R pairs that predict a token of a response
-    (models.drafter.align says what a pair is); target_RV is the distribution that token was drawn from."""
+class RankState:
+    """How a step went on one rank: why its training failed (empty: it did not), the version that its engine drafts with, and
+    whether it could have trained more, but for drafter.max_passes."""
 
-    token_ids_N: Tensor
-    captured_NF: Tensor
-    lengths: tuple[int, ...]
-    is_response_M: Tensor
-    target_RV: Tensor
+    failure: str
+    version: int
+    is_limited: bool
 
 
 @dataclass(frozen=True)
-class Tally:
-    """What one rank measured, sums over its positions. `distance`: between the engine's and the trainer's copy."""
+class Update:
+    """What became of a step's training: whether a new version was published, or why it was undone (empty: it was not)."""
 
-    num_positions: int = 0
-    accepted: float = 0.0
-    retrieved: int = 0
-    distance: float = 0.0
-    checksum: float = 0.0
+    is_published: bool = False
+    failure: str = ""
+
+
+class Publisher:
+    """Takes the drafter from its trainer to the engine, and back to the last version known to be finite."""
+
+    def __init__(self, trainer: DrafterTrainer, served: Served, average: Callable[[Sequence[Tensor], float], float]) -> None:
+        self.trainer, self.served, self.average = trainer, served, average
+        self.keep()
+
+    def keep(self) -> None:
+        """Remembers the drafter and its optimizer as they are: the last version known to be finite."""
+        self._kept = [tensor.clone() for tensor in self.trainer.shared_tensors()]
+        self._kept_tokens = self.trainer.num_tokens
+        self._kept_version = self.served.version
+
+    def publish(self, num_tokens: int, version: int) -> Update:
+        """Averages the ranks' drafters, weighted by the tokens each trained on, and hands the mean to the engine as `version`.
+        Nothing is published where nobody trained, or where the mean is not finite."""
+        shared = self.trainer.shared_tensors()
+        if self.average(shared, num_tokens) == 0:
+            return Update()
+        if not all(bool(tensor.isfinite().all()) for tensor in shared):
+            return Update(failure="its weights are not finite after training")
+        self.served.load(self.trainer.model.state_dict(), version)
+        self.keep()
+        return Update(is_published=True)
+
+    def undo(self, version: int) -> None:
+        """Takes trainer and optimizer back to what `keep` remembers. `version`: the latest that any engine drafts with; the
+        engine is taken back too if that is a later one, a refresh during the rollout."""
+        for tensor, kept in zip(self.trainer.shared_tensors(), self._kept, strict=True):
+            tensor.copy_(kept)
+        self.trainer.optimizer.zero_grad(set_to_none=True)
+        self.trainer.num_tokens = self._kept_tokens
+        if version != self._kept_version:
+            self.served.load(self.trainer.model.state_dict(), version + 1)
+            self._kept_version = version + 1
 
 
 class DrafterWatch:
-    """Publishes the drafter, measures it, and decides whether it drafts and whether it is trained.
+    """Decides at the end of every step whether the drafter drafts in the next one, and whether it is trained.
 
-    model, trainer: the copy that is trained, and by whom (None: it stays as it is).
-    served, set_aside: the engine's copy, and the switch that makes the engine draft without it.
-    gather: every rank's value on every rank.  average: as collectives.average_weighted, without the world.
+    subject: the drafter's two copies and what they are measured with.
+    trainer: trains `subject.model`; None: the drafter stays as it is.
+    served: the engine's side of `subject.packed`.
+    set_aside: the switch that makes the engine draft without the learned drafter.
     gate: training is skipped in the step after one whose acceptance is not lower than after the last training by more than
         this; None: never skipped.
-    check_every: steps between two measurements of acceptance, the first step's included. What they decide holds until the next.
+    check_every: steps between two measurements of acceptance, the first step's included; their decisions hold in between.
     """
 
     def __init__(
         self,
-        model: DraftModel,
+        subject: Subject,
         trainer: DrafterTrainer | None,
-        target: PackedTransformer,
         served: Served,
         set_aside: Callable[[bool], None],
-        retrieve: Retrieve,
-        gather: Callable[[Any], list[Any]],
-        average: Callable[[Sequence[Tensor], float], float],
-        *,
-        rank: int = 0,
+        ranks: Ranks,
         gate: float | None = None,
         check_every: int = 1,
     ) -> None:
-        self.model, self.trainer, self.target, self.served = model, trainer, target, served
-        self._set_aside, self.retrieve, self.gather, self.average = set_aside, retrieve, gather, average
-        self.rank, self.gate, self.check_every = rank, gate, check_every
+        self.subject, self.served, self.ranks = subject, served, ranks
+        self.publisher = Publisher(trainer, served, ranks.average) if trainer is not None else None
+        self._set_aside = set_aside
+        self.gate, self.check_every = gate, check_every
         self.reason_aside = ""  # why the drafter is set aside; empty: it is in service
         self.reason_skipped = ""  # why the next step does not train; empty: it does
         self.level: float | None = None  # acceptance first measured after the latest training; NaN: not yet
         self._failure = ""  # of this rank's training in this step
         self._is_limited = False  # this rank could have trained more in this step, but for drafter.max_passes
         self._num_checks = 0
-        self._keep()
 
     # ── while the step goes on ───────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def trains(self) -> bool:
         """Whether this step trains the drafter."""
-        return self.trainer is not None and not self.reason_skipped
+        return self.publisher is not None and not self.reason_skipped
 
     def run(self, session: Callable[[], DrafterReport]) -> DrafterReport:
-        """A session of training. One that meets a number that is not finite ends the training of this step."""
+        """Runs a session of training. One that meets a number that is not finite ends the training of this step."""
         if self._failure:
             return DrafterReport()
         try:
@@ -139,210 +166,107 @@ class DrafterWatch:
         return report
 
     def abandon(self) -> None:
-        """The step was broken off: what was trained in it is dropped, as its responses are."""
+        """Breaks the step off: drops what was trained in it, as its responses are dropped."""
         self._failure, self._is_limited = "", False
-        if self.trainer is not None:
-            self._undo(self.served.version)
+        if self.publisher is not None:
+            self.publisher.undo(self.served.version)
 
     # ── at its end ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def end_step(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck:
-        """Every rank calls this with the same responses, all that the step brought, and the tokens it trained on itself.
-        Raises RuntimeError where the drafter did not arrive in an engine, or not the same on all ranks."""
-        was_aside, trained = self.reason_aside, self.trains
-        found: list[tuple[str, int, bool]] = self.gather((self._failure, self.served.version, self._is_limited))
-        failures, versions, limits = zip(*found, strict=True)
-        self._failure, self._is_limited = "", False
-        failure = next(filter(None, failures), "")
-        version = max(versions)  # engines that were refreshed meanwhile are ahead of the others
-        is_published = False
-        if trained and not failure:
-            is_published, failure = self._publish(num_tokens, version + 1)
-        if failure:
-            self._undo(version)
-        is_due = self._num_checks % self.check_every == 0
-        tallies: list[Tally] = self.gather(self._measure(rollouts, temperature, is_due))
-        _check_arrival(tallies, self.served.version, TOLERANCE[self.served.model.dtype])
-        num_positions = sum(tally.num_positions for tally in tallies)
-        acceptance, retrieval = math.nan, math.nan
-        if num_positions:
-            acceptance = sum(tally.accepted for tally in tallies) / num_positions
-            retrieval = sum(tally.retrieved for tally in tallies) / num_positions
-            self.reason_aside = judge(acceptance, retrieval)
-        if failure:
-            self.reason_aside = failure
-        self._set_aside(bool(self.reason_aside))
-        training = "off"
-        if self.trainer is not None:
-            training = self._outcome(is_published, failure, any(limits))
-        if is_published or (self.level is not None and math.isnan(self.level)):
-            self.level = acceptance
-        if is_due or num_positions:
-            self.reason_skipped = self._gate(acceptance)
+        """Publishes or undoes the step's training, measures the drafter, and decides about the next step.
+
+        Every rank calls this with the same responses, all that the step brought, and the tokens it trained on itself.
+        RuntimeError where the drafter did not arrive in an engine, or not the same on all ranks.
+        """
+        was_aside, is_due = bool(self.reason_aside), self._num_checks % self.check_every == 0
+        states = self._exchange_states()
+        update = self._publish_or_undo(states, num_tokens)
+        measured = self._measure(rollouts, temperature, is_due)
+        self._decide_drafting(measured, update)
+        training = self._outcome(update, any(state.is_limited for state in states))
+        self._decide_training(measured, update, is_due)
         self._num_checks += 1
+        has_switched = bool(self.reason_aside) != was_aside
         return DrafterCheck(
-            self.served.version, acceptance, retrieval, training, self.reason_aside, bool(self.reason_aside) != bool(was_aside)
+            self.served.version, measured.acceptance, measured.retrieval, training, self.reason_aside, has_switched
         )
 
-    def _outcome(self, is_published: bool, failure: str, is_limited: bool) -> str:
-        if failure:
-            return f"undone: {failure}"
+    def _exchange_states(self) -> list[RankState]:
+        """Returns how the step went on every rank; this rank's own record starts anew."""
+        states: list[RankState] = self.ranks.gather(RankState(self._failure, self.served.version, self._is_limited))
+        self._failure, self._is_limited = "", False
+        return states
+
+    def _publish_or_undo(self, states: Sequence[RankState], num_tokens: int) -> Update:
+        """A failure on any rank undoes the update of all."""
+        if self.publisher is None:
+            return Update()
+        version = max(state.version for state in states)  # engines that were refreshed meanwhile are ahead of the others
+        update = Update(failure=next(filter(None, (state.failure for state in states)), ""))
+        if self.trains and not update.failure:
+            update = self.publisher.publish(num_tokens, version + 1)
+        if update.failure:
+            self.publisher.undo(version)
+        return update
+
+    def _measure(self, rollouts: Sequence[Rollout], temperature: float, is_due: bool) -> Measured:
+        """Each rank measures other responses, and others in every step."""
+        rng = random.Random(f"{self._num_checks}/{self.ranks.rank}")
+        tallies: list[Tally] = self.ranks.gather(measure(self.subject, rollouts, temperature, rng, is_due))
+        check_arrival(tallies, self.served.version, TOLERANCE[self.subject.packed.dtype])
+        return Measured.of(tallies)
+
+    def _decide_drafting(self, measured: Measured, update: Update) -> None:
+        """Sets the drafter aside after a failed update or a bad measurement; a good measurement brings it back."""
+        if update.failure:
+            self.reason_aside = update.failure
+        elif measured.num_positions:
+            self.reason_aside = judge(measured.acceptance, measured.retrieval)
+        self._set_aside(bool(self.reason_aside))
+
+    def _outcome(self, update: Update, is_limited: bool) -> str:
+        """Returns what the step's training came to, as the metrics say it (`DrafterCheck.training`)."""
+        if self.publisher is None:
+            return "off"
+        if update.failure:
+            return f"undone: {update.failure}"
         if self.reason_skipped:
             return f"skipped: {self.reason_skipped}"
-        if not is_published:
+        if not update.is_published:
             return "no idle time"
         return "trained; max_passes reached" if is_limited else "trained"
 
+    def _decide_training(self, measured: Measured, update: Update, is_due: bool) -> None:
+        """Notes the acceptance after training, and lets the gate open or close where anything was measured."""
+        if update.is_published or (self.level is not None and math.isnan(self.level)):
+            self.level = measured.acceptance
+        if is_due or measured.num_positions:
+            self.reason_skipped = self._gate(measured.acceptance)
+
     def _gate(self, acceptance: float) -> str:
-        """Why the next step need not train; empty: it trains."""
+        """Returns why the next step need not train; empty: it trains."""
         if self.gate is None or self.level is None or self.reason_aside or not acceptance >= self.level - self.gate:
             return ""
         return f"acceptance {acceptance:.3f} has not fallen by more than {self.gate:g} from {self.level:.3f}"
 
-    def _publish(self, num_tokens: int, version: int) -> tuple[bool, str]:
-        """Averages the ranks' drafters and hands the result to the engine: (whether anybody had trained, what is wrong)."""
-        assert self.trainer is not None
-        shared = self.trainer.shared_tensors()
-        if self.average(shared, num_tokens) == 0:
-            return False, ""
-        if not all(bool(tensor.isfinite().all()) for tensor in shared):
-            return False, "its weights are not finite after training"
-        self.served.load(self.model.state_dict(), version)
-        self._keep()
-        return True, ""
-
-    def _keep(self) -> None:
-        """Remembers the drafter and its optimizer as they are: the last version known to be finite."""
-        self._kept = [tensor.clone() for tensor in self.trainer.shared_tensors()] if self.trainer is not None else []
-        self._kept_tokens = self.trainer.num_tokens if self.trainer is not None else 0
-        self._kept_version = self.served.version
-
-    def _undo(self, version: int) -> None:
-        """Trainer and optimizer go back to what `_keep` remembers, and so does the engine where drafters were refreshed
-        meanwhile (`version`: the latest of any engine); else its copy never left it."""
-        assert self.trainer is not None, "only training can fail"
-        for tensor, kept in zip(self.trainer.shared_tensors(), self._kept, strict=True):
-            tensor.copy_(kept)
-        self.trainer.optimizer.zero_grad(set_to_none=True)
-        self.trainer.num_tokens = self._kept_tokens
-        if version != self._kept_version:
-            self.served.load(self.model.state_dict(), version + 1)
-            self._kept_version = version + 1
-
-    # ── measuring ────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    @torch.no_grad()
-    def _measure(self, rollouts: Sequence[Rollout], temperature: float, is_due: bool = True) -> Tally:
-        """This rank's part: a random few of the responses, others on every rank and in every step. Not due: fewer, and no
-        position counts unless the drafter's outputs are not finite."""
-        checksum = float(sum(parameter.double().sum() for parameter in self.model.parameters()))
-        max_tokens = CANARY_TOKENS if is_due else ARRIVAL_TOKENS
-        counts = draw(rollouts, max_tokens, random.Random(f"{self._num_checks}/{self.rank}"))
-        if not counts:
-            return Tally(checksum=checksum)
-        chosen = [(rollouts[index], count) for index, count in counts.items()]
-        sample = read(chosen, self.target, training_capture(self.model.config, self.target.config.num_layers), temperature)
-        ours_RV, theirs_RV = (
-            engine_logits(self.served.model, self.target, sample),
-            trainer_logits(self.model, self.target, sample),
-        )
-        is_sound = bool(theirs_RV.isfinite().all())  # where not even the trainer's are, nothing can be told from a distance
-        distance = float((ours_RV - theirs_RV).norm() / theirs_RV.norm()) if is_sound else 0.0
-        if not is_due and bool(ours_RV.isfinite().all()):
-            return Tally(distance=distance, checksum=checksum)
-        kept = self.served.model.token_ids
-        target_RV = sample.target_RV if kept is None else sample.target_RV[:, kept]
-        overlap = torch.minimum(target_RV, distribution(ours_RV, temperature)).sum()
-        groups: dict[str, list[tuple[Rollout, int]]] = {}
-        for index, rollout in enumerate(rollouts):
-            groups.setdefault(rollout.problem_id, []).append((rollout, counts.get(index, 0)))
-        drawn = [group for group in groups.values() if any(count for _, count in group)]
-        retrieved = sum(self.retrieve([r for r, _ in group], [count for _, count in group]) for group in drawn)
-        return Tally(len(sample.target_RV), float(overlap), retrieved, distance, checksum)
-
     # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
+        """Returns what the decisions rest on."""
         return {"aside": self.reason_aside, "skipped": self.reason_skipped, "level": self.level, "checks": self._num_checks}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """After model and trainer have been restored."""
+        """Restores the decisions; model and trainer must have been restored before."""
         self.reason_aside, self.reason_skipped = state["aside"], state["skipped"]
         self.level, self._num_checks = state["level"], state["checks"]
         self._set_aside(bool(self.reason_aside))
-        self._keep()
+        if self.publisher is not None:
+            self.publisher.keep()
 
 
-# ── the measure ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def judge(acceptance: float, retrieval: float) -> str:
-    """Why a drafter with this acceptance must not draft; empty: it may."""
-    if not math.isfinite(acceptance):
-        return "its outputs are not finite"
-    if acceptance < retrieval:
-        return f"its acceptance {acceptance:.3f} is below retrieval's {retrieval:.3f}"
-    return ""
-
-
-def draw(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random) -> dict[int, int]:
-    """Index of each chosen response → how many of its tokens count: whole responses until the tokens are used up; what does not
-    fit is cut off. Prompts are free: however long they are, something is measured. A prompt of one token has no pair for the
-    first response token; it is not chosen."""
-    counts: dict[int, int] = {}
-    for index in rng.sample(range(len(rollouts)), len(rollouts)):
-        count = min(len(rollouts[index].token_ids), max_tokens)
-        if count > 0 and len(rollouts[index].prompt_ids) > 1:
-            counts[index] = count
-            max_tokens -= count
-    return counts
-
-
-def read(
-    chosen: Sequence[tuple[Rollout, int]], target: PackedTransformer, capture: tuple[int, ...], temperature: float
-) -> Sample:
-    """One packed forward of the target over prompts and the response tokens that count, the last of each excepted."""
-    rows = [[*rollout.prompt_ids, *rollout.token_ids[: count - 1]] for rollout, count in chosen]
-    token_ids_N = torch.tensor([token for row in rows for token in row], device=target.device)
-    attend = PackedCausal(target.config, [len(row) for row in rows])
-    features_NE, captured_NF = target.forward_capturing(token_ids_N, attend.positions(target.device), attend, capture)
-    pairs = align([len(row) for row in rows], target.device)
-    first = [len(rollout.prompt_ids) - 2 for rollout, _ in chosen]  # pair t predicts token t + 2
-    is_response_M = torch.cat([torch.arange(len(row) - 1) >= start for row, start in zip(rows, first, strict=True)])
-    is_response_M = is_response_M.to(target.device)
-    target_RV = distribution(target.logits(features_NE[pairs.token_index_M[is_response_M]]), temperature)
-    return Sample(token_ids_N, captured_NF, tuple(len(row) for row in rows), is_response_M, target_RV)
-
-
-def distribution(logits: Tensor, temperature: float) -> Tensor:
-    """Softmax at the temperature, in float64; at temperature 0 all on the likeliest token. NaN stays NaN."""
-    if temperature == 0:
-        return F.one_hot(logits.argmax(dim=-1), logits.shape[-1]).double() + 0.0 * logits.double()
-    return (logits.double() / temperature).softmax(dim=-1)
-
-
-def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sample) -> Tensor:
-    """[R, draft vocabulary], float64."""
-    pairs = align(sample.lengths, target.device)
-    embeddings_ME = target.embed(sample.token_ids_N[pairs.token_index_M])
-    hidden_ME = drafter.fuse(sample.captured_NF[pairs.feature_index_M])
-    attend = PackedCausal(drafter.config.layer, pairs.lengths)
-    hidden_ME = drafter.forward(embeddings_ME, hidden_ME, pairs.positions_M, attend)
-    return drafter.logits(hidden_ME[sample.is_response_M], target).double()
-
-
-def trainer_logits(model: DraftModel, target: PackedTransformer, sample: Sample) -> Tensor:
-    """The same of the copy that is trained, in its own dtype."""
-    pairs, dtype = align(sample.lengths, target.device), next(model.parameters()).dtype
-    embeddings_ME = target.embed(sample.token_ids_N[pairs.token_index_M]).to(dtype)
-    hidden_ME = model.fuse(sample.captured_NF[pairs.feature_index_M].to(dtype))
-    attend = PackedCausal(model.config.layer, pairs.lengths)
-    hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M, attend)
-    head_VE = model.lm_head.weight if model.config.owns_head else model.restrict(target.head_VE.to(dtype))
-    return model.logits(hidden_ME[sample.is_response_M], head_VE).double()
-
-
-def _check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> None:
+def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> None:
+    """Raises RuntimeError where ranks hold different weights, or an engine's copy computes other logits than the trainer's."""
     for rank, tally in enumerate(tallies):
         if tally.checksum != tallies[0].checksum:
             raise RuntimeError(

@@ -29,9 +29,6 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculative.tree import chain_mask
 from tlt.types import DrafterReport, Rollout, Span, SpanName
 
-RECOMPUTE_TOKENS = 128
-"""Target tokens per chunk where nobody waits for its end."""
-
 MIN_TOKENS = 128
 """Of a micro-step: what one begins with, before anything is measured, and what it never falls below."""
 
@@ -87,7 +84,7 @@ class FeatureRecompute:
         self.done = end
         if end < self.trajectory.num_usable:
             return False
-        self.trajectory.features_TE, self.trajectory.is_captured = torch.cat(self.chunks), False
+        self.trajectory.features_TF, self.trajectory.is_captured = torch.cat(self.chunks), False
         self.trajectory.policy_version = self.version
         return True
 
@@ -119,9 +116,9 @@ class SpotTrainer:
         self._has_recomputed = False
         self._num_predicted = 0  # response tokens trained on in this step
 
-    def add(self, rollout: Rollout, features_TE: Tensor | None) -> None:
+    def add(self, rollout: Rollout, features_TF: Tensor | None) -> None:
         """A response that this replica has finished; see `TrajectoryBuffer.add`."""
-        self.buffer.add(rollout, features_TE if self.keeps_captured else None)
+        self.buffer.add(rollout, features_TF if self.keeps_captured else None)
 
     def run(self, should_stop: Callable[[], bool], publish: Callable[[DraftModel], None] | None = None) -> DrafterReport:
         """Micro-steps until `should_stop()`, which is asked before every one of them; with nothing to train on, or at the
@@ -164,7 +161,7 @@ class SpotTrainer:
         if self._recompute is not None and self._recompute.version != version:
             self._recompute = None  # the chunks done so far are another policy's
         if self._recompute is None and (stale := self.buffer.missing(version)) is not None:
-            stale.features_TE = None
+            stale.features_TF = None
             self._recompute = FeatureRecompute(self.trainer.target, self.trainer.capture, stale)
         budget = self._token_budget(version)
         is_turn_to_train = self._has_recomputed and budget > 0

@@ -1,5 +1,5 @@
-"""Training the drafter: one optimizer step on one packed batch. The target comes in packed and read-only; nothing here can
-write to it."""
+"""Training the drafter: one optimizer step on one packed batch. The target comes in packed, without gradients, and is only
+read. Knows neither where batches come from nor when to train."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tlt.drafter.buffer import PackedBatch
 from tlt.drafter.losses import Preset, draft_loss
-from tlt.drafter.model import DraftModel, align, training_capture
+from tlt.drafter.model import Captured, DraftModel, align, training_capture
 from tlt.models.attention import Unrolled
 from tlt.models.packed import PackedTransformer
 
 
 class DrafterTrainer:
-    """AdamW on the drafter's own parameters. `num_tokens` counts all it was ever trained on."""
+    """Trains the drafter's own parameters with AdamW. `num_tokens` counts the pairs of all batches so far."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class DrafterTrainer:
 
     @property
     def capture(self) -> tuple[int, ...]:
-        """What the features of a batch have to hold of the target."""
+        """The target's layers that have to be captured for a batch, in the order of its columns."""
         return training_capture(self.model.config, self.target.config.num_layers)
 
     def step(self, batch: PackedBatch) -> float:
-        """One optimizer step; the loss. A loss that is not finite raises: a broken drafter must not go unnoticed."""
+        """Makes one optimizer step and returns the loss. FloatingPointError, before any weight changes, if it is not finite."""
         with torch.enable_grad():
             loss = self.loss(batch)
             loss.backward()
@@ -57,19 +57,19 @@ class DrafterTrainer:
         return value
 
     def loss(self, batch: PackedBatch) -> Tensor:
-        """The preset's, summed over steps: every pair drafts from where it stands, and reads the true next tokens and its
-        own hidden states, as it does while drafting something that is accepted. The batch may lie on another device."""
+        """Returns the preset's loss, summed over its unrolled steps. Every pair drafts from its own position: it reads the true
+        next tokens and, after the first step, its own hidden states, as it does while drafting tokens that are accepted. The
+        batch may lie on another device."""
         model, preset, dtype, device = self.model, self.preset, self.parameters[0].dtype, self.parameters[0].device
         pairs = align(batch.lengths, device)
-        token_ids_N, features_NF = batch.token_ids_N.to(device), batch.features_NE.to(device, dtype)
+        token_ids_N, captured = batch.token_ids_N.to(device), Captured.of(batch.captured_NF.to(device, dtype), model.config)
         first_weight_M = batch.weight_M.to(device, dtype)
-        feature_NE = features_NF[:, -self.target.config.hidden_size :]
         target_rows_VE = model.restrict(self.target.head_VE.to(dtype))
         rows_VE = model.lm_head.weight if model.config.owns_head else target_rows_VE
         with torch.no_grad():
-            target_NV = F.linear(feature_NE, target_rows_VE).softmax(dim=-1)
+            target_NV = F.linear(captured.feature_ME, target_rows_VE).softmax(dim=-1)
         attend = Unrolled(model.config.layer, pairs.lengths)
-        hidden_ME = model.fuse(features_NF[pairs.feature_index_M])
+        hidden_ME = model.fuse(captured.read_MF[pairs.feature_index_M])
         total = torch.zeros((), dtype=dtype, device=device)
         for step in range(preset.unrolled_steps):
             index_M, exists_M = pairs.ahead(step)
@@ -79,7 +79,7 @@ class DrafterTrainer:
             embeddings_ME = self.target.embed(token_ids_N[index_M]).to(dtype)
             hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M + step * exists_M, attend)
             logits_MV = model.logits(hidden_ME, rows_VE)
-            step_loss = draft_loss(hidden_ME, feature_NE[index_M], logits_MV, target_NV[index_M], weight_M, preset)
+            step_loss = draft_loss(hidden_ME, captured.feature_ME[index_M], logits_MV, target_NV[index_M], weight_M, preset)
             total = total + preset.step_decay**step * step_loss
         return total
 
@@ -91,8 +91,8 @@ class DrafterTrainer:
         self.num_tokens = state["num_tokens"]
 
     def shared_tensors(self) -> list[Tensor]:
-        """Weights, Adam moments and step counts (these on the CPU), in a fixed order: what replicas average. Moments exist from
-        here on, if only as zeros."""
+        """Returns what replicas average, in a fixed order: weights, Adam moments and step counts (these on the CPU). Where
+        there are no moments yet, zeros are created."""
         tensors: list[Tensor] = []
         for parameter in self.parameters:
             state = self.optimizer.state[parameter]

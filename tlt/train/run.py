@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ from tlt.distributed.world import (
     World,
     any_rank,
     average_weighted,
+    choose_device,
     gather_objects,
     init_process_group_from_env,
     shutdown,
@@ -36,9 +38,10 @@ from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter, choose_preset, load_drafter, save_drafter
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.measure import Subject
 from tlt.drafter.model import DraftModel
 from tlt.drafter.ngram import count_retrieved
-from tlt.drafter.service import DrafterWatch
+from tlt.drafter.service import DrafterWatch, Ranks
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.files import Record, get_id, read_jsonl
@@ -57,7 +60,7 @@ from tlt.train.phase import DrafterRefresh, PhaseResult, RolloutPhase, StopReque
 from tlt.types import Problem, SamplingParams, SpanName, UserError, resolve_dtype
 
 if TYPE_CHECKING:
-    from tlt.distributed.launch import StopRequest
+    from tlt.distributed.signals import StopRequest
 
 
 def main(config_json: str, stop: StopRequest) -> None:
@@ -101,6 +104,7 @@ def advance(run: Run) -> PhaseResult:
 
 def preflight(config: Config) -> None:
     """Everything that can be refused before a process is started: UserError, one line."""
+    device_name(config)
     model_config = load_model_config(config.model.path)
     if config.drafter.path is not None:
         stored = load_drafter(config.drafter.path, model_config)
@@ -209,17 +213,13 @@ class Run:
                 max_passes=settings.max_passes,
             )
         self.watch = DrafterWatch(
-            self.draft_model,
+            Subject(self.draft_model, self.learned.model, self.engine.model, count_retrieved),
             self.spot.trainer if self.spot is not None else None,
-            self.engine.model,
             self.learned,
             drafter.set_aside,
-            count_retrieved,
-            partial(gather_objects, self.world),
-            partial(average_weighted, self.world),
-            rank=self.world.rank,
-            gate=settings.gate,
-            check_every=settings.check_every,
+            Ranks(self.world.rank, partial(gather_objects, self.world), partial(average_weighted, self.world)),
+            settings.gate,
+            settings.check_every,
         )
 
     def _make_refresh(self) -> DrafterRefresh | None:
@@ -419,10 +419,10 @@ def restore(trained: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tens
 
 
 def device_name(config: Config) -> str:
-    """cuda where every rank can have a device of its own, unless the user decided."""
-    if config.run.device != "auto":
-        return config.run.device
-    return "cuda" if torch.cuda.device_count() >= config.run.num_ranks else "cpu"
+    """Returns the kind of device that the ranks of this machine compute on. torchrun says how many they are; `tlt train` starts
+    all of them here."""
+    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.run.num_ranks))
+    return choose_device(config.run.device, num_ranks, torch.cuda.device_count()).name
 
 
 def preset_changes(settings: DrafterSection) -> dict[str, Any]:

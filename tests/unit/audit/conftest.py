@@ -9,7 +9,7 @@ import torch
 
 from tests.unit.test_cli import WINDOW, save_tokenizer, write_lines
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf_weights import save_model as save_checkpoint
+from tlt.models.hf_weights import save_model
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8}
     config = ModelConfig("llama", vocab_size=23, max_positions=WINDOW, **shape)
     tensors = Transformer(config).initialize(0, std=0.3).state_dict()
-    save_checkpoint(path, config, tensors, dtype=torch.float32, source=None, extra={"eos_token_id": 1})
+    save_model(path, config, tensors, dtype=torch.float32, source=None, extra={"eos_token_id": 1})
     save_tokenizer(path)
     return path
 

@@ -1,0 +1,133 @@
+"""Is one tree slower than another? Two checkouts do the same work in turns, each in processes of its own.
+
+    python -m benchmarks.paired BEFORE AFTER --what headline --rounds 5 --out benchmarks/results/paired-headline
+    python -m benchmarks.paired BEFORE AFTER --what longtail --rounds 8 --out benchmarks/results/paired-longtail
+
+    headline   `tlt train recipes/countdown/headline.toml`, its evaluations left out: seconds of all steps but the first
+    longtail   one rollout of recipes/countdown/longtail.json with an adaptive engine                    (paired_longtail.py)
+
+    round 0: before, after │ round 1: after, before │ …
+
+The ratio is seconds of BEFORE over seconds of AFTER: above 1, AFTER is faster. Every round is one pair; the interval is
+Student's t of the log ratios. Both trees have the same seed, so they write the same tokens; in float32 a near-tie may fall the
+other way, and then the numbers of tokens, which the report gives, differ a little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.golden import Tree
+from tlt.bench.measure import Ratio
+from tlt.bench.report import environment, provenance, table, write_report
+
+CHILD = Path(__file__).with_name("paired_longtail.py")
+
+
+@dataclass(frozen=True)
+class Work:
+    """One measurement of one tree."""
+
+    seconds: float
+    num_tokens: int
+
+
+def headline(tree: Tree, num_steps: int) -> Work:
+    """Trains for some steps; the first one, in which a fresh process is slow, does not count."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = Path(folder) / "run"
+        amounts = ("--run.num_steps", str(num_steps), "--evaluation.num_problems", "0")
+        tree.tlt("train", tree.recipe / "headline.toml", *amounts, "--run.out_dir", run)
+        steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
+    return Work(sum(step["step_seconds"] for step in steps), sum(step["num_tokens"] for step in steps))
+
+
+def longtail(tree: Tree) -> Work:
+    """Generates the long tail's responses with a tuner that knows nothing."""
+    child = [sys.executable, "-P", str(CHILD), str(tree.recipe)]
+    inherited = {**os.environ, "PYTHONPATH": str(tree.root), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(child, cwd=tree.root, env=inherited, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{tree.root}: {CHILD.name} ended with exit code {done.returncode}\n{done.stderr}")
+    return Work(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def take_turns(trees: dict[str, Tree], measure: Callable[[Tree], Work], num_rounds: int) -> dict[str, list[Work]]:
+    """Every round measures both trees once, the order turned from round to round."""
+    works: dict[str, list[Work]] = {name: [] for name in trees}
+    for index in range(num_rounds):
+        for name in trees if index % 2 == 0 else reversed(trees):
+            works[name].append(measure(trees[name]))
+            print(f"round {index}, {name}: {works[name][-1].seconds:.2f} s", flush=True)
+    return works
+
+
+def commit_of(tree: Tree) -> str:
+    words = ["git", "rev-parse", "--short", "HEAD"]
+    return subprocess.run(words, cwd=tree.root, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def describe(ratio: dict[str, Any]) -> str:
+    """Returns a Ratio to three places: whole percents would hide what matters here."""
+    interval = "" if ratio["low"] is None else f" ({ratio['low']:.3f} – {ratio['high']:.3f})"
+    return f"{ratio['mean']:.3f}{interval}"
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    """Returns the report for people."""
+    before, after = (report["trees"][name] for name in ("before", "after"))
+    rows = [
+        [f"{a['seconds']:.2f}", f"{b['seconds']:.2f}", f"{a['seconds'] / b['seconds']:.3f}", a["num_tokens"], b["num_tokens"]]
+        for a, b in zip(before["works"], after["works"], strict=True)
+    ]
+    seconds = [f"before ({before['commit']}), s", f"after ({after['commit']}), s"]
+    columns = [*seconds, "ratio", "tokens before", "tokens after"]
+    said = f"Seconds before / seconds after: {describe(report['ratio'])}; above 1, the later tree is faster."
+    return "\n\n".join([f"# Two trees in turns: {report['what']}", *provenance(report), said, table(columns, rows)]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.paired", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("before", type=Path, help="a checkout of the commit to compare with")
+    parser.add_argument("after", type=Path, help="the checkout to judge")
+    parser.add_argument("--what", choices=["headline", "longtail"], required=True)
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements")
+    parser.add_argument("--steps", type=int, default=5, help="of headline, in every round; the first does not count")
+    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
+    options = parser.parse_args()
+    if options.rounds < 1 or options.steps < 2:
+        parser.error("--rounds must be 1 or more, --steps 2 or more")
+    trees = {name: Tree(path) for name, path in (("before", options.before), ("after", options.after))}
+    measure = longtail if options.what == "longtail" else partial(headline, num_steps=options.steps)
+    works = take_turns(trees, measure, options.rounds)
+    ratio = Ratio.of([a.seconds / b.seconds for a, b in zip(works["before"], works["after"], strict=True)])
+    amount = f" --steps {options.steps}" if options.what == "headline" else ""
+    report: dict[str, Any] = {
+        "command": f"python -m benchmarks.paired BEFORE AFTER --what {options.what} --rounds {options.rounds}{amount}",
+        "environment": environment(),
+        "what": options.what,
+        "trees": {
+            name: {"commit": commit_of(tree), "works": [dataclasses.asdict(work) for work in works[name]]}
+            for name, tree in trees.items()
+        },
+        "ratio": dataclasses.asdict(ratio),
+    }
+    write_report(options.out, report, to_markdown(report))
+    print(f"seconds before / after: {describe(report['ratio'])}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""The device that ranks compute on. Collectives between processes are tested in tests/integration/test_launch.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tlt.config.schema import Config, ModelSection, TaskSection
+from tlt.distributed.world import choose_device
+from tlt.train.run import device_name
+from tlt.types import UserError
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_ranks", "num_gpus", "name"),
+    [("auto", 2, 0, "cpu"), ("auto", 2, 2, "cuda"), ("auto", 1, 8, "cuda"), ("cpu", 2, 8, "cpu"), ("cuda", 2, 2, "cuda")],
+)
+def test_ranks_compute_on_gpus_where_each_can_have_one(wanted: str, num_ranks: int, num_gpus: int, name: str) -> None:
+    choice = choose_device(wanted, num_ranks, num_gpus)
+    assert choice.name == name
+    assert choice.reason
+
+
+@pytest.mark.parametrize("wanted", ["auto", "cuda"])
+def test_more_ranks_than_gpus_are_refused_with_both_remedies(wanted: str) -> None:
+    with pytest.raises(UserError) as caught:
+        choose_device(wanted, 4, 2)
+    message = str(caught.value)
+    assert all(part in message for part in ("run.num_ranks: 4 ranks", "has 2", "--run.num_ranks 2", "--run.device cpu"))
+    assert "\n" not in message
+
+
+def test_cuda_without_any_gpu_is_refused() -> None:
+    with pytest.raises(UserError, match=r"no GPU was found; give --run\.device cpu"):
+        choose_device("cuda", 1, 0)
+
+
+def test_a_run_with_more_ranks_than_gpus_does_not_fall_back_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    config = Config(model=ModelSection(path=Path("m")), task=TaskSection(name="t"))
+    with pytest.raises(UserError, match=r"run\.num_ranks: 2"):
+        device_name(config)

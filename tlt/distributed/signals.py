@@ -1,0 +1,208 @@
+"""Stopping decently: what SIGINT, SIGTERM and the death of a rank mean to the launcher and to the ranks. Does not start them.
+
+    terminal, kill ──▶ Supervisor, a thread of the launcher ──▶ sets one shared flag; kills at the second Ctrl-C
+                             ▲ notes in which order the ranks end
+    terminal, kill ──▶ a thread of every rank ────────────────▶ sets its StopRequest, which the entry polls
+    torch's agent  ──▶ the same thread: another rank has failed ▶ the rank leaves at once
+
+Ctrl-C reaches the whole process group of a terminal. Without this module the agent would pass it on and kill after 30 s, and
+a rank would die of KeyboardInterrupt in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from types import FrameType
+from typing import Protocol
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REPEAT_SECONDS = 1.0
+"""Two signals within this time count as one: torchrun sends its ranks the SIGINT that the terminal has sent them already."""
+
+
+class SharedEvent(Protocol):
+    """A flag that all processes of a launch see (a multiprocessing.Event)."""
+
+    def is_set(self) -> bool: ...
+
+    def set(self) -> None: ...
+
+
+class StopRequest:
+    """Whether this process was asked to stop. The entry polls `is_set()` (about 1 µs), finishes its step and returns."""
+
+    def __init__(self, shared: SharedEvent | None = None) -> None:
+        self.signal: signal.Signals | None = None
+        self._shared = shared
+
+    def is_set(self) -> bool:
+        return self.signal is not None or (self._shared is not None and self._shared.is_set())
+
+
+def say(text: str) -> None:
+    """Prints one line of the launcher's to stderr."""
+    sys.stderr.write(f"tlt: {text}\n")
+    sys.stderr.flush()
+
+
+# -- one rank, in the process of the command ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def handling_stop_signals(stop: StopRequest) -> Iterator[None]:
+    """Sets `stop` at the first signal; a second Ctrl-C, more than a second later, ends the process at once."""
+    received_at = float("-inf")
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal received_at
+        now = time.monotonic()
+        if stop.signal is not None and number == signal.SIGINT and now - received_at > REPEAT_SECONDS:
+            say("stopped at once; the step under way is lost")
+            os._exit(128 + number)
+        if stop.signal is None:
+            received_at = now
+            stop.signal = signal.Signals(number)
+            if os.environ.get("RANK", "0") == "0":
+                say("stopping after the work under way; Ctrl-C again ends at once")
+
+    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+# -- one of several ranks ----------------------------------------------------------------------------------------------------
+
+
+def listen_as_rank(stop: StopRequest) -> threading.Event:
+    """Starts the threads by which a launched rank hears signals and notices that its launcher is gone. The rank sets the event
+    returned here when its entry has returned.
+
+    The signals stay blocked, as the rank was born with them (see `Supervisor`): so the thread hears them also while the main
+    thread waits inside a collective.
+    """
+    launcher = os.getppid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    is_finished = threading.Event()
+    threading.Thread(target=_hear_signals, args=(launcher, stop), daemon=True).start()
+    threading.Thread(target=_leave_when_orphaned, args=(launcher, stop, is_finished), daemon=True).start()
+    return is_finished
+
+
+def _hear_signals(launcher: int, stop: StopRequest) -> None:
+    """Any signal asks to stop, but a SIGTERM that the launcher sends: its agent ends this rank because another has failed."""
+    while True:
+        heard = signal.sigwaitinfo(STOP_SIGNALS)
+        if heard.si_signo == signal.SIGTERM and heard.si_pid == launcher:
+            os._exit(128 + signal.SIGTERM)
+        stop.signal = signal.Signals(heard.si_signo)
+
+
+def _leave_when_orphaned(launcher: int, stop: StopRequest, is_finished: threading.Event) -> None:
+    """When the launcher was killed: stops as for a signal, then leaves. torch's wrapper around a rank would wait forever for
+    the launcher to have read its return value."""
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    stop.signal = signal.SIGTERM
+    is_finished.wait()
+    os._exit(128 + signal.SIGTERM)
+
+
+# -- the launcher of several ranks -------------------------------------------------------------------------------------------
+
+
+class Supervisor(threading.Thread):
+    """Hears SIGINT and SIGTERM, and sees ranks end, while the main thread is busy with torch's agent.
+
+    The main thread blocks both signals, and so the ranks are born with them blocked: a Ctrl-C while they still import waits
+    until they listen. The signals are delivered to this thread instead; Python writes their number to a socket (wakeup fd),
+    which works however long the main thread stays inside C++.
+
+    grace_seconds: how long the ranks may take to finish after the first signal; then they are killed.
+    deaths: the ranks that have ended, in the order of time; those that ended together are one group. The agent looks ten times
+        a second and then ends all others. This thread is woken by the first death: so the first group holds the cause.
+    """
+
+    def __init__(self, shared_stop: SharedEvent, num_ranks: int, grace_seconds: float) -> None:
+        super().__init__(name="tlt-supervisor", daemon=True)
+        self.first_signal: signal.Signals | None = None
+        self.has_killed = False
+        self.processes: list[BaseProcess] = []
+        self.deaths: list[list[int]] = []
+        self._shared_stop = shared_stop
+        self._num_ranks, self._grace_seconds = num_ranks, grace_seconds
+        self._others = set(multiprocessing.active_children())
+        self._alive: dict[int, int] = {}  # what becomes readable when a rank ends ─▶ its number
+        self._deadline = float("inf")
+        self._read, self._write = socket.socketpair()
+
+    def __enter__(self) -> Supervisor:
+        resource_tracker.ensure_running()  # started later by the first rank, it would unblock the signals (Python 3.11)
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._previous_handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+        self.start()
+        self._previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._previous_mask)
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._write.close()
+        self.join()
+        self._read.close()
+
+    def run(self) -> None:
+        while True:
+            ready = multiprocessing.connection.wait([self._read, *self._alive], timeout=0.1)
+            if dead := sorted(self._alive.pop(end) for end in ready if isinstance(end, int)):
+                self.deaths.append(dead)
+            if self._read in ready:
+                numbers = self._read.recv(64)
+                if not numbers:
+                    return
+                for number in numbers:
+                    if number in STOP_SIGNALS:
+                        self._hear(signal.Signals(number))
+            if len(self.processes) < self._num_ranks:
+                self._find_ranks()
+            if time.monotonic() > self._deadline and not self.has_killed:
+                self._kill(f"not finished after {self._grace_seconds:g} s: the ranks were killed; the step under way is lost")
+
+    def _find_ranks(self) -> None:
+        """The agent keeps its processes to itself; it starts them in the order of ranks, and their names are counted."""
+        children = set(multiprocessing.active_children()) - self._others
+        if len(children) == self._num_ranks:
+            self.processes = sorted(children, key=lambda process: int(process.name.rpartition("-")[2]))
+            self._alive = {process.sentinel: rank for rank, process in enumerate(self.processes)}
+
+    def _hear(self, number: signal.Signals) -> None:
+        if self.first_signal is None:
+            self.first_signal = number
+            self._deadline = time.monotonic() + self._grace_seconds
+            self._shared_stop.set()
+            say("stopping after the work under way; Ctrl-C again ends at once")
+        elif number == signal.SIGINT and not self.has_killed:
+            self._kill("stopped at once; the step under way is lost")
+
+    def _kill(self, message: str) -> None:
+        self.has_killed = True
+        say(message)
+        for child in multiprocessing.active_children():
+            child.kill()

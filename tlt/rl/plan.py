@@ -1,0 +1,106 @@
+"""Who computes what in a policy update, from the lengths of the responses alone. Knows no tensors and no clock.
+
+responses ─ sample_flat ─▶ weighted ─ plan_ranks ─▶ rank 0: responses ─ plan_micro_batches ─▶ [micro-batch] [micro-batch]
+                                                   rank 1: responses                         [micro-batch]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlt.models.decoder import ModelConfig
+from tlt.types import Rollout
+
+
+@dataclass(frozen=True)
+class Response:
+    """A rollout as the update sees it: with its advantage, whether it needs a backward pass, and for how many responses like
+    itself it stands in the means (0: another one stands for it)."""
+
+    rollout: Rollout
+    advantage: float
+    needs_grad: bool
+    weight: float = 1.0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that the loss counts: those of the response."""
+        return len(self.rollout.token_ids)
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model reads; the last one is predicted only."""
+        return len(self.rollout.prompt_ids) + len(self.rollout.token_ids) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """Responses of one forward, all with or all without a backward pass. Itself a key: no other equals it."""
+
+    responses: tuple[Response, ...]
+
+    @property
+    def needs_grad(self) -> bool:
+        return self.responses[0].needs_grad
+
+
+def sample_flat(responses: Sequence[Response], num_tokens: int) -> list[Response]:
+    """The same responses; of those without a gradient about `num_tokens` tokens keep a weight, so that sums stay unbiased."""
+    flat = [i for i, r in enumerate(responses) if not r.needs_grad]
+    num_flat = sum(responses[i].num_tokens for i in flat)
+    if num_flat <= num_tokens:
+        return list(responses)
+    count = math.ceil(len(flat) * num_tokens / num_flat)
+    sampled = set(random.Random(num_flat).sample(flat, count))  # a function of the tokens, like all of the update
+    weights = {i: len(flat) / count if i in sampled else 0.0 for i in flat}
+    return [dataclasses.replace(r, weight=weights.get(i, 1.0)) for i, r in enumerate(responses)]
+
+
+def sequence_cost(length: int, config: ModelConfig) -> float:
+    """Work of one sequence, in tokens of matrix products: T + T² · (cost of attending to one token / that of one token's
+    projections). Attention counts its full square: measured on a CPU, SDPA's causal half runs at half the speed of a
+    matrix product."""
+    c = config
+    projections = c.hidden_size * (c.head_dim * (c.num_qkv + c.num_heads) + 3 * c.intermediate_size)
+    return length + length**2 * (7 / 3 * c.num_heads * c.head_dim) / projections
+
+
+def plan_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Longest first, each to the rank with the least so far; ties go to the earlier item and the lower rank."""
+    loads = [0.0] * num_ranks
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = loads.index(min(loads))
+        shares[rank].append(item)
+        loads[rank] += costs[item]
+    return shares
+
+
+def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """First-fit decreasing: every micro-batch holds at most `budget` tokens, or one sequence that is longer alone."""
+    room: list[int] = []
+    batches: list[list[int]] = []
+    for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        batch = next((b for b, free in enumerate(room) if lengths[item] <= free), len(batches))
+        if batch == len(batches):
+            batches.append([])
+            room.append(budget)
+        batches[batch].append(item)
+        room[batch] -= lengths[item]
+    return batches
+
+
+def plan_share(responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int) -> list[MicroBatch]:
+    """The micro-batches of one rank. Responses that need a gradient share none with those that do not: a forward pass
+    alone costs a third. Those without weight are left out."""
+    responses = [r for r in responses if r.weight]
+    costs = [sequence_cost(r.length, config) * (1 if r.needs_grad else 1 / 3) for r in responses]
+    mine = [responses[i] for i in sorted(plan_ranks(costs, num_ranks)[rank])]
+    share: list[MicroBatch] = []
+    for same in ([r for r in mine if r.needs_grad], [r for r in mine if not r.needs_grad]):
+        share += [MicroBatch(tuple(same[i] for i in batch)) for batch in plan_micro_batches([r.length for r in same], budget)]
+    return share
