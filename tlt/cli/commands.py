@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import shutil
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,11 +84,18 @@ def overview(family: str = "") -> str:
 
 def explain(name: str) -> None:
     """Prints the help of a command, as wide as the terminal."""
-    command, config = COMMANDS[name], (FlagConversionOff,)
+    command, width = COMMANDS[name], shutil.get_terminal_size().columns
+    description = "\n\n".join(
+        textwrap.fill(part, width) for part in inspect.cleandoc(command.options.__doc__ or "").split("\n\n")
+    )
     try:
-        if command.help is None:
-            tyro.cli(command.options, prog=f"tlt {name}", args=["--help"], config=config)
-        else:  # keys of the configuration have underscores
-            tyro.cli(command.help, prog=f"tlt {name}", args=["--help"], config=config, use_underscores=True)
+        tyro.cli(
+            command.help or command.options,
+            prog=f"tlt {name}",
+            description=description,
+            args=["--help"],
+            config=(FlagConversionOff,),
+            use_underscores=command.help is not None,  # keys of the configuration have underscores
+        )
     except SystemExit:
         return

@@ -7,6 +7,7 @@ library is imported is a Ctrl-C too; torch is imported by the commands that need
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -34,6 +35,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if was_interrupted or isinstance(error, KeyboardInterrupt):
             print("tlt: interrupted", file=sys.stderr)
             return 130
+        if isinstance(error, BrokenPipeError):  # whoever read our output has gone, such as head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 141
         from tlt.types import UserError
 
         if not isinstance(error, UserError):

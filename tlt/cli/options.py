@@ -82,7 +82,9 @@ def parse_options(command: str, kind: type[Given], arguments: Sequence[str]) -> 
         name = given.replace("-", "_")
         if "." in given and issubclass(kind, WithOverrides):
             overrides += [f"--{given}={text}"]
-        elif name not in places or name in positional:
+        elif name in positional:
+            raise UserError(f"--{given}: is written without its name; see tlt {command} --help")
+        elif name not in places:
             raise UserError(f"--{given}: unknown option; {_suggest(command, kind, given)}")
         else:
             _assign(values, kind, places[name], text)

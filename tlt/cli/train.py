@@ -33,7 +33,7 @@ class Train(WithOverrides):
 
 
 class TrainHelp(Train, Config):
-    __doc__ = Train.__doc__
+    """What the help of `tlt train` lists: its options, and every key of the configuration."""
 
 
 def run(options: Train) -> int:

@@ -62,7 +62,8 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    """What is trained on. Give `num_problems` or `problems_file`, not both."""
+    """What is trained on: `num_problems` generated problems or those of a `problems_file`. --task.options.KEY VALUE sets an
+    option of the task's own."""
 
     name: Annotated[str, Field(min_length=1)]
     """A registered task such as "countdown", or "package.module:object"."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_cli import fail, write_lines
+from tests.unit.cli.parts import fail, write_lines
 from tlt.cli import main as cli
 
 
