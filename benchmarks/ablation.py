@@ -33,7 +33,7 @@ from tlt.config.load import load_config
 from tlt.drafter.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_config import load_model_config
-from tlt.train.run import preflight
+from tlt.train.start import preflight
 from tlt.types import UserError
 
 NUM_WINDOWS = 6

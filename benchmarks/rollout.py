@@ -35,7 +35,7 @@ from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.hybrid import drafter_kinds
 from tlt.files import check_output_file
-from tlt.train.run import preflight
+from tlt.train.start import preflight
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import BegMab, default_arms, default_groups, make_tuner
 from tlt.types import Strategy, StrategyTuner, UserError

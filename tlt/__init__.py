@@ -1,3 +1,54 @@
-"""TLT: train reasoning models with reinforcement learning, faster, without changing the result."""
+"""TLT: train reasoning models with reinforcement learning, faster, without changing the result.
+
+    engine = tlt.Engine.from_pretrained("recipes/countdown/base", drafter="recipes/countdown/drafter", speculation="adaptive")
+    responses = engine.generate(["[2,9,16:5]"], samples=4, temperature=1.0, max_tokens=256, seed=0)
+
+`import tlt` alone is light: a name is imported, and torch with it, when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tlt.api import Engine, Evaluation, Response, TrainingResult, train
+    from tlt.config.load import load_config
+    from tlt.config.schema import Config
+    from tlt.tasks.base import Task
+    from tlt.types import Request, SamplingParams, Strategy, UserError
+
+_HOMES = {
+    "tlt.api": ("Engine", "Evaluation", "Response", "TrainingResult", "train"),
+    "tlt.config.schema": ("Config", "load_config"),
+    "tlt.tasks.base": ("Task",),
+    "tlt.types": ("Request", "SamplingParams", "Strategy", "UserError"),
+}
+"""Where each public name is defined; the imports above tell the same to type checkers."""
+
+__all__ = [
+    "Config",
+    "Engine",
+    "Evaluation",
+    "Request",
+    "Response",
+    "SamplingParams",
+    "Strategy",
+    "Task",
+    "TrainingResult",
+    "UserError",
+    "__version__",
+    "load_config",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = next((module for module, names in _HOMES.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module 'tlt' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,5 @@
-"""Puts together what the user names: a folder becomes a model, a model and its settings become an engine with a drafter.
+"""Puts together what the user names: a folder becomes a model, a model and its settings become an engine with a drafter, a
+configuration becomes those who train policy and drafter.
 
     folder ── load_model ──▶ Model ──┐
     drafter/ ── load_drafter ────────┼── build_engine ──▶ RolloutEngine with policy, tuner and drafter
@@ -12,20 +13,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from tlt.config.schema import Config, DrafterSection
-from tlt.drafter.folder import StoredDrafter
+from tlt.drafter.buffer import TrajectoryBuffer
+from tlt.drafter.folder import StoredDrafter, choose_preset
 from tlt.drafter.hybrid import drafter_kinds, make_drafter
 from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.model import PackedDrafter
+from tlt.drafter.model import DraftModel, PackedDrafter
+from tlt.drafter.spot import SpotTrainer
+from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine, Verify
-from tlt.models.decoder import ModelConfig
+from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import load_tensors
+from tlt.models.packed import PackedTransformer
 from tlt.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
+from tlt.rl.update import PolicyTrainer
 from tlt.speculative.verify import verify as verify_by_the_law
 from tlt.tuning.tuner import make_tuner
 from tlt.types import Span, StrategyTuner, resolve_dtype
@@ -122,3 +130,61 @@ def build_learned(engine: RolloutEngine, drafter: StoredDrafter, settings: Engin
         window=drafting.feature_window,
         keep_targets=drafting.train and drafting.features == "captured",
     )
+
+
+def build_policy_trainer(config: Config, model: Model, device: torch.device, group: ProcessGroup | None) -> PolicyTrainer:
+    """Returns who updates the policy: it owns a copy of the model's tensors, and a frozen one where the loss has a KL term."""
+    return PolicyTrainer(
+        build_policy(model, device),
+        config.algorithm,
+        config.optimizer,
+        temperature=config.sampling.temperature,
+        num_steps=config.run.num_steps,
+        process_group=group,
+        reference=build_policy(model, device) if config.algorithm.kl_coefficient > 0 else None,
+    )
+
+
+def build_policy(model: Model, device: torch.device) -> Transformer:
+    """Returns a policy that can be trained, with tensors of its own."""
+    with torch.device("meta"):
+        policy = Transformer(model.config)
+    policy.load_state_dict({name: tensor.clone() for name, tensor in model.tensors.items()}, assign=True)
+    return policy.to(device)
+
+
+def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftModel:
+    """Returns the copy of a drafter that is trained."""
+    model = DraftModel(drafter.config).to(device)
+    model.load_state_dict(drafter.tensors)
+    return model
+
+
+def build_spot_trainer(
+    settings: DrafterSection,
+    stored: StoredDrafter,
+    model: DraftModel,
+    target: PackedTransformer,
+    seed: int,
+    on_span: Callable[[Span], None],
+) -> SpotTrainer:
+    """Returns who trains the drafter in idle time.
+
+    model: the copy to train.  target: the engine's policy.  seed: of the windows it draws; every rank has another.
+    """
+    preset = choose_preset(settings.preset, stored, preset_changes(settings))
+    return SpotTrainer(
+        DrafterTrainer(model, target, preset, settings.learning_rate, settings.clip_grad_norm),
+        TrajectoryBuffer(settings.buffer_mib * 2**20, seed),
+        settings.tokens_per_micro_step,
+        settings.carry_longest,
+        on_span,
+        keeps_captured=settings.features == "captured",
+        max_passes=settings.max_passes,
+    )
+
+
+def preset_changes(settings: DrafterSection) -> dict[str, Any]:
+    """Returns the constants of a preset that the configuration sets."""
+    names = ("unrolled_steps", "step_decay", "feature_weight", "distribution_weight")
+    return {name: getattr(settings, name) for name in names}

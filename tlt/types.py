@@ -79,9 +79,11 @@ class Request:
     @property
     def key(self) -> tuple[int, int, int, int]:
         """The noise key: 128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem id,
-        sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does."""
-        fields = (self.params.seed, self.purpose, self.policy_step, self.problem_id, self.sample_index)
-        digest = hashlib.blake2b(repr((LAW_VERSION, *fields)).encode(), digest_size=16).digest()
+        sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does. Numbers and strings of other
+        types (NumPy's) count as the Python ones that they equal."""
+        numbers = (int(self.params.seed), int(self.policy_step), int(self.sample_index))
+        fields = (LAW_VERSION, numbers[0], str(self.purpose), numbers[1], str(self.problem_id), numbers[2])
+        digest = hashlib.blake2b(repr(fields).encode(), digest_size=16).digest()
         words = [int.from_bytes(digest[i : i + 4], "little") for i in range(0, 16, 4)]
         return words[0], words[1], words[2], words[3]
 
@@ -98,6 +100,15 @@ class Rollout:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     policy_version: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A response that an engine step ended. captured_TF: what the target was asked to capture, at all of its tokens but the
+    last; None where nobody asked for it, or where the engine no longer holds it."""
+
+    rollout: Rollout
+    captured_TF: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -237,11 +248,16 @@ class Problem:
 
 @dataclass(frozen=True)
 class Reward:
-    """What a task says of one response. `error` is empty, or why no score could be had (time-out, exception)."""
+    """A task's judgement of one response. `error` is empty, or says why no score could be had (time-out, exception): then
+    `value` means nothing."""
 
     value: float
     is_solved: bool
     error: str = ""
+
+    @property
+    def is_scored(self) -> bool:
+        return not self.error
 
 
 class SpanName(StrEnum):

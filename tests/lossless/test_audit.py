@@ -52,9 +52,8 @@ def audit(
     requests = [Request(f"p{i}", 0, (i % VOCAB, 3 * i % VOCAB, 11), params) for i in range(num_responses)]
     order = {request.problem_id: index for index, request in enumerate(requests)}
     auditor = Auditor(replace(told or params, stop_ids=(STOP,)), VOCAB, referee.window, limit=MAX_TOKENS)
-    for rollout in sorted(engine.generate(requests), key=lambda rollout: order[rollout.problem_id]):
-        auditor.observe(rollout, referee.logits(rollout.prompt_ids, rollout.token_ids))
-    return auditor.report("engine")
+    rollouts = sorted(engine.generate(requests), key=lambda rollout: order[rollout.problem_id])
+    return auditor.judge("engine", rollouts, referee)
 
 
 @pytest.mark.parametrize("params", PARAMS, ids=lambda p: f"T{p.temperature:g}-k{p.top_k}-p{p.top_p:g}-m{p.min_p:g}")

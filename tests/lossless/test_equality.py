@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from tlt.models import cpu_kernels
 from tlt.models.attention import PackedCausal
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
 from tlt.tuning.tuner import Fixed, default_arms, make_tuner
-from tlt.types import DraftTree, Request, Rollout, Strategy, StrategyTuner, Verdict
+from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=4, seed=11)
@@ -143,7 +144,7 @@ def test_any_batch_composition_order_and_strategy_gives_the_same_tokens(data: st
     while pending or not engine.is_idle:  # requests arrive while others run
         for _ in range(rng.randint(0, len(pending))):
             engine.add([pending.pop()])
-        found.update({(r.problem_id, r.sample_index): r.token_ids for r in engine.step()})
+        found.update({(f.rollout.problem_id, f.rollout.sample_index): f.rollout.token_ids for f in engine.step()})
     assert found == {(r.problem_id, r.sample_index): OFF[r.problem_id, r.sample_index] for r in chosen}
 
 
@@ -154,25 +155,24 @@ def test_responses_that_change_engines_on_the_way_keep_tokens_logprobs_and_featu
     features: dict[str, dict[tuple[str, int], torch.Tensor]] = {"staying": {}, "moving": {}}
     logprobs: dict[tuple[str, int], tuple[float, ...]] = {}
 
-    def engine_that_notes(name: str, tuner: StrategyTuner) -> RolloutEngine:
-        engine = make_engine(POLICY, tuner, max_batch_size=slots)
-        assert isinstance(engine.drafter, HybridDrafter)
+    def step(engine: RolloutEngine, name: str) -> Iterator[Rollout]:
+        for finished in engine.step(captures=True):
+            assert finished.captured_TF is not None
+            features[name][finished.rollout.problem_id, finished.rollout.sample_index] = finished.captured_TF
+            yield finished.rollout
 
-        def note(rollout: Rollout, captured_TF: torch.Tensor | None) -> None:
-            assert captured_TF is not None
-            features[name][rollout.problem_id, rollout.sample_index] = captured_TF
-
-        engine.drafter.learned.on_finish = note
-        return engine
-
-    for rollout in engine_that_notes("staying", Fixed(STRATEGIES[1])).generate(REQUESTS):
-        logprobs[rollout.problem_id, rollout.sample_index] = rollout.logprobs
+    staying = make_engine(POLICY, Fixed(STRATEGIES[1]), max_batch_size=slots)
+    staying.add(REQUESTS)
+    while not staying.is_idle:
+        for rollout in step(staying, "staying"):
+            logprobs[rollout.problem_id, rollout.sample_index] = rollout.logprobs
     rng, num_moved, found = random.Random(seed), 0, {}
-    engines = [engine_that_notes("moving", Switching([*ARMS, Strategy.OFF], seed + i)) for i in range(2)]
+    tuners = [Switching([*ARMS, Strategy.OFF], seed + i) for i in range(2)]
+    engines = [make_engine(POLICY, tuner, max_batch_size=slots) for tuner in tuners]
     engines[0].add(REQUESTS)
     while not all(engine.is_idle for engine in engines):
         for engine, other in (engines, reversed(engines)):
-            for rollout in engine.step():
+            for rollout in step(engine, "moving"):
                 key = rollout.problem_id, rollout.sample_index
                 found[key] = rollout.token_ids
                 assert rollout.logprobs == pytest.approx(logprobs[key], abs=1e-9)

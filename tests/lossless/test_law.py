@@ -212,6 +212,18 @@ def test_temperature_zero_is_argmax_with_ties_to_the_lowest_id_whatever_the_nois
     assert logprobs[0].item() == pytest.approx(rows[0, 0].double().log_softmax(-1)[best].item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-39, 1e-20, 1e-4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("truncation", [{}, {"top_p": 0.9}])
+def test_a_tiny_temperature_draws_the_largest_logit_with_certainty(
+    temperature: float, dtype: torch.dtype, truncation: dict[str, float]
+) -> None:
+    logits = torch.tensor([-30.0, 12.0, 0.0, 13.0, -1e4, 12.5], dtype=dtype)[None, None]
+    noise = torch.tensor([22.9, 5.0, 0.0, -3.0, 22.9, 0.0])[None, None]
+    tokens, logprobs = sample(logits, noise, BatchParams([SamplingParams(temperature=temperature, **truncation)]))
+    assert (tokens.item(), logprobs.item()) == (3, 0.0)
+
+
 def test_equal_scores_go_to_the_lowest_id_at_every_temperature() -> None:
     logits = torch.tensor([0.0, 1.0, 1.0, 1.0, 0.5]).expand(len(PARAMS), 1, -1)
     assert sample(logits, torch.zeros(logits.shape), BatchParams(PARAMS))[0].flatten().tolist() == [1] * len(PARAMS)

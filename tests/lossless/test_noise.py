@@ -83,6 +83,13 @@ def test_requests_that_differ_in_any_field_have_different_keys() -> None:
     assert len({request.key for request in variants}) == len(variants)
 
 
+def test_numbers_of_numpy_have_the_key_of_the_same_python_numbers() -> None:
+    plain = Request("p", 3, (1,), SamplingParams(seed=5), "rollout", 2)
+    of_numpy = Request(np.str_("p"), np.int64(3), (1,), SamplingParams(seed=np.int32(5)), "rollout", np.uint8(2))
+    assert of_numpy.key == plain.key
+    assert plain.key == (4150161731, 1033059850, 3521089466, 362085091)
+
+
 def test_what_is_no_part_of_the_key_does_not_change_it() -> None:
     other = replace(
         REQUEST, prompt_ids=(9,), params=SamplingParams(temperature=0.3, top_k=4, max_tokens=9, stop_ids=(1,), seed=17)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed
-from tlt.types import DraftTree, Request, Rollout, SamplingParams, Strategy, StrategyTuner
+from tlt.types import DraftTree, Finished, Request, Rollout, SamplingParams, Strategy, StrategyTuner
 
 SIZE = CONFIG.hidden_size
 POLICY = make_policy()
@@ -103,22 +103,22 @@ class OracleTrees(LearnedDrafter):
         return self.artificial.propose(context, strategy, noise_BDV)
 
 
-def run_engine(
-    tuner: StrategyTuner, requests: Sequence[Request], on_finish: Callable[[Rollout, Tensor | None], None], oracle: bool = False
-) -> RolloutEngine:
+def run_engine(tuner: StrategyTuner, requests: Sequence[Request], oracle: bool = False) -> tuple[RolloutEngine, list[Finished]]:
+    """Returns the engine and all that it finished, with what was captured."""
     engine = RolloutEngine(CONFIG, dtype=torch.float64, max_batch_size=3, tuner=tuner)
     engine.load_policy(dict(POLICY.named_parameters()))
     drafter = make_drafter(3, engine.model)
     if oracle:
-        answers: dict[tuple[str, int], Sequence[int]] = {}
-        run_engine(Fixed(Strategy.OFF), requests, lambda r, _: answers.update({(r.problem_id, r.sample_index): r.token_ids}))
+        rollouts = [finished.rollout for finished in run_engine(Fixed(Strategy.OFF), requests)[1]]
+        answers = {(r.problem_id, r.sample_index): r.token_ids for r in rollouts}
         drafter.__class__ = OracleTrees
         drafter.artificial = ArtificialDrafter("oracle", 0, answers)
-    drafter.on_finish = on_finish
     engine.load_drafter(drafter)
-    for _ in engine.generate(requests):
-        pass
-    return engine
+    engine.add(requests)
+    ended: list[Finished] = []
+    while not engine.is_idle:
+        ended += engine.step(captures=True)
+    return engine, ended
 
 
 def make_requests(num: int = 8) -> list[Request]:

@@ -68,6 +68,15 @@ def test_equal_rewards_give_exactly_zero_even_where_their_mean_is_rounded() -> N
     assert result.num_zero_variance == 1
 
 
+def test_a_response_that_was_not_scored_is_left_out_of_its_group_and_gets_no_advantage() -> None:
+    group_R = torch.tensor([0, 0, 0, 1, 1, 2, 2, 0])
+    is_scored_R = torch.tensor([True, True, False, True, False, False, False, True])
+    result = group_advantages(tensor(1, 0, 9, 1, 9, 9, 9, 0), group_R, normalize_by_std=False, is_scored_R=is_scored_R)
+    assert result.advantages_R.tolist() == pytest.approx([2 / 3, -1 / 3, 0, 0, 0, 0, 0, -1 / 3])
+    assert result.advantages_R[[2, 3, 4, 5, 6]].tolist() == [0] * 5
+    assert (result.num_zero_variance, result.num_groups) == (2, 3), "with fewer than two scores there is nothing to compare"
+
+
 # ── the policy loss ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -2,13 +2,184 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any, get_type_hints
 
+import numpy as np
 import pytest
+import torch
 
+import tlt
+from tlt.api import Engine, Sampling, _named, train
+from tlt.cli.main import main
 from tlt.config.load import load_config
+from tlt.config.schema import Config
+from tlt.drafter.folder import save_drafter
+from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import save_model
 from tlt.recipes import find_recipe
-from tlt.types import UserError
+from tlt.tasks.base import get_task
+from tlt.tasks.countdown import TASK
+from tlt.types import SamplingParams, Strategy, UserError
+
+BASE = find_recipe("countdown").parent / "base"
+PROMPTS = ["[2,9,16:5]", "[4,8:12]"]
+CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random policy with Countdown's tokenizer and a chat template, and a random drafter."""
+    folder = tmp_path_factory.mktemp("model")
+    config = ModelConfig("llama", load_model_config(BASE).vocab_size, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=64)
+    policy = Transformer(config).initialize(0, std=0.15)
+    save_model(folder / "base", config, policy.state_dict(), dtype=torch.float32, source=BASE)
+    settings = json.loads((folder / "base/tokenizer_config.json").read_text())
+    (folder / "base/tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": CHAT}))
+    save_drafter(folder / "drafter", DraftModel(drafter_shape(config)).initialize(0), torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Engine:
+    return Engine.from_pretrained(folder / "base", dtype="float64", device="cpu")
+
+
+# ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_importing_the_package_brings_neither_torch_nor_pydantic() -> None:
+    code = "import sys, tlt; dir(tlt); tlt.__version__; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"torch", "pydantic", "transformers", "numpy", "tlt.api"} & set(loaded)
+
+
+def test_every_public_name_resolves_and_is_listed() -> None:
+    for name in tlt.__all__:
+        assert getattr(tlt, name) is not None
+    assert set(tlt.__all__) <= set(dir(tlt))
+    assert tlt.Engine is Engine
+    assert issubclass(tlt.UserError, ValueError)
+    with pytest.raises(AttributeError, match="no attribute 'Engin'"):
+        tlt.Engin  # noqa: B018  # the look-up is what is tested
+
+
+# ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("speculation", ["off", "adaptive", "4x1x4"])
+def test_the_same_seed_and_problems_give_the_command_lines_tokens(folder: Path, tmp_path: Path, speculation: str) -> None:
+    records: list[dict[str, Any]] = [{"prompt": PROMPTS[0]}, {"prompt": PROMPTS[1], "problem_id": "second"}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ["--samples", "3", "--max-tokens", "24", "--seed", "5", "--temperature", "0.9", "--top-p", "0.95", "--top-k", "9"]
+    words += ["--speculation", speculation, "--drafter", str(folder / "drafter"), "--dtype", "float64", "--device", "cpu"]
+    files = ["--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(tmp_path / "out.jsonl")]
+    assert main(["generate", str(folder / "base"), *files, *words]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+    engine = tlt.Engine.from_pretrained(
+        folder / "base", drafter=folder / "drafter", speculation=speculation, dtype=torch.float64, device="cpu"
+    )
+    prompts = [PROMPTS[0], records[1]]
+    responses = engine.generate(prompts, samples=3, max_tokens=24, seed=5, temperature=0.9, top_p=0.95, top_k=9)
+    for response, line in zip(responses, lines, strict=True):
+        record = json.loads(json.dumps(dataclasses.asdict(response)))
+        assert record.pop("logprobs") == pytest.approx(
+            line.pop("logprobs"), abs=1e-12
+        )  # another shape of draft, another last bit
+        assert record == line
+    assert [response.problem_id for response in responses] == ["1"] * 3 + ["second"] * 3
+    if speculation != "adaptive":  # which may find that drafting does not pay
+        assert (engine.stats.accept_length is None) == (speculation == "off")
+
+
+def test_text_ids_messages_and_records_are_prompts(engine: Engine) -> None:
+    ids = engine.generate(PROMPTS[:1], max_tokens=8)[0].prompt_ids
+    kinds: list[Any] = [PROMPTS[0], list(ids), ids, np.array(ids).tolist(), [np.int64(i) for i in ids]]
+    kinds += [[{"role": "user", "content": PROMPTS[0]}], {"prompt": PROMPTS[0]}, {"prompt_ids": ids}]
+    responses = engine.generate(kinds, max_tokens=8)
+    assert [response.problem_id for response in responses] == [str(number) for number in range(1, len(kinds) + 1)]
+    assert {response.prompt_ids[-len(PROMPTS[0]) :] for response in responses} == {ids[-len(PROMPTS[0]) :]}
+    named = engine.generate([{"prompt_ids": ids, "problem_id": "1"}], max_tokens=8)
+    assert named == engine.generate([PROMPTS[0]], max_tokens=8)
+
+
+def test_a_response_holds_what_was_asked_and_drawn(engine: Engine) -> None:
+    (response,) = engine.generate(PROMPTS[:1], max_tokens=12, seed=3)
+    assert len(response.logprobs) == len(response.token_ids) <= 12
+    assert engine.tokenizer is not None
+    assert response.text == engine.tokenizer.decode(response.token_ids)
+    assert all(logprob < 0 for logprob in response.logprobs)
+    first = response.token_ids[0]
+    (stopped,) = engine.generate(PROMPTS[:1], max_tokens=12, seed=3, stop_ids=(first,))
+    assert (stopped.token_ids, stopped.finish_reason) == ((first,), "stop")
+
+
+def test_a_stream_yields_the_same_responses_and_may_be_left_early(engine: Engine) -> None:
+    expected = engine.generate(PROMPTS, samples=2, max_tokens=12)
+    assert sorted(engine.stream(PROMPTS, samples=2, max_tokens=12), key=expected.index) == expected
+    stream = engine.stream(PROMPTS, samples=2, max_tokens=12)
+    next(stream)
+    with pytest.raises(UserError, match="a stream of it is still open"):
+        engine.generate(PROMPTS)
+    stream.close()
+    assert engine.generate(PROMPTS, samples=2, max_tokens=12) == expected
+
+
+def test_stats_are_of_the_latest_call(folder: Path) -> None:
+    engine = Engine.from_pretrained(folder / "base", speculation=Strategy("ngram", 4, 1, 4), device="cpu")
+    for samples in (3, 2):
+        responses = engine.generate(PROMPTS, samples=samples, max_tokens=20)
+        assert engine.stats.num_tokens == sum(len(response.token_ids) for response in responses)
+    assert engine.device == torch.device("cpu")
+
+
+def test_the_sampling_arguments_are_those_of_the_law() -> None:
+    assert get_type_hints(Sampling) == get_type_hints(SamplingParams)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "arguments", "message"),
+    [
+        ("[2,9:5]", {}, "^prompts: is a single str; give a list of prompts$"),
+        ([PROMPTS[0], 7], {}, "^prompts:2: cannot be a int; give text, token ids, messages or a record$"),
+        ([[]], {}, "prompts:1.*the prompt is empty"),
+        ([[1, 10**6]], {}, "prompts:1.*outside the vocabulary"),
+        ([[1, 2.5]], {}, "prompts:1.*prompt_ids must be a list of whole numbers"),
+        ([{"role": "user", "content": "x"}], {}, "prompts:1.*has none of them"),
+        ([{"prompt": "[1:1]", "problem_id": "a"}] * 2, {}, "prompts:2: problem_id 'a' was given at prompts:1 already"),
+        (PROMPTS, {"samples": 0}, "^samples: is 0; it must be 1 or more$"),
+        (PROMPTS, {"temperature": -1.0}, "temperature is -1.0"),
+        (PROMPTS, {"seed": -1}, "^seed: is -1"),
+    ],
+)
+def test_a_mistake_in_a_call_is_one_line(engine: Engine, prompts: Any, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        engine.generate(prompts, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model": "nowhere"}, "nowhere: is no directory; give a local checkpoint"),
+        ({"drafter": "nowhere"}, "^drafter: nowhere does not exist"),
+        ({"speculation": "fast"}, "^speculation: 'fast' is no strategy"),
+        ({"speculation": "learned:4x1x4"}, "^speculation: 'learned:4x1x4' needs a drafter of kind learned"),
+        ({"dtype": "float16"}, "^dtype: 'float16' is unknown"),
+        ({"device": "gpu"}, "^device: 'gpu' is unknown; give auto, cpu or cuda$"),
+        ({"max_batch_size": 0}, "^max_batch_size: is 0"),
+    ],
+)
+def test_a_mistake_in_loading_is_one_line(folder: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Engine.from_pretrained(folder / arguments.pop("model", "base"), **arguments)
+
 
 # ── configuration ────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -46,3 +217,79 @@ def test_a_configuration_is_built_from_its_sections(tmp_path: Path, monkeypatch:
 def test_a_mistake_in_an_override_names_it_as_it_was_written(overrides: dict[str, object], message: str) -> None:
     with pytest.raises(UserError, match=message):
         load_config("countdown", overrides)
+
+
+# ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Digits:
+    """A response is rewarded for the digits it holds."""
+
+    def problems(self, num: int, seed: int, split: str = "train") -> list[dict[str, Any]]:
+        return [{"problem_id": f"{split}-{i}", "prompt": f"[{i % 9 + 1},{i % 7 + 1}:{i + 1}]"} for i in range(num)]
+
+    def score(self, problem: dict[str, Any], text: str) -> dict[str, Any]:
+        share = sum(character.isdigit() for character in text) / max(len(text), 1)
+        return {"reward": share, "solved": share > 0.5}
+
+
+@pytest.fixture
+def sections(folder: Path, tmp_path: Path) -> dict[str, Any]:
+    """A run of two steps on one rank, without reward workers."""
+    return {
+        "run": {"num_steps": 2, "num_ranks": 1, "out_dir": tmp_path / "run", "device": "cpu"},
+        "model": {"path": folder / "base"},
+        "task": {"name": "digits", "num_problems": 4},
+        "rollout": {"problems_per_step": 2, "samples_per_problem": 2},
+        "sampling": {"max_tokens": 8},
+        "evaluation": {"num_problems": 2, "samples_per_problem": 1},
+        "rewards": {"num_workers": 0},
+    }
+
+
+def test_an_object_of_this_process_is_a_task_that_trains(sections: dict[str, Any], tmp_path: Path) -> None:
+    scored = []
+
+    class Here(Digits):
+        def score(self, problem: dict[str, Any], text: str) -> dict[str, Any]:
+            scored.append(text)
+            return super().score(problem, text)
+
+    threads = torch.get_num_threads()
+    result = train(load_config(sections), task=Here())
+    assert result.folder == tmp_path / "run"
+    assert result.is_finished
+    assert [evaluation.step for evaluation in result.evaluations] == [0, 2]
+    assert len(scored) == 2 * 2 * 2 + 2 * 2
+    assert torch.get_num_threads() == threads
+    assert "in_this_process" not in sys.modules
+    assert Engine.from_pretrained(result.folder / "policy", device="cpu").generate(PROMPTS, max_tokens=4)
+    with pytest.raises(UserError, match="holds a run already; give another, or tlt train --resume"):
+        train(load_config(sections), task=Here())
+
+
+def test_an_object_of_a_module_is_known_by_its_name_in_every_process(sections: dict[str, Any]) -> None:
+    config = load_config(sections, {"rewards.num_workers": 1, "run.num_ranks": 2})
+    with _named(TASK, config) as name:
+        assert (name, get_task(name)) == ("tlt.tasks.countdown:TASK", TASK)
+
+
+@pytest.mark.parametrize("change", [{"rewards.num_workers": 1}, {"run.num_ranks": 2}])
+def test_an_object_that_cannot_reach_the_other_processes_is_refused(sections: dict[str, Any], change: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=r"^task: a Digits that no module holds .*; set run\.num_ranks = 1 and"):
+        train(load_config(sections, change), task=Digits())
+
+
+def test_a_class_in_the_place_of_its_object_is_refused(sections: dict[str, Any]) -> None:
+    for wrong in (Digits, 3):
+        with pytest.raises(UserError, match="is no task; give an object with problems"):
+            train(load_config(sections), task=wrong)  # type: ignore[arg-type]  # as a user without a type checker would
+
+
+def test_a_mistake_in_training_is_raised_and_not_printed(sections: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match="unknown task 'digits'"):
+        train(load_config(sections))
+    config = Config(model={"path": "nowhere"}, task={"name": "countdown"})  # type: ignore[arg-type]  # pydantic makes sections
+    with pytest.raises(UserError, match="there is no such folder"):
+        train(config)
+    assert capsys.readouterr() == ("", "")

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from tlt import files
 from tlt.models import hf_weights as checkpoint
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, RopeScaling, Transformer
@@ -472,20 +474,34 @@ def test_a_checkpoint_can_be_saved_over_its_own_source(saved: Path) -> None:
     assert (saved / "tokenizer.json").read_text() == "kept"
 
 
-@pytest.mark.parametrize("step", ["_write_tensors", "write_json", "_copy_companions", "_flush"])
-def test_a_save_that_dies_leaves_the_old_checkpoint(step: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "step"),
+    [(checkpoint, "_write_tensors"), (checkpoint, "write_json"), (checkpoint, "_copy_companions"), (files, "flush")],
+)
+def test_a_save_that_dies_leaves_the_old_checkpoint(
+    module: ModuleType, step: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = hash_of(saved)
 
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, step, die)
+        patch.setattr(module, step, die)
         with pytest.raises(KeyboardInterrupt):
             save_small(saved, source=saved)
     assert hash_of(saved) == before
     assert save_small(saved, source=saved) == hash_of(saved)
     assert os.listdir(saved.parent) == ["saved"]
+
+
+def test_every_file_of_a_checkpoint_is_flushed_before_the_rename(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (saved / "additional_chat_templates").mkdir()
+    (saved / "additional_chat_templates" / "tool.jinja").write_text("tool")
+    flushed: set[str] = set()
+    monkeypatch.setattr(files, "flush", lambda path: flushed.add(path.name))
+    save_small(saved, source=saved)
+    assert flushed >= {file.name for file in saved.rglob("*")}
 
 
 def test_a_save_that_dies_between_its_two_renames_can_be_repaired(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,11 @@ class Clock:
         self.now += seconds
 
 
+def wait_until_done(coordinator: Coordinator, clock: Clock) -> None:
+    while not coordinator.all_done():
+        clock.sleep(0.002)
+
+
 def make_replicas(num_replicas: int, num_units: int, clock: Clock | None = None, timeout: float = 60.0) -> list[Coordinator]:
     clock = clock or Clock()
     store = HashStore()
@@ -217,28 +222,6 @@ def test_all_done_does_not_flicker_when_a_finished_unit_brings_new_ones() -> Non
     assert second.all_done()
 
 
-def test_waiting_ends_with_new_work_with_a_stop_or_with_the_end() -> None:
-    clock = Clock()
-    first, second = make_replicas(2, 1, clock)
-    (unit,) = first.take(1)
-    happenings = iter([lambda: first.add_units(1), first.request_stop, lambda: first.finish(unit)])
-
-    def sleep(seconds: float) -> None:
-        clock.now += seconds
-        if clock.now % 0.02 < seconds:
-            next(happenings)()
-
-    second._sleep = sleep
-    assert second.wait_all_done() is False
-    (added,) = second.take(1)
-    second.finish(added)
-    assert not second.stop_requested()
-    assert second.wait_all_done() is False
-    assert second.stop_requested()
-    first.finish(unit)
-    assert second.wait_all_done() is True
-
-
 def test_a_silent_replica_is_named_after_the_timeout_and_one_at_work_is_not() -> None:
     clock = Clock()
     first, second = make_replicas(2, 2, clock, timeout=30.0)
@@ -250,7 +233,7 @@ def test_a_silent_replica_is_named_after_the_timeout_and_one_at_work_is_not() ->
     second.take(1)
     second.finish(1)
     with pytest.raises(ReplicaTimeout, match=r"phase 'rollout 0': replica 1 waits for replica 0, which holds 1 unit") as error:
-        second.wait_all_done()
+        wait_until_done(second, clock)
     assert 30.0 < clock.now - 100.0 < 35.0, str(error.value)
 
 
@@ -261,7 +244,7 @@ def test_a_replica_that_never_begins_the_phase_is_named() -> None:
     alone.take(1)
     alone.take(1)
     with pytest.raises(ReplicaTimeout, match="replica 1, which has not begun it"):
-        alone.wait_all_done()
+        wait_until_done(alone, clock)
 
 
 def test_phases_do_not_mix_and_old_ones_leave_no_keys() -> None:
@@ -324,7 +307,7 @@ def test_one_replica_needs_no_server() -> None:
         for unit in units:
             alone.finish(unit)
     assert taken == list(range(10))
-    assert alone.wait_all_done()
+    assert alone.all_done()
 
 
 def _work(port: int, replica: int, num_units: int, results: multiprocessing.Queue) -> None:
@@ -334,7 +317,7 @@ def _work(port: int, replica: int, num_units: int, results: multiprocessing.Queu
     for phase in range(3):
         coordinator.begin(f"rollout {phase}", num_units)
         mine = []
-        while not coordinator.wait_all_done():
+        while not coordinator.all_done():
             for unit in coordinator.take(7):
                 if unit < num_units and unit % 10 == 0:
                     coordinator.add_units(1)
@@ -369,7 +352,7 @@ def test_no_call_blocks_on_a_key_that_is_not_there_yet() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=5))
     coordinator = connect_coordinator(server, 0, 2, timeout=60.0)
     coordinator.begin("rollout 0", 100)
-    for call in (coordinator.all_done, coordinator.has_work, coordinator.stop_requested, coordinator.heartbeat):
+    for call in (coordinator.all_done, coordinator.has_work, coordinator.heartbeat):
         seconds = []
         for _ in range(50):
             start = time.perf_counter()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, STOP, make_engine, make_policy, make_requests, tokens_of
-from tlt.engine.engine import EngineStats
+from tlt.engine.stats import EngineStats
 from tlt.tuning.tuner import Fixed, make_tuner
 from tlt.types import Request, SamplingParams, Strategy, UserError
 
@@ -54,7 +54,7 @@ def test_when_a_request_ends_only_the_last_sequence_moves() -> None:
     staying = [storage[:, slot].clone() for slot in (0, 2)]
     moved = storage[:, 3].clone()
     ended = engine.step()
-    assert [r.sample_index for r in ended] == [1]
+    assert [finished.rollout.sample_index for finished in ended] == [1]
     assert engine.cache.storage_ISKLD is storage
     length = 3 + 1  # prompt and the first token; the second token's entries are new
     for slot, before in zip((0, 2), staying, strict=True):
@@ -106,6 +106,20 @@ def test_a_response_ends_at_a_stop_token_at_its_limit_or_at_the_window() -> None
         assert rollout.finish_reason == ("stop" if ended_by_stop else "length")
         assert STOP not in rollout.token_ids[:-1]
         assert len(rollout.logprobs) == len(rollout.token_ids)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.OFF, Strategy("ngram", 3, 1, 3)], ids=str)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_policy_whose_logits_are_not_finite_is_refused_by_version_problem_and_position(
+    strategy: Strategy, temperature: float
+) -> None:
+    engine = make_engine(POLICY, Fixed(strategy), drafter="ngram")
+    tensors = {name: tensor.detach().clone() for name, tensor in POLICY.named_parameters()}
+    tensors["model.norm.weight"][0] = float("nan")
+    engine.load_policy(tensors, version=17)
+    with pytest.raises(UserError, match=r"policy 17 .* not finite .*'broken'.* position 4") as error:
+        list(engine.generate([Request("broken", 0, (1, 2, 3, 4), SamplingParams(temperature=temperature))]))
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("length", [0, CONFIG.max_positions])

@@ -124,6 +124,16 @@ def test_the_readme_says_how_to_serve_it_and_whose_drafter_it_is(tmp_path: Path,
     assert "org/model" in text
 
 
+def test_an_export_that_meets_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tlt.drafter.formats._readme", full)  # after the weights have been written
+    with pytest.raises(OSError, match="No space left"):
+        export(tmp_path / "out", "vllm-eagle")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_format_for_the_other_form_of_drafter_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"give vllm-eagle$"):
         export_drafter(

@@ -32,7 +32,7 @@ from tlt.drafter import learned as drafters_module
 from tlt.drafter.calibration import Calibration
 from tlt.drafter.learned import LearnedDrafter
 from tlt.tuning.tuner import Fixed
-from tlt.types import DraftTree, Rollout, SamplingParams, Strategy, StrategyTuner, Verdict
+from tlt.types import DraftTree, SamplingParams, Strategy, StrategyTuner, Verdict
 
 
 @pytest.mark.parametrize("strategy", [Strategy("learned", 4, 1, 4), Strategy("learned", 3, 3, 9)], ids=str)
@@ -202,18 +202,14 @@ def test_a_chain_that_stopped_learns_from_the_targets_word_about_the_token_that_
     ids=["chain", "tree", "oracle trees", "switching"],
 )
 def test_features_remembered_through_rejections_are_those_of_a_plain_forward(tuner: StrategyTuner, oracle: bool) -> None:
-    seen = []
-
-    def on_finish(rollout: Rollout, features: Tensor | None) -> None:
-        tokens = rollout.prompt_ids + rollout.token_ids
-        assert features is not None
-        assert len(features) == len(tokens) - 1
-        torch.testing.assert_close(features, features_of(POLICY, tokens[:-1]), rtol=0, atol=1e-9)
-        seen.append(rollout)
-
     requests = make_requests()
-    engine = run_engine(tuner, requests, on_finish, oracle)
-    assert len(seen) == len(requests)
+    engine, ended = run_engine(tuner, requests, oracle)
+    assert len(ended) == len(requests)
+    for finished in ended:
+        tokens = finished.rollout.prompt_ids + finished.rollout.token_ids
+        assert finished.captured_TF is not None
+        assert len(finished.captured_TF) == len(tokens) - 1
+        torch.testing.assert_close(finished.captured_TF, features_of(POLICY, tokens[:-1]), rtol=0, atol=1e-9)
     assert 0 < engine.stats.survivors_by_depth[1] < engine.stats.attempts_by_depth[1], "some accepted, some rejected"
 
 

@@ -135,6 +135,46 @@ def test_texts_beyond_the_limit_are_forgotten_and_lead_nowhere() -> None:
     assert len(index.sources(list(range(20, 25)))) == 3
 
 
+def test_a_text_that_still_grows_is_never_forgotten_however_many_samples_a_prompt_has() -> None:
+    drafter = whole_drafts(100)
+    rows = [[1, 2, *range(10 * i, 10 * i + 8)] for i in range(100)]
+    for slot in range(100):
+        drafter.admit(slot, request("p", slot))
+    for slot in range(99, 49, -1):
+        drafter.finish(slot, rollout_of(request("p", slot), rows[slot]))
+    propose(drafter, rows[:50], CHAIN)
+    for slot in range(49, -1, -1):
+        drafter.finish(slot, rollout_of(request("p", slot), rows[slot]))
+    assert len(drafter.problems["p"].texts) == ngram._MAX_TEXTS
+
+
+def test_what_is_kept_of_texts_leaves_with_them() -> None:
+    """Samples of one prompt come and go. The counted tokens bound the entries: what only forgotten texts held is gone."""
+    rng, index = random.Random(0), SuffixIndex()
+    with patch.object(ngram, "_MAX_TEXTS", 4):
+        for _ in range(200):
+            text = index.open()
+            index.extend(text, [rng.randrange(50) for _ in range(100)])
+            index.close(text)
+    assert index.num_tokens == 4 * 100
+    assert sum(len(latest) for latest in index._latest) <= len(ANCHORS) * index.num_tokens
+    assert all(place >> 32 in index.texts for latest in index._latest for place in latest.values())
+
+
+def test_an_aborted_rollout_leaves_no_text_open() -> None:
+    """Texts that nobody closes could never be forgotten."""
+    engine = make_engine(make_policy(), Fixed(CHAIN), drafter="ngram")
+    assert isinstance(engine.drafter, NgramDrafter)
+    with patch.object(ngram, "_MAX_TEXTS", 2):
+        for _ in range(5):
+            engine.add(Request("p", i, (3, 4, 5), SamplingParams(max_tokens=40)) for i in range(4))
+            for _ in range(4):
+                engine.step()
+            engine.abort()
+            assert engine.drafter.slots == [None] * len(engine.drafter.slots)
+    assert len(engine.drafter.problems["p"].texts) == 2
+
+
 def test_candidates_are_ranked_by_their_share_and_the_laws_noise() -> None:
     tokens = [1, 2, 5, 6, 7, 8, 30, 5, 6, 7, 8, 30, 5, 6, 7, 8, 40, 41, 5, 6, 7, 8]  # 30 followed twice, 40 once
     noise = torch.zeros(1, 5, 99)

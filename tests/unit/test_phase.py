@@ -31,13 +31,15 @@ from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.drafter.service import DrafterWatch, Ranks, RankState
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.engine.engine import EngineStats, RolloutEngine
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
 from tlt.models.attention import PackedCausal
 from tlt.report.timeline import Timeline
-from tlt.train.phase import DrafterRefresh, PhaseResult, ReplicaReport, RolloutPhase, StopRequested, _Work, worth_migrating
-from tlt.train.run import Run
+from tlt.train.drafter_side import DrafterRefresh, DrafterSide, WatchedDrafter, connect_refresh
+from tlt.train.phase import PhaseResult, ReplicaReport, RolloutPhase, StopRequested
+from tlt.train.work import Work, worth_migrating
 from tlt.tuning.tuner import Fixed
-from tlt.types import DrafterReport, Problem, Request, Reward, Rollout, SamplingParams, Strategy
+from tlt.types import DrafterReport, Finished, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
 PARAMS = SamplingParams(temperature=0.7, max_tokens=24)
 POLICY = make_policy()
@@ -55,7 +57,7 @@ class Scorers:
     def submit(self, key: tuple[str, int], data: dict[str, Any], text: str) -> None:
         self.keys.append(key)
 
-    def drain(self) -> dict[tuple[str, int], Reward]:
+    def drain(self, patience: float) -> dict[tuple[str, int], Reward]:
         return {key: Reward(1.0, True) for key in self.keys}
 
     def abandon(self) -> None: ...
@@ -80,11 +82,12 @@ class OneTokenEngine:
     def add(self, requests: Iterator[Request]) -> None:
         self.waiting += requests
 
-    def step(self) -> list[Rollout]:
+    def step(self, captures: bool = False) -> list[Finished]:
         self.before_step()
         request = self.waiting.pop()
         self.events.append(f"generate {request.problem_id}")
-        return [Rollout(request.problem_id, request.sample_index, request.prompt_ids, (1,), (0.0,), "stop", 0)]
+        rollout = Rollout(request.problem_id, request.sample_index, request.prompt_ids, (1,), (0.0,), "stop", 0)
+        return [Finished(rollout)]
 
 
 class ScriptedSpot:
@@ -92,6 +95,8 @@ class ScriptedSpot:
 
     def __init__(self, micro_step: Callable[[], None], events: list[str]) -> None:
         self.micro_step, self.events, self.keeps_captured = micro_step, events, True
+
+    def add(self, rollout: Rollout, features_TE: torch.Tensor | None) -> None: ...
 
     def run(self, should_stop: Callable[[], bool], publish: Any = None) -> DrafterReport:
         num_micro_steps = 0
@@ -105,21 +110,20 @@ class ScriptedSpot:
 class Unwatched:
     """Lets every session of training through."""
 
+    trains = True
+
     def run(self, session: Callable[[], DrafterReport]) -> DrafterReport:
         return session()
 
 
-def make_phase(
-    engine: Any, coordinator: Any, learned: Any = None, spot: Any = None, watch: Any = None, refresh: Any = None
-) -> RolloutPhase:
+def make_phase(engine: Any, coordinator: Any) -> RolloutPhase:
     world, timeline = World(0, 1, 0, torch.device("cpu"), HashStore(), None), Timeline(0)
     scorers: Any = Scorers()
-    phase = RolloutPhase(
-        world, engine, coordinator, scorers, lambda ids: "", timeline, lambda: False, learned, spot, watch, refresh
-    )
-    if watch is None:
-        phase.watch = Unwatched()
-    return phase
+    return RolloutPhase(world, engine, coordinator, scorers, lambda ids: "", timeline, lambda: False)
+
+
+def make_side(spot: Any, learned: Any = None, watch: Any = None, refresh: Any = None) -> WatchedDrafter:
+    return WatchedDrafter(None, learned or SimpleNamespace(), watch or Unwatched(), spot, refresh, Timeline(0))
 
 
 def make_watch(
@@ -143,11 +147,13 @@ def make_problems(num: int) -> list[Problem]:
     return [Problem(f"p{index}", (3, 4, 5 + index)) for index in range(num)]
 
 
-def generate(phase: RolloutPhase, problems: Sequence[Problem]) -> tuple[list[Rollout], float, DrafterReport]:
+def generate(phase: RolloutPhase, problems: Sequence[Problem], spot: Any = None) -> tuple[list[Rollout], float, DrafterReport]:
     """The part of a phase in which a replica waits for nobody."""
+    drafter = make_side(spot)
+    drafter.begin("rollout")
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
     phase.coordinator.begin("rollout", len(problems))
-    return phase._generate(problems, _Work(phase.coordinator, requests), phase.spot, None)
+    return phase._generate(problems, Work(phase.coordinator, requests), drafter)
 
 
 def make_coordinators(num: int) -> list[Coordinator]:
@@ -188,7 +194,7 @@ def test_a_replica_that_runs_dry_trains_before_anything_else_happens(monkeypatch
     held = busy.take(1)
     trained = iter(range(3))
     spot = ScriptedSpot(lambda: busy.finish(held[0]) if next(trained) == 2 else None, events)
-    rollouts, _, report = generate(make_phase(OneTokenEngine(events=events), idle, spot=spot), make_problems(4))
+    rollouts, _, report = generate(make_phase(OneTokenEngine(events=events), idle), make_problems(4), spot)
     assert events == ["generate p1", "generate p2", "generate p3", "train", "train", "train"]
     assert [rollout.problem_id for rollout in rollouts] == ["p1", "p2", "p3"]
     assert report.num_micro_steps == 3, "and goes on until the last response of all"
@@ -214,8 +220,8 @@ def test_any_number_of_replicas_join_late_each_when_it_falls_idle() -> None:
                 before_step[index]()
 
         events: list[str] = []
-        phase = make_phase(OneTokenEngine(before, events), coordinators[index], spot=ScriptedSpot(trains[index].set, events))
-        return lambda: generate(phase, make_problems(3))
+        phase = make_phase(OneTokenEngine(before, events), coordinators[index])
+        return lambda: generate(phase, make_problems(3), ScriptedSpot(trains[index].set, events))
 
     with running(*(replica(index) for index in range(3))) as results:
         pass
@@ -262,7 +268,7 @@ def test_training_gives_way_to_new_work_and_goes_on_after_it() -> None:
         next(script)()
 
     spot = ScriptedSpot(micro_step, events)
-    _, _, report = generate(make_phase(OneTokenEngine(events=events), queue, spot=spot), make_problems(2))
+    _, _, report = generate(make_phase(OneTokenEngine(events=events), queue), make_problems(2), spot)
     assert events == ["generate p0", "train", "train", "generate p1", "train", "train"]
     assert report.num_micro_steps == 4
 
@@ -283,14 +289,14 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
         engine, _ = make_engine(strategy=TREES if speculates else Strategy.OFF)
         step = engine.step
 
-        def step_when_help_is_offered() -> list[Rollout]:
+        def step_when_help_is_offered(captures: bool = False) -> list[Finished]:
             wait_for(offered)
-            return step()
+            return step(captures)
 
         engine.step = step_when_help_is_offered
         phase = make_phase(engine, coordinators[index])
         coordinators[index].begin("rollout", len(problems))
-        works.append(_Work(coordinators[index], requests))
+        works.append(Work(coordinators[index], requests))
         while index == 0 and engine.room:  # a full engine never sees that the queue is empty
             engine.add(works[0].take(1))
         take = works[index].take
@@ -301,7 +307,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
             return taken
 
         works[index].take = take_back_only_when_idle
-        return lambda: phase._generate(problems, works[index], None, None)
+        return lambda: phase._generate(problems, works[index], DrafterSide())
 
     with running(replica(0), replica(1)) as results:
         pass
@@ -332,7 +338,7 @@ def test_what_waits_for_a_slot_is_handed_over_first() -> None:
     works = []
     for coordinator in (busy, idle):
         coordinator.begin("rollout", 1)
-        works.append(_Work(coordinator, [group]))
+        works.append(Work(coordinator, [group]))
     engine.add(works[0].take(1))
     engine.step()
     idle.offer_help()
@@ -362,10 +368,10 @@ def test_a_replica_at_the_limit_of_passes_waits_and_its_waiting_is_not_counted_a
             busy.finish(held[0])
 
     monkeypatch.setattr("tlt.train.phase.time.sleep", wait)
-    phase = make_phase(OneTokenEngine(), idle, spot=spot)
+    phase = make_phase(OneTokenEngine(), idle)
     phase.should_stop = lambda: trainer.num_tokens > 10**4
     start = time.perf_counter()
-    _, _, report = generate(phase, make_problems(2))
+    _, _, report = generate(phase, make_problems(2), spot)
     assert waits == [report.num_tokens] * 3
     assert 0 < report.num_tokens <= 120
     assert report.is_limited
@@ -443,7 +449,7 @@ def test_a_drafter_loaded_between_two_engine_steps_drafts_as_if_it_had_always_be
         for step in range(10**6):
             if engine.is_idle:
                 break
-            found |= {rollout.problem_id: rollout.token_ids for rollout in engine.step()}
+            found |= {finished.rollout.problem_id: finished.rollout.token_ids for finished in engine.step()}
             if engine is switched and step == 4:
                 learned.load(make_model(3).state_dict(), 8)
                 trees.clear()
@@ -472,9 +478,9 @@ def run_with_refresh(
             model.fc.weight[2, 1] += fault
         sender.publish(model)
     (coordinator,) = make_coordinators(1)
-    phase = make_phase(engine, coordinator, learned, spot, make_watch(engine, learned, spot), refresh)
+    drafter = make_side(spot, learned, make_watch(engine, learned, spot), refresh)
     problems = make_problems(6)
-    return phase.run(problems, 2, PARAMS, "rollout", 0), learned
+    return make_phase(engine, coordinator).run(problems, 2, PARAMS, "rollout", 0, drafter), learned
 
 
 def test_a_published_drafter_is_taken_up_once_and_changes_no_token() -> None:
@@ -504,13 +510,11 @@ def test_a_drafter_that_is_not_finite_is_not_sent(fault: float) -> None:
 
 def test_runs_side_by_side_have_mailboxes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
-    monkeypatch.setattr("tlt.train.run.connect_mailbox", lambda store, name: names.append(name))
+    monkeypatch.setattr("tlt.train.drafter_side.connect_mailbox", lambda store, name: names.append(name))
     for folder in ("a", "b"):
         settings = SimpleNamespace(refresh_during_rollout=True, refresh_seconds=1.0)
-        world = SimpleNamespace(store=None, group=object())
-        run: Any = SimpleNamespace(config=SimpleNamespace(drafter=settings), world=world, out_dir=Path("runs") / folder)
-        run.learned = run.spot = object()
-        assert Run._make_refresh(run) is not None
+        world: Any = SimpleNamespace(store=None, group=object())
+        assert connect_refresh(settings, world, Path("runs") / folder, learned=None) is not None
     assert len(set(names)) == 2
 
 
@@ -526,9 +530,9 @@ def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above
         spot.trainer.model.load_state_dict(average.state_dict())
         return 9.0
 
-    phase = make_phase(engine, coordinator, learned, spot, make_watch(engine, learned, spot, average_weighted, others=(10, 7)))
+    drafter = make_side(spot, learned, make_watch(engine, learned, spot, average_weighted, others=(10, 7)))
     learned.load(make_model(4).state_dict(), 9)
-    result = phase.run(make_problems(2), 2, PARAMS, "rollout", 0)
+    result = make_phase(engine, coordinator).run(make_problems(2), 2, PARAMS, "rollout", 0, drafter)
     assert result.check is not None
     assert (learned.version, result.check.version) == (11, 11)
     assert predicts_like(learned, average)
@@ -548,10 +552,10 @@ def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on(keeps
     spot.end_step(carried, 1.0)
     started = [t.token_ids for t in spot.buffer.trajectories]
     (coordinator,) = make_coordinators(1)
-    phase = make_phase(engine, coordinator, learned, spot, make_watch(engine, learned, spot))
+    phase = make_phase(engine, coordinator)
     phase.should_stop = lambda: len(spot.buffer) > 3
     with pytest.raises(StopRequested):
-        phase.run(make_problems(6), 2, PARAMS, "rollout", 0)
+        phase.run(make_problems(6), 2, PARAMS, "rollout", 0, make_side(spot, learned, make_watch(engine, learned, spot)))
     assert [t.token_ids for t in spot.buffer.trajectories] == started == [(3, 4, 5, 6, 7)]
     assert spot.state_dict()["trajectories"] == [((3, 4, 5, 6, 7), 2)]
 
@@ -578,12 +582,11 @@ def test_features_are_read_out_only_where_they_are_trained_on() -> None:
         trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
         spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured)
         (coordinator,) = make_coordinators(1)
-        phase = make_phase(engine, coordinator, learned, spot, make_watch(engine, learned, spot))
+        drafter = make_side(spot, learned, make_watch(engine, learned, spot))
         finished: list[str] = []
         add = spot.add
         spot.add = lambda r, f, add=add, done=finished: done.append(r.problem_id) or add(r, f)
-        phase.run(make_problems(2), 1, PARAMS, "rollout", 0)
+        make_phase(engine, coordinator).run(make_problems(2), 1, PARAMS, "rollout", 0, drafter)
         assert sorted(finished) == ["p0", "p1"]
-        assert (learned.on_finish is not None) == keeps_captured
         reads.append(len(num_reads))
     assert reads[0] >= reads[1] + 2

@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -322,6 +323,21 @@ def test_some_responses_without_advantage_stand_for_all_of_them(monkeypatch: pyt
     gap = mean(lambda r: float((exact[r][0] - torch.tensor(r.logprobs, dtype=torch.float64)).abs().sum()))
     assert estimates[0].engine_trainer_logprob_gap == pytest.approx(gap)
     assert estimates[0].entropy != metrics[0].entropy
+
+
+def test_a_response_that_could_not_be_scored_has_no_say_in_the_update() -> None:
+    """Its group goes without it: whatever value stands in its place, the same bits; and no gradient comes from it."""
+    rollouts, rewards = make_batch()
+    unscored = [
+        [replace(reward, value=value, error="time-out") if i % 4 == 1 else reward for i, reward in enumerate(rewards)]
+        for value in (0.0, 9.0)
+    ]
+    with_zero, with_nine = (run([(rollouts, changed)]) for changed in unscored)
+    assert torch.equal(with_zero[0], with_nine[0])
+    assert with_zero[1][0].num_tokens == run([(rollouts, rewards)])[1][0].num_tokens, "its tokens still count"
+    nothing = [replace(reward, error="time-out") for reward in rewards]
+    (metrics,) = run([(rollouts, nothing)])[1]
+    assert (metrics.zero_variance_groups, metrics.grad_norm) == (5, 0.0)
 
 
 def test_a_batch_without_any_advantage_still_reports() -> None:

@@ -23,7 +23,7 @@ from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
 from tlt.models.cpu_kernels import CausalAndOwn
 from tlt.models.decoder import Transformer
 from tlt.models.packed import PackedTransformer
-from tlt.train.run import preflight
+from tlt.train.start import preflight
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy, UserError
 
@@ -247,10 +247,13 @@ def test_tokens_are_those_of_off(method: Method, draft_vocab: int | None, temper
     model = make_model(method, draft_vocab)
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
     drafter = LearnedDrafter(packed, engine.model, 3, keep_targets=True)
-    captured = {}
-    drafter.on_finish = lambda rollout, features: captured.update({rollout.problem_id: features})
     engine.load_drafter(drafter)
-    found = {r.problem_id: r.token_ids for r in engine.generate(requests)}
+    engine.add(requests)
+    found, captured = {}, {}
+    while not engine.is_idle:
+        for finished in engine.step(captures=True):
+            found[finished.rollout.problem_id] = finished.rollout.token_ids
+            captured[finished.rollout.problem_id] = finished.captured_TF
     assert found == expected
     capture = training_capture(model.config, DEEP.num_layers)
     for request in requests:  # what was kept to train on is what a plain forward gives
@@ -314,6 +317,6 @@ def test_a_constant_that_the_drafters_form_does_not_have_is_refused_before_anyth
     save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
     drafter = {"path": tmp_path, "train": True, "feature_weight": 1.0}
     config = Config.model_validate({"model": {"path": tmp_path}, "task": {"name": "countdown"}, "drafter": drafter})
-    monkeypatch.setattr("tlt.train.run.load_model_config", lambda path: DEEP)
+    monkeypatch.setattr("tlt.train.start.load_model_config", lambda path: DEEP)
     with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
         preflight(config)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tlt.files import dumps
-from tlt.report.console import WIDTH, Console, duration
+from tlt.files import dumps, write_jsonl
+from tlt.report.console import WIDTH, Console, Progress, duration
 from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test, percentile, read_metrics
 from tlt.report.timeline import Timeline, critical_path_share, merge_timelines, rank_path, read_spans, shared_epoch
 from tlt.types import Span, UserError
@@ -26,8 +26,9 @@ strategy_predicted, tokens_per_second, policy_version, drafter_version"""
 
 
 def record(step: int, **changes: object) -> StepRecord:
-    values = {field.name: 0.5 for field in dataclasses.fields(StepRecord)}
-    values |= dict.fromkeys(("num_responses", "num_tokens", "zero_variance_groups", "drafter_tokens"), 3)
+    values: dict[str, object] = {
+        field.name: {"int": 3, "str": "off"}.get(field.type, 0.5) for field in dataclasses.fields(StepRecord)
+    }
     values |= {"policy_version": step, "drafter_version": step, "step": step}
     values |= {"response_tokens": LengthStats.of([5, 9, 700]), "accept_by_depth": (0.8, 0.6), "strategy_seconds": {"off": 1.5}}
     values |= {"strategy_speed": {"off": 200.0}, "strategy_predicted": {}, "preemption_seconds": (0.01, 0.002)}
@@ -61,6 +62,18 @@ def test_what_does_not_exist_is_null_in_the_file_and_nan_in_the_record(tmp_path:
         "b": 2.5,
         "c": 3,
     }
+
+
+def test_a_step_written_before_a_field_existed_still_reads() -> None:
+    old = json.loads(record(0).to_json())
+    del old["reward_errors"], old["first_reward_error"]
+    assert StepRecord.from_json(json.dumps(old)) == record(0, reward_errors=0, first_reward_error="")
+
+
+def test_generated_logprobs_that_are_not_finite_are_null_in_the_users_file(tmp_path: Path) -> None:
+    path = tmp_path / "responses.jsonl"
+    write_jsonl(path, [{"text": "naïve", "logprobs": [-0.5, math.nan, -math.inf]}])
+    assert path.read_text(encoding="utf-8") == '{"text": "naïve", "logprobs": [-0.5, null, null]}\n'
 
 
 def test_resuming_drops_later_records_and_a_torn_line_and_never_repeats_a_step(tmp_path: Path) -> None:
@@ -290,7 +303,7 @@ def show(stream: io.StringIO, environ: dict[str, str], **options: object) -> str
             console.step(record(step, **(extreme if step == 1 else {})))
         console.evaluation(3, 0.483, 21.0)
         products = {"policy": Path("/somewhere/far") / ("long-" * 30), "metrics.jsonl": Path.cwd() / "runs" / "metrics.jsonl"}
-        console.summary(products, {"before": 0.402, "after": 0.483, "p_value": 3e-5}, 3, 561.0, resume_command=None)
+        console.summary(products, Progress(0.402, 0.483, 3e-5), 3, 561.0, resume_command=None)
     return stream.getvalue()
 
 

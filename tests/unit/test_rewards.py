@@ -1,7 +1,8 @@
-"""Rewards from worker processes: right, counted when they fail, bounded in time, and nothing left behind."""
+"""Rewards from worker processes: right, with the reason where there is none, bounded in time, and nothing left behind."""
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -13,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tlt.rl.rewards import RewardPool
-from tlt.types import Reward
+from tlt.rl.rewards import RewardPool, RewardSummary, check_scorable, summarize
+from tlt.types import Reward, UserError
 
 TASK = '''
-import os, sys, time
+import os, signal, sys, time
 
 class FaultyTask:
     """Does what the response says."""
@@ -45,8 +46,12 @@ class FaultyTask:
             sys.exit(4)
         if verb == "modules":
             return {"reward": float(any(name in sys.modules for name in value.split(","))), "solved": False}
+        if verb == "mask":
+            return {"reward": float(len(signal.pthread_sigmask(signal.SIG_BLOCK, ()))), "solved": False}
         if verb == "nan":
             return {"reward": float("nan"), "solved": False}
+        if verb == "lines":
+            raise RuntimeError("one\\ntwo")
         if verb == "incomplete":
             return {"reward": 1.0}
         return {"reward": problem["worth"], "solved": True}
@@ -98,11 +103,11 @@ def children() -> set[int]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_every_response_gets_its_own_reward_and_failures_are_counted(task: str, num_workers: int) -> None:
+def test_every_response_gets_its_own_reward_or_the_reason_why_it_has_none(task: str, num_workers: int) -> None:
     with RewardPool(task, num_workers, timeout_seconds=30) as pool:
         for i in range(20):
             pool.submit((f"p{i}", i % 3), {"worth": i / 4}, "fine")
-        for verb in ("raise", "nan", "incomplete", "exit"):
+        for verb in ("raise", "nan", "incomplete", "exit", "lines"):
             pool.submit((verb, 0), {}, verb)
         rewards = pool.drain()
         assert {key: rewards[key] for key in rewards if key[0].startswith("p")} == {
@@ -112,25 +117,16 @@ def test_every_response_gets_its_own_reward_and_failures_are_counted(task: str, 
         assert rewards["nan", 0].error == "ValueError: the reward is nan"
         assert rewards["incomplete", 0].error == "KeyError: 'solved'"
         assert rewards["exit", 0].error == "SystemExit: 4"
-        assert pool.num_errors == 4
-        assert len(rewards) == 24
-        assert (pool.num_pending, pool.poll(), pool.drain()) == (0, {}, {})
-
-
-def test_poll_returns_what_is_finished_without_waiting_for_the_rest(task: str, tmp_path: Path) -> None:
-    with RewardPool(task, 1, timeout_seconds=60) as pool:
-        pool.submit(("quick", 0), {"worth": 1.0}, "fine")
-        pool.submit(("slow", 0), {"worth": 2.0}, f"await {tmp_path / 'signal'}")
-        deadline = time.monotonic() + 60
-        finished: dict[tuple[str, int], Reward] = {}
-        while not finished and time.monotonic() < deadline:
-            finished = pool.poll()
-            time.sleep(0.01)
-        assert finished == {("quick", 0): Reward(1.0, True)}
-        assert pool.poll() == {}
-        assert pool.num_pending == 1
-        (tmp_path / "signal").touch()
-        assert pool.drain() == {("slow", 0): Reward(2.0, True)}
+        assert {key[0] for key, reward in rewards.items() if not reward.is_scored} == {
+            "raise",
+            "nan",
+            "incomplete",
+            "exit",
+            "lines",
+        }
+        assert rewards["lines", 0].error == "RuntimeError: one two"
+        assert len(rewards) == 25
+        assert pool.drain() == {}
 
 
 def test_a_hung_scorer_is_killed_at_its_time_out_while_others_go_on(task: str) -> None:
@@ -143,7 +139,6 @@ def test_a_hung_scorer_is_killed_at_its_time_out_while_others_go_on(task: str) -
         assert rewards.pop(("hung", 0)) == Reward(0.0, False, "time-out: not scored within 2 s")
         assert rewards.pop(("dead", 0)) == Reward(0.0, False, "the worker died with exit code 3")
         assert rewards == {("fine", i): Reward(1.0, True) for i in range(10)}
-        assert pool.num_errors == 2
 
 
 def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: str) -> None:
@@ -166,6 +161,80 @@ def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: 
         busy.join()
     died = Reward(0.0, False, "the worker died with exit code 3")
     assert rewards == {("p", i): died if i % 3 == 1 else Reward(1.0, True) for i in range(12)}
+
+
+def test_a_task_that_cannot_be_imported_in_a_worker_says_why(task: str, tmp_path: Path) -> None:
+    """The parent has imported it already; in the worker's fresh interpreter something is missing."""
+    with RewardPool(task, 1, timeout_seconds=30) as pool:
+        pool.submit(("before", 0), {"worth": 1.0}, "fine")
+        assert pool.drain()["before", 0].is_scored
+        (tmp_path / "faulty_task.py").write_text("import no_such_module")
+        pool.submit(("last", 0), {}, "die")
+        pool.submit(("after", 0), {"worth": 1.0}, "fine")
+        error = pool.drain()["after", 0].error
+    assert error.startswith("the worker could not start: ")
+    assert "no_such_module" in error
+
+
+def test_a_worker_that_cannot_be_started_again_blocks_nobody(task: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    with RewardPool(task, 1, timeout_seconds=30) as pool:
+        pool.submit(("before", 0), {"worth": 1.0}, "fine")
+        pool.drain()
+        with monkeypatch.context() as patch:
+            patch.setattr("tlt.rl.rewards.subprocess.Popen", refuse)
+            pool.submit(("dead", 0), {}, "die")
+            for i in range(3):
+                pool.submit(("p", i), {"worth": 1.0}, "fine")
+            rewards = pool.drain(patience=60)
+        assert [rewards["p", i].error for i in range(3)] == [
+            "no worker could be started: [Errno 12] Cannot allocate memory"
+        ] * 3
+        pool.submit(("after", 0), {"worth": 1.0}, "fine")
+        assert pool.drain() == {("after", 0): Reward(1.0, True)}
+
+
+def test_a_backlog_beyond_all_patience_names_the_task_and_who_is_scored(task: str) -> None:
+    with RewardPool(task, 1, timeout_seconds=60) as pool:
+        for i in range(5):
+            pool.submit((f"p{i}", 0), {"worth": 1.0}, "sleep 30")
+        with pytest.raises(UserError) as caught:
+            pool.drain(patience=0.5)
+    message = str(caught.value)
+    assert all(part in message for part in ("faulty_task:TASK", "5 responses", "p0", "rewards.num_workers"))
+    assert "\n" not in message
+
+
+def test_a_worker_hears_signals_even_where_its_parent_blocks_them(task: str) -> None:
+    """A rank has them blocked; what a task starts must not inherit that."""
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        with RewardPool(task, 1, timeout_seconds=30) as pool:
+            pool.submit(("mask", 0), {}, "mask")
+            assert pool.drain() == {("mask", 0): Reward(0.0, False)}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+# ── what a step's rewards say together ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_means_are_over_the_responses_that_could_be_scored() -> None:
+    rewards = [Reward(1.0, True), Reward(0.0, False, "time-out"), Reward(0.5, False), Reward(0.0, False, "KeyError")]
+    assert summarize(rewards) == RewardSummary(mean=0.75, solve_rate=0.5, num_errors=2, first_error="time-out")
+    none_scored = summarize(rewards[1:2])
+    assert math.isnan(none_scored.mean)
+    assert math.isnan(none_scored.solve_rate)
+
+
+def test_a_step_without_any_score_is_the_users_mistake_and_says_the_first_error() -> None:
+    failed = [Reward(0.0, False, "KeyError: 'target'"), Reward(0.0, False, "time-out")]
+    with pytest.raises(UserError, match=r"^task mine: .*KeyError: 'target'.*") as caught:
+        check_scorable(failed, "mine", step=0)
+    assert "\n" not in str(caught.value)
+    check_scorable([*failed, Reward(0.0, False)], "mine", step=0)
 
 
 def test_workers_import_nothing_heavy(task: str) -> None:

@@ -13,7 +13,7 @@ from tests.lossless.helpers import CONFIG
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_weights import content_hash
 from tlt.train.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint, save_checkpoint
-from tlt.train.run import restore
+from tlt.train.drafter_side import restore
 from tlt.types import UserError
 
 
@@ -46,6 +46,12 @@ def test_only_the_newest_whole_checkpoint_stays(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
 
 
+def test_a_newer_checkpoint_is_never_removed(tmp_path: Path) -> None:
+    for step in (20, 5, 10):
+        save_checkpoint(tmp_path, make_checkpoint(step))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000010", "step-00000020"]
+
+
 def test_a_writer_that_fails_says_so_at_the_next_checkpoint_and_leaves_the_last_one_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +65,7 @@ def test_a_writer_that_fails_says_so_at_the_next_checkpoint_and_leaves_the_last_
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", full)  # after the weights have been written
         writer.save(make_checkpoint(2))
-        with pytest.raises(RuntimeError, match=r"checkpoint of step 2 .* No space left"):
+        with pytest.raises(UserError, match=r"checkpoint of step 2 .*No space left"):
             writer.save(make_checkpoint(3))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     writer.save(make_checkpoint(3))

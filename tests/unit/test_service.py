@@ -19,7 +19,7 @@ from tests.lossless.helpers import CONFIG, VOCAB, make_engine
 from tests.unit.watch_parts import POLICY, TARGET, Parts, make_rollouts
 from tlt.config.schema import Config, DrafterSection, ModelSection, TaskSection
 from tlt.distributed.world import World
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.folder import load_drafter, save_drafter
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.service import RankState
@@ -313,11 +313,11 @@ def test_what_the_configuration_limits_reaches_those_who_keep_to_it(tmp_path: Pa
     settings = DrafterSection(path=tmp_path, train=True, max_passes=2.5, check_every=7, gate=0.25)
     config = Config(model=ModelSection(path=tmp_path), task=TaskSection(name="t"), drafter=settings)
     world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
-    run: Any = SimpleNamespace(config=config, world=world, model_config=CONFIG, timeline=Timeline(0), spot=None)
+    run: Any = SimpleNamespace(config=config, world=world, out_dir=tmp_path, timeline=Timeline(0))
     run.engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
-    Run._attach_drafter(run, dict(POLICY.state_dict()))
-    assert run.spot.max_passes == 2.5
-    assert (run.watch.check_every, run.watch.gate) == (7, 0.25)
+    drafter: Any = Run._watch_drafter(run, load_drafter(tmp_path, CONFIG, dict(POLICY.state_dict())))
+    assert drafter.spot.max_passes == 2.5
+    assert (drafter.watch.check_every, drafter.watch.gate) == (7, 0.25)
 
 
 def tensors_of(value: Any) -> dict[str, Tensor]:

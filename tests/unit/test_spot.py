@@ -39,7 +39,9 @@ from tlt.types import DrafterReport, Span, Strategy
 @pytest.mark.parametrize("chunk", [1, 7, 128])
 def test_recomputed_features_equal_captured_ones(chunk: int) -> None:
     captured = TrajectoryBuffer(10**6)
-    engine = run_engine(Fixed(Strategy("learned", 3, 2, 6)), make_requests(), captured.add)
+    engine, ended = run_engine(Fixed(Strategy("learned", 3, 2, 6)), make_requests())
+    for finished in ended:
+        captured.add(finished.rollout, finished.captured_TF)
     for trajectory in captured.trajectories:
         expected = trajectory.features_TF
         trajectory.features_TF = None

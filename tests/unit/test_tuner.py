@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tlt.tuning.acceptance import Acceptance
+from tlt.tuning.acceptance import Acceptance, Curve
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.step_costs import StepCosts
 from tlt.tuning.tuner import BegMab, Fixed, default_arms, default_groups, make_tuner
@@ -278,7 +278,8 @@ def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
     assert math.exp(mean[0]) == pytest.approx(0.025, rel=0.25), "0.04 if both counted alike"
     tuner.observe(Strategy("hybrid", 4, 1, 4), batch, StepOutcome(8, (1,) * 4, (4,) * 4, 5.0))  # retrieval reads what it missed
     assert all(cell.seconds < 1 for cell in tuner.costs.cells.values())
-    assert tuner.acceptance.tried[("learned", 1, 0, 2)][0] == pytest.approx(12, rel=0.01), "its acceptance does"
+    counts = tuner.acceptance.counts[Curve("learned", 1, None, octave=2)]
+    assert counts.tried[0] == pytest.approx(12, rel=0.01), "its acceptance does"
 
 
 def test_the_users_word_becomes_a_tuner_or_one_line() -> None:

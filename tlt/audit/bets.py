@@ -32,7 +32,10 @@ BETS = (
 
 
 class OnlineNgrams:
-    """P(token | up to three before it), learned from what was judged so far; each order smoothed by the one below."""
+    """A model of P(token | up to three tokens before it), learned from the tokens judged so far.
+
+    Each order is smoothed by the one below it, the lowest by the uniform distribution.
+    """
 
     ORDERS = 3
     STRENGTH = 2.0
@@ -64,7 +67,8 @@ class OnlineNgrams:
 
 
 def suffix_matches(prompt_ids: Sequence[int], token_ids: Sequence[int]) -> list[int]:
-    """For each response token what followed when the longest of the last 4, 3 or 2 tokens last occurred; -1 for none."""
+    """Returns, for each response token, what n-gram drafting would propose there: the token that followed when the last 4, else
+    3, else 2 tokens last occurred in this context; -1 where they never did."""
     tokens = [*prompt_ids, *token_ids]
     followers: dict[tuple[int, ...], int] = {}
     found = []
@@ -84,10 +88,10 @@ def growth(
     events_TV: Sequence[Tensor],
     tolerance: float,
 ) -> Tensor:
-    """log q(y) / p(y) of every bet, the tolerance paid, as [K, S, T] in the order of BETS.
+    """Returns log q(y) / p(y) of every bet, less the price of the tolerance, [K, S, T] in the order of BETS.
 
-    sources_RST: r(y) of each of SOURCES. events_TV: the sets of EVENTS as masks. A token with p(y) = 0 is not bet on (0);
-    it is counted elsewhere.
+    logp_TV: log p of the target.  tokens_ST: the tokens y.  sources_RST: r(y) of each of SOURCES.
+    events_TV: the sets of EVENTS as masks.  Where p(y) = 0 the growth is 0: such tokens are counted, not bet on.
     """
     p_TV = logp_TV.exp()
     logp_ST = logp_TV.gather(-1, tokens_ST.T).T

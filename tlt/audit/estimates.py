@@ -25,6 +25,7 @@ class Estimate:
 
 
 def mean_with_interval(values_T: Tensor) -> Estimate:
+    """Returns the mean with its normal 95 % interval; all zeros where there are no values."""
     if not len(values_T):
         return Estimate(0.0, 0.0, 0.0)
     mean = float(values_T.mean())
@@ -33,9 +34,10 @@ def mean_with_interval(values_T: Tensor) -> Estimate:
 
 
 def most_likely_share(ratios_RT: Tensor) -> tuple[str, Estimate]:
-    """The source and the share ε that make (1 − ε) p + ε r likeliest, given r(y) / p(y) of every token.
+    """Returns the source and the share ε for which the mixture (1 − ε) p + ε r makes the tokens likeliest.
 
-    Where no source makes them likelier by more than chance does, the one that could hide the largest share.
+    ratios_RT: r(y) / p(y) of every source and token.  Where no source makes the tokens likelier by more than chance does, it is
+    the source that could hide the largest share.
     """
     found = [_share_of(ratios_T - 1) for ratios_T in ratios_RT]
     is_seen = max(gained for gained, _ in found) > 1.92
@@ -44,7 +46,10 @@ def most_likely_share(ratios_RT: Tensor) -> tuple[str, Estimate]:
 
 
 def _share_of(gains_T: Tensor) -> tuple[float, Estimate]:
-    """The likelihood gained, and its argument with the interval that loses at most 1.92 of it (chi-square, 95 %)."""
+    """Returns the log-likelihood that the best share gains, and that share.
+
+    Its interval holds all shares that lose at most 1.92 of the gain (likelihood ratio, chi-square, 95 %).
+    """
 
     def likelihood(share: float) -> float:
         return float(torch.log1p(share * gains_T).sum())
@@ -58,7 +63,7 @@ def _share_of(gains_T: Tensor) -> tuple[float, Estimate]:
 
 
 def _bisect(is_below: Callable[[float], bool], low: float, high: float) -> float:
-    """Where `is_below` turns from true to false."""
+    """Returns the place between `low` and `high` where `is_below` turns from true to false."""
     for _ in range(40):
         middle = (low + high) / 2
         low, high = (middle, high) if is_below(middle) else (low, middle)
@@ -66,9 +71,10 @@ def _bisect(is_below: Callable[[float], bool], low: float, high: float) -> float
 
 
 def tokens_for_power(sums_RK: Tensor, lengths: Sequence[int], log_threshold: float, power: float = 0.95) -> int | None:
-    """Tokens after which the e-process has crossed in `power` of bootstrap runs, which draw whole responses again.
+    """Returns the number of tokens after which the e-process has crossed the threshold in the share `power` of bootstrap runs.
 
-    None when that takes more than five million tokens, or when no bet grows at all.
+    A run draws whole responses again, with replacement. sums_RK: log-growth of every bet over each response.
+    lengths: tokens of each response.  None: it takes more than five million tokens, or no bet grows at all.
     """
     if float(sums_RK.sum(0).max()) <= 0:
         return None

@@ -1,4 +1,4 @@
-"""A fault planted in an engine on purpose, for the audit to find."""
+"""A fault that is planted in an engine on purpose, for the audit to find. Knows verification and nothing of the audit."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tlt.types import DraftTree, Verdict
 
 
 class PlantedFault:
-    """An engine's `verify` that is wrong on purpose: with `probability` a draft the target rejected is accepted instead.
+    """Takes the place of an engine's `verify`: with `probability` it accepts a draft that the target has rejected.
 
-    The walk then goes on from that draft, as it would in an engine with this mistake.
+    The walk down the tree then goes on from that draft, as it would in an engine with this mistake.
     """
 
     def __init__(self, probability: float, seed: int = 0) -> None:

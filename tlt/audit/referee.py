@@ -19,7 +19,10 @@ _CHUNK_LOGITS = 2**24
 
 
 class Referee:
-    """The target, as transformers runs it: logits at every position of a response, in one plain causal forward."""
+    """Runs the target with transformers: logits at every position of a response, by one plain causal forward.
+
+    Raises UserError where the folder holds no model that transformers can load.
+    """
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         from transformers import AutoModelForCausalLM
@@ -39,7 +42,7 @@ class Referee:
 
     @torch.inference_mode()
     def logits(self, prompt_ids: Sequence[int], token_ids: Sequence[int]) -> Iterator[Tensor]:
-        """Logits that each response token was drawn from, [T, V], in pieces of at most 128 MiB."""
+        """Yields the logits that each response token was drawn from, [T, V], in pieces of at most 128 MiB."""
         ids = torch.tensor([[*prompt_ids, *token_ids[:-1]]])
         first, cache = len(prompt_ids) - 1, None
         step = max(_CHUNK_LOGITS // self.vocab_size, 16)
@@ -55,15 +58,21 @@ class Referee:
 
 @dataclass(frozen=True)
 class Law:
-    """What the engine should draw from. logp_TV: float64, -inf for tokens that truncation removes.
-    border_TV: removed, but so narrowly that an engine's rounding may keep them."""
+    """The distributions that the engine should draw from.
+
+    logp_TV: log-probabilities in float64, -inf for tokens that truncation removes.
+    border_TV: tokens that are removed, but so narrowly that an engine's rounding may keep them.
+    """
 
     logp_TV: Tensor
     border_TV: Tensor
 
 
 def law(logits_TV: Tensor, params: SamplingParams, tolerance: float = 0.0) -> Law:
-    """logits → temperature → top-k → top-p → min-p → softmax, in float64. Temperature must be above 0."""
+    """Returns the law of sampling: logits → temperature → top-k → top-p → min-p → softmax, in float64.
+
+    params: the temperature must be above 0.  tolerance: nats by which an engine's rounding may move a logit.
+    """
     scaled_TV = logits_TV.double() / params.temperature
     kept_TV = torch.ones_like(scaled_TV, dtype=torch.bool)
     if not params.truncates:

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 from tlt.audit.estimates import Estimate
 
 
 @dataclass(frozen=True)
 class Offender:
-    """A token the target hardly or never says here. tail: the target's mass on tokens as unlikely as this one, or more."""
+    """A token that the target hardly or never says at this place.
+
+    response: the index of its response among all.  position: its index among the response's tokens.
+    p, expected_p: the target's probabilities of it and of the likeliest token.
+    tail: the target's mass on all tokens that are as unlikely as this one, or more so.
+    text, expected_text: filled in where a tokenizer is at hand.
+    """
 
     response: int
     problem_id: str
@@ -24,34 +31,37 @@ class Offender:
     expected_text: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """What the audit of one mode found. Fields of the betting game are None at temperature 0, where the argmax is checked."""
+    """What the audit of one engine found, in one mode.
+
+    Fields of the betting game are None at temperature 0, where every token is compared with the likeliest one instead.
+    """
 
     mode: str
     is_lossless: bool
     reasons: tuple[str, ...]
-    """Why not; empty when lossless."""
+    """Why the engine is not lossless; empty when it is."""
     num_responses: int
     num_tokens: int
     alpha: float
     tolerance: float
-    log10_e: float | None
-    max_log10_e: float | None
-    p_value: float | None
-    """At most this likely for a lossless engine: min(1, 1 / max e)."""
-    detected_at_token: int | None
-    best_bet: str | None
-    nats_per_token: float | None
-    """What the best single bet gained per token."""
-    surprise: Estimate | None
-    """Mean of log p(y) + entropy of p, in nats; 0 for a lossless engine, above it too sharp, below it too flat."""
-    elsewhere: Estimate | None
-    """Share of the tokens from another source than the target, by maximum likelihood (95 %: likelihood ratio)."""
-    elsewhere_source: str | None
-    tokens_for_power: dict[str, int | None]
-    """Tokens for 95 % power: against the reference faults, or if not lossless against what was observed. None: more than
-    five million, or no growth at all."""
+    log10_e: float | None = None
+    max_log10_e: float | None = None
+    p_value: float | None = None
+    """A lossless engine looks as bad as this with at most this probability: min(1, 1 / max e)."""
+    detected_at_token: int | None = None
+    best_bet: str | None = None
+    nats_per_token: float | None = None
+    """Gain of the best single bet, in log wealth per token."""
+    surprise: Estimate | None = None
+    """Mean of log p(y) + entropy of p, in nats: 0 for a lossless engine, positive if it is too sharp, negative if too flat."""
+    elsewhere: Estimate | None = None
+    """Share of the tokens that come from another source than the target, by maximum likelihood."""
+    elsewhere_source: str | None = None
+    tokens_for_power: dict[str, int | None] = field(default_factory=dict)
+    """Tokens that convict with 95 % power: against each reference fault, or, if the engine is not lossless, against what was
+    observed of it. None: more than five million, or no bet grows."""
     num_impossible: int
     num_border: int
     num_wrong: int
@@ -59,11 +69,21 @@ class AuditReport:
     num_cut_short: int
     num_past_stop: int
     num_copies: int
-    """Responses that repeat a long one; not judged, and not counted above."""
+    """Responses that repeat a long one. They are not judged, and not counted above."""
     logprob_gap: float | None
-    """Largest difference between the engine's reported log-probabilities and the referee's; None when it reports none."""
+    """Largest difference between the log-probabilities that the engine reports and the referee's; None: it reports none."""
     offenders: tuple[Offender, ...]
 
     @property
     def mean_tokens(self) -> float:
         return self.num_tokens / self.num_responses
+
+    def with_texts(self, text_of: Callable[[int], str]) -> AuditReport:
+        """Returns the report with the offenders' tokens as text too. text_of: of one token id."""
+        return replace(
+            self,
+            offenders=tuple(
+                replace(offender, text=text_of(offender.token_id), expected_text=text_of(offender.expected_id))
+                for offender in self.offenders
+            ),
+        )

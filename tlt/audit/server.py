@@ -1,4 +1,4 @@
-"""Responses of an OpenAI-compatible server (vLLM, SGLang, …), as token ids over its completions endpoint. Knows HTTP alone.
+"""Asks an OpenAI-compatible server (vLLM, SGLang, …) for responses as token ids. Knows HTTP and nothing of the audit.
 
 Prompts go out as token ids. Token ids come back in `token_ids` (asked for by `return_token_ids`, vLLM ≥ 0.10.2), or as
 tokens written "token_id:17" among the log-probabilities (`return_tokens_as_token_ids`, older vLLM). Text is never used:
@@ -31,7 +31,7 @@ def complete(url: str, model: str, requests: Sequence[Request], num_parallel: in
 
 
 def _find_form(url: str, model: str, request: Request) -> dict[str, Any]:
-    """How this server is asked for token ids."""
+    """Returns the options by which this server gives token ids; asks it for one token to find out."""
     for form in _FORMS:
         choice = _choice(url, _post(url, _payload(model, request, form, max_tokens=1)))
         if read_token_ids(choice) is not None:
@@ -54,7 +54,7 @@ def _complete_one(url: str, model: str, request: Request, form: dict[str, Any]) 
 
 
 def read_token_ids(choice: dict[str, Any]) -> list[int] | None:
-    """The sampled ids of one choice in either form; None when it holds none."""
+    """Returns the sampled ids of one choice, in either form; None where it holds none."""
     if isinstance(ids := choice.get("token_ids"), list):
         return [int(token) for token in ids]
     tokens = (choice.get("logprobs") or {}).get("tokens")
@@ -64,7 +64,7 @@ def read_token_ids(choice: dict[str, Any]) -> list[int] | None:
 
 
 def _payload(model: str, request: Request, form: dict[str, Any], max_tokens: int) -> dict[str, Any]:
-    """Options that are off are left out: not every server knows them."""
+    """Returns the body of a request. Options that are off are left out, since not every server knows them."""
     params = request.params
     optional = {"top_k": (params.top_k, 0), "top_p": (params.top_p, 1.0), "min_p": (params.min_p, 0.0)}
     return {

@@ -1,10 +1,10 @@
-"""Is an engine's sampling lossless? Its tokens are judged one by one against the target's exact probabilities.
+"""The verdict on an engine's sampling: is it lossless? Every token is judged against the target's exact probabilities.
 
     response ──▶ referee: logits at every prefix ──▶ law p_t ──▶ bets q_t(y) / p_t(y) ──▶ wealth ──▶ verdict
 
-The judge is a game of betting (Shafer 2021; Ville 1939). Before each token y_t a gambler names distributions q_t, functions
-of the prefix alone, and his wealth is multiplied by q_t(y_t) / p_t(y_t). If every token is drawn from p_t, no strategy
-gains on average, and the average of K such wealths, e_t, starting at 1, obeys at every moment at once
+The test is a game of betting (Shafer 2021; Ville 1939). Before each token y_t a gambler names K distributions q_t, functions
+of the prefix alone, and the wealth of each is multiplied by q_t(y_t) / p_t(y_t). If every token is drawn from p_t, no bet gains
+on average, and the mean e_t of the K wealths, which starts at 1, obeys at every moment at once
 
     P(sup_t e_t ≥ 1 / alpha) ≤ alpha .
 
@@ -12,8 +12,8 @@ So e ≥ 1 / alpha convicts the engine with false-positive rate alpha, after how
 precision draws from some p̃_t with |log p̃_t(v) − log p_t(v)| ≤ tolerance instead; its expected factor is at most
 1 + 2 (exp(tolerance) − 1) TV(q_t, p_t), and each factor is divided by that, so the bound covers such engines too.
 
-The referee is transformers' own model and the truncation is written anew here: nothing of the engine judges itself.
-This file knows no files and no servers; who made the responses is the caller's business.
+The referee computes p_t without anything of the engine's (referee.py); the bets are in bets.py. This file knows no files and no
+servers: the caller says who made the responses.
 
 Axes beyond those of types.py: K bets · S tokens judged per step (the engine's, then one per reference fault).
 """
@@ -30,25 +30,30 @@ from torch import Tensor
 
 from tlt.audit.bets import BETS, OnlineNgrams, growth, suffix_matches
 from tlt.audit.estimates import mean_with_interval, most_likely_share, tokens_for_power
-from tlt.audit.referee import law
+from tlt.audit.referee import Referee, law
 from tlt.audit.report import AuditReport, Offender
 from tlt.types import Rollout, SamplingParams, UserError
 
 IMPOSSIBLE = 1e-12
-"""A token among the least likely ones, of this mass together, convicts by itself. Adds 1e-12 per token to alpha."""
+"""A token convicts by itself when it and all less likely ones have at most this mass. That adds 1e-12 per token to alpha."""
 
 REFERENCE_FAULT = 0.01
 REFERENCE_SOURCES = ("flattened", "uniform")
-"""Power is stated for these: with probability 0.01 a token is drawn from this source instead."""
+"""The report states its power against these faults: with probability 0.01 a token is drawn from this source instead."""
 
 _COPY_LOGPROB = -40.0
 _NUM_OFFENDERS = 10
 
 
 class Auditor:
-    """Judges responses one after another. The order must not depend on their tokens: all that were asked for, as asked for.
+    """Judges responses one after another, and remembers what the report needs.
 
-    limit: how many tokens a response may have; None takes the longest that did not stop. seed: of the reference faults.
+    The order of the responses must not depend on their tokens: give all that were asked for, in the order they were asked for.
+
+    params: what the engine was told.  window: the longest sequence of the model.  alpha: the false-positive rate.
+    tolerance: nats by which an engine's rounding may move a log-probability.
+    limit: the most tokens that a response may have; None: as many as the longest that did not stop.
+    seed: of the random draws of the reference faults.
     """
 
     def __init__(
@@ -91,8 +96,9 @@ class Auditor:
         return float(self.wealth_K.logsumexp(0)) - math.log(len(BETS))
 
     def observe(self, response: Rollout, logits: Iterable[Tensor]) -> None:
-        """One response and the referee's logits of its tokens, [T, V] in pieces. A long response that was judged before,
-        which chance does not repeat, is counted as a copy and not judged again: it is no new evidence."""
+        """Judges one response by the referee's logits of its tokens, which come as pieces of [T, V].
+
+        Chance does not repeat a long response: one that was judged before is counted as a copy and is no new evidence."""
         assert response.token_ids, "a response has at least one token"
         key = (response.prompt_ids, response.token_ids)
         if self._logprobs.get(key, 0.0) < _COPY_LOGPROB:
@@ -174,7 +180,7 @@ class Auditor:
         return sums_SK, float(logp_T[is_bet_T].sum())
 
     def _reference_faults(self, tokens_T: Tensor, flat_TV: Tensor) -> list[Tensor]:
-        """What faulty engines would have said at the same prefixes."""
+        """Returns the tokens that faulty engines would have drawn at the same prefixes, [T] for each reference fault."""
         found = []
         for source in REFERENCE_SOURCES:
             weights_TV = flat_TV if source == "flattened" else torch.ones_like(flat_TV)
@@ -184,7 +190,7 @@ class Auditor:
         return found
 
     def _sources(self, response: Rollout, begin: int, tokens_ST: Tensor, flat_TV: Tensor, matches_T: Tensor) -> Tensor:
-        """r(y) of every source, [R, S, T] in the order of SOURCES."""
+        """Returns r(y), the probability that each source gives to the tokens, [R, S, T] in the order of SOURCES."""
         flat_ST = flat_TV.gather(-1, tokens_ST.T).T
         uniform_ST = torch.full_like(flat_ST, 1.0 / flat_TV.shape[-1])
         known = [*response.prompt_ids, *response.token_ids]
@@ -232,9 +238,23 @@ class Auditor:
             if len(self.offenders) > _NUM_OFFENDERS:
                 heapq.heappop(self.offenders)
 
+    def judge(self, mode: str, rollouts: Iterable[Rollout], referee: Referee) -> AuditReport:
+        """Judges all responses of one mode, in the order they were asked for, and returns the report.
+
+        Raises UserError for a response that says it was stopped but does not end with a stop token."""
+        for rollout in rollouts:
+            if rollout.finish_reason == "stop" and rollout.token_ids[-1] not in self.params.stop_ids:
+                raise UserError(
+                    f"{mode}: problem {rollout.problem_id!r}, sample {rollout.sample_index} has finish_reason stop but does not"
+                    f" end with a stop token {self.params.stop_ids}; keep the token that ended it"
+                )
+            self.observe(rollout, referee.logits(rollout.prompt_ids, rollout.token_ids))
+        return self.report(mode)
+
     # ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def report(self, mode: str) -> AuditReport:
+        """Returns what was found of the responses observed so far. Raises UserError where copies are all that is wrong."""
         assert self.lengths, "at least one response was judged"
         is_greedy = self.params.temperature == 0
         limit = self.limit if self.limit is not None else max(self.unstopped, default=0)
@@ -266,16 +286,6 @@ class Auditor:
             num_tokens=self.num_tokens,
             alpha=self.alpha,
             tolerance=self.tolerance,
-            log10_e=None,
-            max_log10_e=None,
-            p_value=None,
-            detected_at_token=None,
-            best_bet=None,
-            nats_per_token=None,
-            surprise=None,
-            elsewhere=None,
-            elsewhere_source=None,
-            tokens_for_power={},
             num_impossible=self.num_impossible,
             num_border=self.num_border,
             num_wrong=self.num_wrong,
@@ -309,7 +319,7 @@ class Auditor:
         )
 
     def _tokens_for_power(self, is_lossless: bool) -> dict[str, int | None]:
-        """Of the reference faults where the engine has none of its own; else of what was seen of it."""
+        """Returns the tokens needed against each reference fault; for an engine that is not lossless, against what it did."""
         sums_SRK = torch.stack(self.responses_SK, dim=1)
         if is_lossless:
             names = [f"{REFERENCE_FAULT:g} {source}" for source in REFERENCE_SOURCES]

@@ -1,10 +1,10 @@
-"""How well a drafter guesses: acceptance by position, by the target's entropy and by the drafter's own confidence.
+"""Measures how well a drafter guesses: acceptance by position, by the target's entropy and by the drafter's own confidence.
 
     engine step   propose a chain ─▶ target's forward ─▶ verify ─▶ commit
                       └ confidence of each guess   └ entropy where it was made, and whether it was accepted
 
-A guess counts where all guesses before it were accepted: of the others nobody knows what the target would have said. The
-drafter and the engine are those of a rollout; they are looked at, not replaced.
+A guess counts where all guesses before it were accepted: for the others nobody knows what the target would have said. Drafter
+and engine are those of a rollout; they are watched, not replaced.
 """
 
 from __future__ import annotations
@@ -54,11 +54,13 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What was seen of a drafter at one depth.
+    """How a drafter's guesses fared, in chains of one length.
 
-    by_position: share of verifications whose first 1, 2, ... guesses were all accepted (unconditional survival, as vLLM logs
-        it).  by_entropy: nats of the target's distribution at the sampling temperature (at temperature 0, at 1).
-    calibration_error: |confidence - accepted|, averaged over the buckets of `by_confidence` by their guesses.
+    accept_length: tokens committed per verification, the target's own token included.
+    by_position: share of verifications whose first 1, 2, ... guesses were all accepted: unconditional survival, as vLLM has it.
+    by_entropy: buckets of the target's entropy in nats, at the sampling temperature (of greedy sampling: at temperature 1).
+    by_confidence: buckets of the probability that the drafter itself gave its guess.
+    calibration_error: |confidence - accepted|, averaged over the buckets of `by_confidence`, weighted by their guesses.
     """
 
     num_verifications: int
@@ -71,7 +73,7 @@ class Acceptance:
 
 @dataclass
 class _Guesses:
-    """One entry per guess that counts."""
+    """Lists with one entry for each guess that counts."""
 
     confidence: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
@@ -79,7 +81,7 @@ class _Guesses:
 
 
 class _ObservedDrafter(LearnedDrafter):
-    """Also notes how likely it holds each token that it drafts."""
+    """Drafts as ever, and notes the probability that it gives each token it drafts."""
 
     confidence_BD = torch.empty(0, 0)
 
@@ -106,7 +108,10 @@ def observe(
     depth: int,
     max_batch_size: int,
 ) -> Acceptance:
-    """Generates the responses with chains of `depth` guesses and watches."""
+    """Generates the responses with chains of `depth` guesses, and returns what became of the guesses.
+
+    Raises UserError where prompts and responses are so short that nothing was guessed.
+    """
     guesses = _Guesses()
     observed: _ObservedDrafter
 
@@ -150,7 +155,7 @@ def observe(
 
 
 def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[float]) -> tuple[Bucket, ...]:
-    """Those that hold something."""
+    """Returns the buckets between the edges, without the empty ones."""
     buckets = []
     for low, high in pairwise(edges):
         inside = [index for index, value in enumerate(values) if low <= value < high]
@@ -170,8 +175,10 @@ def speedup(
     max_batch_size: int,
     num_rounds: int,
 ) -> tuple[Ratio, int]:
-    """Seconds without speculation over seconds with such chains, the same responses in turns; and how many responses differed
-    (in float32 a near-tie may)."""
+    """Generates the same responses in turns without speculation and with chains of `depth` guesses.
+
+    Returns the ratio of seconds without / seconds with, and how many responses differed (in float32 a near-tie may).
+    """
 
     def make(strategy: Strategy | None) -> RolloutEngine:
         tuner = None if strategy is None else Fixed(strategy)
@@ -188,5 +195,5 @@ def speedup(
 
 
 def _settings(max_batch_size: int) -> EngineSettings:
-    """Chains of full length: a threshold would cut those short whose end nobody then sees."""
+    """Returns settings for chains of full length: a threshold would cut some short, and nobody would see how they end."""
     return EngineSettings(max_batch_size=max_batch_size, drafting=DrafterSection(confidence_threshold=0.0))

@@ -1,4 +1,4 @@
-"""Engines side by side: the same work, in turns, and what one may conclude.
+"""Measures engines side by side: they do the same work in turns, and the ratio of their seconds gets an interval.
 
 constant batch   off ▕ on ▕ on ▕ off ▕ off ▕ on …     stretches of a few seconds at one batch size
 a workload       off, adaptive, table │ table, adaptive, off │ …     whole rollouts, each with a tuner that knows nothing
@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tlt.engine.engine import EngineStats, RolloutEngine
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
 from tlt.types import Request, Rollout
 
 _T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14, 2.13, 2.12, 2.11, 2.10, 2.09)
@@ -48,7 +49,7 @@ class Ratio:
 
 @dataclass
 class _Stretch:
-    """An engine kept at one batch size by an endless supply of requests."""
+    """Keeps an engine at one batch size by an endless supply of requests."""
 
     engine: RolloutEngine
     supply: Callable[[int], Sequence[Request]]
@@ -56,7 +57,7 @@ class _Stretch:
     helping: int = 0
 
     def run(self, seconds: float) -> tuple[int, float]:
-        """(tokens, seconds) of about so many seconds."""
+        """Generates for about so many seconds; returns the tokens and the seconds that it took."""
         tokens, start = self.engine.stats.num_tokens, time.perf_counter()
         while (elapsed := time.perf_counter() - start) < seconds:
             while len(self.engine.scheduler.waiting) < self.batch_size:
@@ -73,7 +74,11 @@ def constant_batch(
     num_rounds: int,
     seconds: float,
 ) -> dict[str, list[float]]:
-    """Tokens per second of every engine in every round, after a first one that warms up and is as long as three."""
+    """Returns every engine's tokens per second, one value for each round.
+
+    supply: gives the i-th helping of requests.  seconds: of one engine in one round; before the first round each
+    warms up for three times as long.
+    """
     stretches = {name: _Stretch(engine, supply, batch_size) for name, engine in engines.items()}
     for stretch in stretches.values():
         stretch.engine.scheduler.max_slots = batch_size
@@ -93,7 +98,10 @@ def constant_batch(
 
 @dataclass(frozen=True)
 class Trace:
-    """One rollout: seconds since its start, running requests and tokens so far, after every step."""
+    """The course of one rollout: after every step the seconds since its start, the running requests and the tokens so far.
+
+    prediction_error: |predicted / real speed - 1|, averaged over strategies by their seconds; None where nothing was predicted.
+    """
 
     times: tuple[float, ...]
     running: tuple[int, ...]
@@ -101,26 +109,25 @@ class Trace:
     accept_length: float | None
     strategy_seconds: Mapping[str, float]
     prediction_error: float | None
-    """|predicted / real speed - 1|, averaged over strategies by their seconds; None where nothing was predicted."""
 
     @property
     def seconds(self) -> float:
         return self.times[-1]
 
     def seconds_since(self, share: float) -> float:
-        """From when this share of the tokens was done."""
+        """Returns the seconds from the step that completed this share of the tokens to the end."""
         first = next(i for i, tokens in enumerate(self.tokens) if tokens >= share * self.tokens[-1])
         return self.times[-1] - (self.times[first] if share else 0.0)
 
 
 def trace(engine: RolloutEngine, requests: Sequence[Request]) -> tuple[list[Rollout], Trace]:
-    """Generates all of it; the responses come in the order of (problem, sample)."""
+    """Generates responses to all requests; returns them in the order of (problem, sample), and the course of the rollout."""
     engine.stats = EngineStats()
     times, running, tokens, rollouts = [], [], [], []
     start = time.perf_counter()
     engine.add(requests)
     while not engine.is_idle:
-        rollouts += engine.step()
+        rollouts += [finished.rollout for finished in engine.step()]
         times.append(time.perf_counter() - start)
         running.append(len(engine.running))
         tokens.append(engine.stats.num_tokens)
@@ -142,8 +149,10 @@ def side_by_side(
     num_rounds: int,
     on_trace: Callable[[str, Trace], None] = lambda name, trace: None,
 ) -> tuple[dict[str, list[Trace]], int]:
-    """`num_rounds` rollouts of every variant, each in a fresh engine, the order turned from round to round; and how many
-    responses of a variant differed from those of the first one."""
+    """Runs the same rollout with every variant `num_rounds` times, each in a fresh engine, in alternating order.
+
+    Returns the traces by variant, and how many responses differed from those of the first rollout (in float32 a near-tie may).
+    """
     traces: dict[str, list[Trace]] = {name: [] for name in make_engine}
     reference: list[tuple[int, ...]] | None = None
     num_different = 0

@@ -1,4 +1,4 @@
-"""What every benchmark's report has in common: where it was measured, of which configuration, and how it is written."""
+"""Writes reports of benchmarks, and what they have in common: machine, commit, configuration, tables. Measures nothing."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ import torch
 
 from tlt import __version__
 from tlt.config.schema import Config
-from tlt.files import dumps
-from tlt.report.metrics import replace_text
+from tlt.files import dumps, write_atomically
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a configuration by section and key."""
 
 
 def with_changes(config: Config, changes: Changes) -> Config:
-    """The configuration with these values, validated again."""
+    """Returns the configuration with these values, validated again."""
     values = config.model_dump()
     for section, keys in changes.items():
         values[section] = {**values[section], **keys}
@@ -28,7 +27,7 @@ def with_changes(config: Config, changes: Changes) -> Config:
 
 
 def header(config: Config, command: str) -> dict[str, Any]:
-    """How to repeat a measurement. No host names, and of paths the last part only."""
+    """Returns what it takes to repeat a measurement, without host names; of a path it holds the last part only."""
     described = config.model_dump(mode="json")
     for section, key in (("run", "out_dir"), ("model", "path"), ("drafter", "path")):
         if described[section][key] is not None:
@@ -37,7 +36,7 @@ def header(config: Config, command: str) -> dict[str, Any]:
 
 
 def environment() -> dict[str, Any]:
-    """Machine, commit and versions, without host names or paths."""
+    """Returns machine, commit and versions, without host names or paths."""
     try:
         commit = subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
@@ -64,21 +63,23 @@ def environment() -> dict[str, Any]:
 
 
 def write_report(out: Path, report: Mapping[str, Any], markdown: str) -> None:
-    """OUT.json and OUT.md, each whole."""
-    replace_text(out.with_name(out.name + ".json"), dumps(report) + "\n")
-    replace_text(out.with_name(out.name + ".md"), markdown)
+    """Writes OUT.json and OUT.md, each whole or not at all."""
+    for ending, text in (("json", dumps(report) + "\n"), ("md", markdown)):
+        with write_atomically(out.with_name(f"{out.name}.{ending}")) as file:
+            file.write(text)
 
 
 # ── markdown ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def provenance(report: Mapping[str, Any]) -> list[str]:
-    """The command, and the machine."""
+    """Returns the lines of a report that name the command and the machine."""
     machine = ", ".join(f"{key} {value}" for key, value in report["environment"].items() if value)
     return [f"`{report['command']}`", machine]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Returns a Markdown table."""
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return "\n".join(lines + ["| " + " | ".join(map(str, row)) + " |" for row in rows])
 
@@ -90,4 +91,5 @@ def ratio_text(ratio: Mapping[str, Any]) -> str:
 
 
 def number(value: float | None, form: str = ".2f") -> str:
+    """Returns the number for people, a dash for None."""
     return "–" if value is None else format(value, form)

@@ -26,10 +26,11 @@ from tlt.bench.subject import Subject
 from tlt.config.schema import Config
 from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import World, init_process_group_from_env, shutdown
-from tlt.engine.engine import EngineStats
+from tlt.engine.stats import EngineStats
 from tlt.report.timeline import critical_path_share, read_spans
 from tlt.train.phase import PhaseResult
-from tlt.train.run import Run, device_name, problems_of_step
+from tlt.train.problems import problems_of_step
+from tlt.train.run import Run, device_name
 from tlt.types import Rollout, SpanName
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def run_benchmark(config: Config, options: Options, command: str, say: Callable[
 
 
 def constant(subject: Subject, options: Options, batch_size: int) -> dict[str, Any]:
-    """Every variant's tokens per second over off's at this batch size."""
+    """Measures every variant's tokens per second over off's at this batch size."""
     engines = {name: subject.engine(name, batch_size) for name in ("off", *options.variants)}
     num = max(batch_size, 8)
     speeds = constant_batch(engines, lambda i: subject.requests(i, num), batch_size, options.rounds, options.seconds)
@@ -101,14 +102,17 @@ def constant(subject: Subject, options: Options, batch_size: int) -> dict[str, A
 
 @dataclass(frozen=True)
 class Pair:
-    """One measurement: the same work without and with speculation."""
+    """One rollout phase without and with speculation.
+
+    accept_length: tokens committed per verification; None where nothing was speculated.
+    num_different: responses whose tokens differ (in float32 only at near-ties).
+    """
 
     num_tokens: int
     off_seconds: float
     on_seconds: float
     accept_length: float | None
     num_different: int
-    """Responses whose tokens differ (float32: only at near-ties)."""
 
     @property
     def ratio(self) -> float:
@@ -117,7 +121,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Pairs of rollout phases; a ratio above 1 says that speculation is faster."""
+    """Pairs of rollout phases. A ratio above 1 says that speculation is faster."""
 
     name: str
     pairs: tuple[Pair, ...]
@@ -150,17 +154,17 @@ def launch_workload(config: Config, num_steps: int) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder:
         inside = with_changes(config, {"run": {"out_dir": Path(folder)}})
-        payload = json.dumps({"config": inside.to_json(), "steps": num_steps})
-        code = launch(payload, config.run.num_ranks, "tlt.bench.rollout:main", config.run.threads_per_rank)
+        argument = json.dumps({"config": inside.to_json(), "steps": num_steps})
+        code = launch(argument, config.run.num_ranks, "tlt.bench.rollout:main", config.run.threads_per_rank)
         if code:
             raise SystemExit(code)
         measured: dict[str, Any] = json.loads((Path(folder) / "bench.json").read_text())
         return measured
 
 
-def main(payload: str, stop: StopRequest) -> None:
-    """Runs on every rank; rank 0 leaves the measurement in run.out_dir/bench.json. payload: what launch_workload packed."""
-    given = json.loads(payload)
+def main(argument: str, stop: StopRequest) -> None:
+    """Runs on every rank; rank 0 leaves the measurement in run.out_dir/bench.json. argument: what launch_workload packed."""
+    given = json.loads(argument)
     config = Config.from_json(given["config"])
     torch.set_num_threads(config.run.threads_per_rank)
     world = init_process_group_from_env(device_name(config))
@@ -171,21 +175,22 @@ def main(payload: str, stop: StopRequest) -> None:
 
 
 def workload(config: Config, world: World, stop: StopRequest, num_steps: int) -> Measurement:
-    """Rollout phases of the configuration, `num_steps` of them, in both ways; the policy stays as it is."""
+    """Runs `num_steps` rollout phases of the configuration, each with and without speculation. The policy stays as it is."""
     coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
     plain: Changes = {"rollout": {"speculation": "off"}, "drafter": {"train": False}}
     runs: dict[str, Run] = {}
     for name, changes in (("on", {}), ("off", plain)):
         changed = with_changes(config, {**changes, "run": {"out_dir": config.run.out_dir / name}})
         runs[name] = Run(changed, world, stop, coordinator)
-    params = runs["on"].sampling_params()
+    params = runs["on"].params
     pairs, idle, harvested = [], 0.0, 0.0
     for step in range(num_steps):
         problems = problems_of_step(runs["on"].problems, step, config.rollout.problems_per_step, config.run.seed)
         results: dict[str, PhaseResult] = {}
         for name in ("off", "on") if step % 2 == 0 else ("on", "off"):
             started = time.perf_counter()
-            results[name] = runs[name].phase.run(problems, config.rollout.samples_per_problem, params, "rollout", step)
+            num_samples, run = config.rollout.samples_per_problem, runs[name]
+            results[name] = run.phase.run(problems, num_samples, params, "rollout", step, run.drafter)
             runs[name].timeline.record(SpanName.STEP, started, time.perf_counter())
         on, off = results["on"], results["off"]
         pairs.append(_pair(off.rollouts, on.rollouts, _generation_seconds(off), _generation_seconds(on), on.stats))
@@ -203,7 +208,7 @@ def workload(config: Config, world: World, stop: StopRequest, num_steps: int) ->
 
 
 def _generation_seconds(phase: PhaseResult) -> float:
-    """From the first replica's start to the last token of all."""
+    """Returns the seconds from the first replica's start to the last token of all."""
     return phase.last_token - min(replica.start for replica in phase.replicas)
 
 

@@ -10,7 +10,8 @@ from tlt.build import EngineSettings, build_engine, load_model
 from tlt.config.schema import Config
 from tlt.drafter.folder import load_drafter
 from tlt.engine.engine import RolloutEngine
-from tlt.train.run import device_name, load_problems, problems_of_step
+from tlt.train.problems import load_problems, problems_of_step
+from tlt.train.run import device_name
 from tlt.types import Request, SamplingParams, StrategyTuner, resolve_dtype
 
 

@@ -1,4 +1,4 @@
-"""`tlt bench train`: whole RL runs side by side, with TLT and without, step by step in turns.
+"""Runs whole RL runs side by side, with TLT and without, step by step in turns: `tlt bench train`.
 
     step k        tlt: rollout │ update │ publish │ record        off: rollout │ update │ publish │ record
     step k + 1    off: …                                          tlt: …
@@ -8,8 +8,8 @@ seed means one run: the same tokens, rewards and weights, exactly in float64. In
 Responses and weights that differ are counted, and the run is given the reference's weights and optimizer before the next
 step, so that every pair of steps does the same work.
 
-The runs stay in run.out_dir; the same command continues them. Nothing here is specific to what the runs change: the ablation
-(benchmarks/ablation.py) gives others.
+The runs stay in run.out_dir; the same command continues them. What they showed is in train_report.py. This file does not know
+what the runs change: benchmarks/ablation.py compares others.
 """
 
 from __future__ import annotations
@@ -32,24 +32,27 @@ from tlt.config.schema import Config
 from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import World, any_rank, gather_objects, init_process_group_from_env, shutdown
 from tlt.report.console import Console
+from tlt.train.loop import advance
 from tlt.train.phase import PhaseResult, StopRequested
-from tlt.train.run import Run, advance, device_name, load_problems
+from tlt.train.problems import load_problems
+from tlt.train.run import Run, device_name
 from tlt.types import Problem, UserError
 
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest
 
 OFF: Changes = {"rollout": {"speculation": "off"}, "drafter": {"path": None, "train": False}}
-"""The same system without TLT."""
+"""Turns the configuration into the same system without TLT."""
 FROZEN: Changes = {"drafter": {"train": False}}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Which runs, by name, and what each changes of the configuration; the first is the reference.
+    """The runs to compare, and for how long.
 
-    num_steps: of every run, those of earlier sessions included.  minutes: no round begins that would not end within them.
-    shift: (step, task options): from this step on the problems are those of these options.
+    runs: what each run, by name, changes of the configuration; the first is the reference.
+    num_steps: steps of every run, those of earlier sessions included.  minutes: no round begins that would not end within them.
+    shift: (step, task options): from this step on the problems are made with these options; None: never.
     """
 
     runs: Mapping[str, Changes]
@@ -58,7 +61,7 @@ class Plan:
     shift: tuple[int, Mapping[str, Any]] | None = None
 
     def configs(self, config: Config) -> dict[str, Config]:
-        """Of every run; each lives in a folder of its own."""
+        """Returns every run's configuration. Each run has a folder of its own."""
         folder = config.run.out_dir
         return {
             name: with_changes(with_changes(config, changes), {"run": {"out_dir": folder / name}})
@@ -66,7 +69,7 @@ class Plan:
         }
 
     def problems(self, config: Config) -> Callable[[int], list[Problem]]:
-        """The training problems as a function of the step."""
+        """Returns the training problems as a function of the step."""
         before = load_problems(config, "train")
         if self.shift is None:
             return lambda step: before
@@ -83,8 +86,8 @@ def launch_runs(config: Config, plan: Plan) -> int:
     from tlt.distributed.launch import launch
 
     check_folder(config, plan)
-    payload = json.dumps({"config": config.to_json(), "plan": dataclasses.asdict(plan)}, default=str)
-    return launch(payload, config.run.num_ranks, "tlt.bench.train:main", config.run.threads_per_rank)
+    argument = json.dumps({"config": config.to_json(), "plan": dataclasses.asdict(plan)}, default=str)
+    return launch(argument, config.run.num_ranks, "tlt.bench.train:main", config.run.threads_per_rank)
 
 
 def check_folder(config: Config, plan: Plan) -> None:
@@ -96,9 +99,9 @@ def check_folder(config: Config, plan: Plan) -> None:
             raise UserError(f"run.out_dir: {folder} holds runs of another configuration; give another --run.out_dir")
 
 
-def main(payload: str, stop: StopRequest) -> None:
-    """Runs on every rank. payload: what launch_runs packed."""
-    given = json.loads(payload)
+def main(argument: str, stop: StopRequest) -> None:
+    """Runs on every rank. argument: what launch_runs packed."""
+    given = json.loads(argument)
     config = Config.from_json(given["config"])
     torch.set_num_threads(config.run.threads_per_rank)
     world = init_process_group_from_env(device_name(config))
@@ -107,8 +110,10 @@ def main(payload: str, stop: StopRequest) -> None:
 
 
 def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> None:
-    """Rounds of one step of every run until the plan is fulfilled or its time is over; then all are checkpointed together.
-    When the user stops, the round under way is dropped, and these runs cannot go on."""
+    """Takes one step of every run per round until the plan is fulfilled or its time is over; then checkpoints all runs.
+
+    When the user stops it, the round under way is dropped, and these runs cannot go on.
+    Raises UserError where the runs in the folder did not end together."""
     started, longest = time.perf_counter(), 0.0
     path = config.run.out_dir / "turns.jsonl"
     coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
@@ -144,8 +149,9 @@ def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> N
 
 
 def one_round(runs: Mapping[str, Run], world: World) -> list[Turn]:
-    """One step of every run, the order turned from round to round. In the first one the reference comes last: what a fresh
-    process is slow at is not held against it."""
+    """Takes one step of every run, the order turned from round to round. Returns a Turn for each.
+
+    In the first round the reference comes last: what a fresh process is slow at is not held against it."""
     names = list(runs)
     reference = runs[names[0]]
     step = reference.step
@@ -176,7 +182,7 @@ def one_round(runs: Mapping[str, Run], world: World) -> list[Turn]:
 
 
 def responses(phase: PhaseResult) -> list[tuple[str, int, tuple[int, ...], float]]:
-    """All that the update makes of a phase: (problem, sample, tokens, reward), in canonical order."""
+    """Returns all of a phase that the update depends on: (problem, sample, tokens, reward), in canonical order."""
     pairs = zip(phase.rollouts, phase.rewards, strict=True)
     return [(rollout.problem_id, rollout.sample_index, rollout.token_ids, reward.value) for rollout, reward in pairs]
 
@@ -189,6 +195,7 @@ def synchronize(run: Run, reference: Run) -> None:
 
 
 def describe_round(turns: Sequence[Turn]) -> str:
+    """Returns a round as one line for the screen."""
     different = sum(turn.num_different for turn in turns)
     same = "same tokens" if not different else f"{different} responses differ"
     return f"step {turns[0].step}: {', '.join(f'{t.run} {t.seconds:.1f} s' for t in turns)}; {same}"

@@ -1,4 +1,4 @@
-"""What the turns of `tlt bench train` showed: ratios of step seconds, phases, and where runs differed. Reads files alone."""
+"""Reports what the turns of `tlt bench train` showed: ratios of step seconds, phases, differences. Reads files alone."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ from tlt.types import Span, SpanName, UserError
 class Turn:
     """One step of one run: a line of turns.jsonl, beside the run's own metrics.
 
-    seconds: from when all ranks began to when all were done, the record written.  num_solved_problems: with a solved response.
-    digest: of all token ids and rewards.
-    num_different: responses whose tokens or reward are not the reference's.  same_weights: bit for bit, after the step.
+    seconds: from when all ranks began to when all were done, the record written.
+    num_solved_problems: problems with a response that solves them.
+    num_different: responses whose tokens or reward are not the reference's.
+    same_weights: whether the weights after the step are the reference's, bit for bit.
+    digest: hash of all token ids and rewards.
     """
 
     run: str
@@ -38,12 +40,15 @@ class Turn:
 
 
 def ceiling(rollout_share: float, rollout_speedup: float) -> float:
-    """How much faster a step can get where only its rollout does: 1 / (1 - r + r / S)."""
+    """Returns how much faster a step can get when only its rollout gets faster, by Amdahl's law: 1 / (1 - r + r / S).
+
+    rollout_share r: of the reference's step.  rollout_speedup S: of the rollout alone.
+    """
     return 1 / (1 - rollout_share + rollout_share / rollout_speedup)
 
 
 def read_turns(path: Path, names: Iterable[str]) -> dict[str, list[Turn]]:
-    """By run; no file is no turns."""
+    """Returns the turns by run, none where there is no file. Raises UserError for a run that is not among the names."""
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     for line in path.read_text().splitlines() if path.exists() else ():
         turn = Turn(**json.loads(line))
@@ -54,8 +59,9 @@ def read_turns(path: Path, names: Iterable[str]) -> dict[str, list[Turn]]:
 
 
 def phase_seconds(spans_by_rank: Mapping[int, Sequence[Span]]) -> dict[str, float]:
-    """Seconds per step under each name, mean over ranks; `other` is what no span covers. Spans may overlap: what several
-    cover (training that is preempted) counts under each of their names."""
+    """Returns the seconds per step under each span's name, mean over ranks; `other` is what no span covers.
+
+    Spans may overlap: what several cover (training that is preempted) counts under each of their names."""
     seconds: dict[str, float] = defaultdict(float)
     num_steps = 0
     for spans in spans_by_rank.values():
@@ -70,9 +76,10 @@ def phase_seconds(spans_by_rank: Mapping[int, Sequence[Span]]) -> dict[str, floa
 
 
 def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Of the runs in `folder`, over the rounds that all of them finished; the first of the names is the reference.
+    """Summarizes the runs in `folder` over the rounds that all of them finished. The first of the names is the reference.
 
-    ratios: of step seconds, base / run, for every run and base.  rollout_speedup S, ceilings: over the reference.
+    In the result, `ratios` are step seconds of base / run for every run and base; `rollout_speedup` S and the ceilings are
+    over the reference. Raises UserError where no round was finished.
     """
     turns = read_turns(folder / "turns.jsonl", names)
     reference, *others = names
@@ -98,7 +105,7 @@ def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def summarize_run(records: Sequence[StepRecord], turns: Sequence[Turn], spans: Mapping[int, Sequence[Span]]) -> dict[str, Any]:
-    """Seconds and CPU-seconds are per step, of idle time summed over ranks; None where there is nothing to divide by."""
+    """Summarizes one run. Seconds are per step, idle seconds summed over ranks; None: there is nothing to divide by."""
     num_steps = len(turns)
     step_seconds = sum(turn.seconds for turn in turns)
     cpu_seconds = sum(record.cpu_seconds for record in records)
@@ -146,7 +153,7 @@ def _paired(base: Sequence[float], other: Sequence[float]) -> Ratio:
 
 
 def to_markdown(title: str, report: Mapping[str, Any]) -> str:
-    """The report for people: the runs side by side, the reference first."""
+    """Returns the report for people: the runs side by side, the reference first."""
     runs: dict[str, Any] = report["runs"]
     reference, *others = runs
     off, config = runs[reference], report["config"]
@@ -193,6 +200,6 @@ def to_markdown(title: str, report: Mapping[str, Any]) -> str:
 
 
 def _place(phase: str) -> tuple[int, str]:
-    """Where a phase stands in the table: in the order of a step, unknown names after it, what no span covers last."""
+    """Returns the key by which phases are sorted: in the order of a step, then unknown names, what no span covers last."""
     order = [*SpanName, "unknown", "record", "other"]
     return order.index(phase if phase in order else "unknown"), phase

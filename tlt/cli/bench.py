@@ -65,7 +65,7 @@ def rollout(options: BenchRollout) -> Record:
     """Measures (see bench/rollout.py); returns the ratios over off, by measurement."""
     from tlt.bench.rollout import PARTS, Options, run_benchmark
     from tlt.drafter.hybrid import drafter_kinds
-    from tlt.train.run import preflight
+    from tlt.train.start import preflight
     from tlt.tuning.tuner import make_tuner
 
     _check_words("--parts", options.parts, PARTS)
@@ -94,7 +94,7 @@ def train(options: BenchTrain) -> Record:
     from tlt.bench.report import header, write_report
     from tlt.bench.train import FROZEN, OFF, Plan, launch_runs
     from tlt.bench.train_report import summarize, to_markdown
-    from tlt.train.run import preflight
+    from tlt.train.start import preflight
 
     changes = {"tlt": {}, "frozen": FROZEN}
     _check_words("--variants", options.variants, tuple(changes))

@@ -16,7 +16,7 @@ from tlt.files import Record, check_output_file, write_jsonl
 from tlt.types import Rollout
 
 if TYPE_CHECKING:
-    from tlt.engine.engine import EngineStats
+    from tlt.engine.stats import EngineStats
     from tlt.models.tokenizer import Tokenizer
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -38,12 +39,11 @@ class TrainHelp(Train, Config):
 
 def run(options: Train) -> int:
     """Checks everything that can be checked, starts the ranks, and returns the exit code of the run."""
+    started_at = time.time()
     config = resolve_config(options.config, options.overrides, options.resume)
-    from tlt.distributed.launch import launch
-    from tlt.train.run import preflight
+    from tlt.train.start import start
 
-    preflight(config)
-    return launch(config.to_json(), config.run.num_ranks, "tlt.train.run:main", threads_per_rank=config.run.threads_per_rank)
+    return start(config, started_at)
 
 
 def resolve_config(path: Path | None, overrides: Sequence[str], resume: Path | None) -> Config:

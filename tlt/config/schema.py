@@ -237,7 +237,8 @@ class EvaluationSection(Section):
 class RewardsSection(Section):
     """The worker processes that score responses while others still generate."""
 
-    num_workers: PositiveInt = 1
+    num_workers: NonNegativeInt = 1
+    """0: the rank scores by itself and no time-out holds; for a task that is being written, or an object of a notebook."""
     timeout_seconds: PositiveFloat = 10.0
     """Of one response; past it the reward is 0, with the reason recorded."""
 

@@ -1,7 +1,9 @@
-"""The latest of something, from anyone to anyone, through the c10d Store. Nobody waits and nobody is asked to take part.
+"""A mailbox for one message, the latest, from any rank to all others, through the c10d Store. Does not know what it means.
 
-sender    number = next of a counter    data/number/0, 1, …  ─▶  latest = number
-reader    latest newer than what it has?  ─▶  all its pieces, or nothing if a later one has replaced them meanwhile
+Nobody waits, and nobody is asked to take part:
+
+    sender    number = next of a counter    data/number/0, 1, …  ─▶  latest = number
+    reader    latest newer than what it has?  ─▶  all its pieces, or nothing if a later one has replaced them meanwhile
 """
 
 from __future__ import annotations
@@ -16,9 +18,9 @@ _ABSENT, _PRESENT = b"-", b"+"
 
 
 class Mailbox:
-    """One participant's view. What it sends replaces what it sent before.
+    """One participant's view. A message that it sends replaces the one before.
 
-    store: of this mailbox's own (a PrefixStore), on a connection on which nobody blocks.
+    store: this mailbox's own prefix (a PrefixStore), on a connection on which nobody blocks.
     """
 
     def __init__(self, store: Store) -> None:
@@ -27,6 +29,7 @@ class Mailbox:
         self._number = 0  # of the message read or sent last
 
     def send(self, payload: bytes) -> None:
+        """Makes `payload` the latest message: its pieces first, then the number that names them."""
         pieces = [_PRESENT + payload[i : i + PIECE_BYTES] for i in range(0, len(payload), PIECE_BYTES)]
         number = self._store.add("number", 1)
         keys = [f"data/{number}/{index}" for index in range(len(pieces))]
@@ -38,7 +41,7 @@ class Mailbox:
         self._sent, self._number = keys, number
 
     def receive(self) -> bytes | None:
-        """The latest message if it is newer than any that was sent or received here; None: there is none."""
+        """Returns the latest message if it is newer than any that was sent or received here, or None: there is none."""
         latest = self._read("latest")
         if latest == _ABSENT:
             return None
@@ -52,12 +55,12 @@ class Mailbox:
         return b"".join(piece.removeprefix(_PRESENT) for piece in pieces)
 
     def _read(self, key: str) -> bytes:
-        """A key's value, or _ABSENT, without waiting for it to appear (`get` would)."""
+        """Returns a key's value, or _ABSENT, without waiting for it to appear (`get` would)."""
         value: bytes = self._store.compare_set(key, _ABSENT.decode(), _ABSENT.decode())
         return value
 
 
 def connect_mailbox(store: Store, name: str) -> Mailbox:
-    """A mailbox on a client connection of its own: a message of many bytes holds nobody up."""
+    """Makes a mailbox on a client connection of its own: a message of many bytes holds nobody up."""
     connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
     return Mailbox(PrefixStore(f"mailbox/{name}", connection))

@@ -1,20 +1,21 @@
-"""The shared queue of a phase, as a few counters in the c10d Store. Knows neither what a unit is nor who works on it.
+"""The shared queue of a phase, as a few counters in the c10d Store. Knows neither what a unit is nor how it is worked on.
 
     replica 0   take(12) → [0..3]   finish finish finish …      take → [9]  finish       all_done
     replica 1   take(12) → [4..6]   finish …     take → [7,8]   finish   take → []  ░ polls: trains the drafter ░
                      └──────────── one linear order: whoever moves `queue` first ────────────┘
 
-Keys, under one prefix per phase (its number), so that phases never mix:
+Keys, under one prefix per phase (its number), so that phases never mix; all of them lie under the store that is handed in:
 
     queue     "next/total#replica.serial"   moved by compare_set only: takes and additions are one linear order
-    open      units added minus units finished; all done  ⇔  num_units + open == 0  (missing reads as 0: no one need set it)
+    open      units added minus units finished; all is done when num_units + open == 0 (an absent counter reads as 0)
     help      "R,S#replica.serial"          replicas without work that offer to take some of another's; compare_set only
-    load/U    number of parts of unit U, which one replica hands over to whoever takes it; load/U/0, 1, …  the parts
-    beat/R    "changes:held"                written by replica R alone; whoever waits watches it change
+    load/U    number of parts of unit U, which one replica hands over to whoever takes it; the parts are load/U/0, 1, …
+    beat/R    "changes:held"                written by replica R alone; a replica that waits watches it change
 
-and, outside of phases, `at/R` (the phase that replica R is in; older ones may be deleted) and `stop`.
+Outside of phases there is `at/R`: the phase that replica R is in. Phases that all have left are deleted.
 
-There is no server of ours, no collective, and no call that blocks: an absent key is read by a compare_set that cannot match.
+There is no server of ours, no collective, and no call that blocks, except for parts that are being written at this moment. A
+key that may be absent is read by a compare_set that cannot match.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class ReplicaTimeout(RuntimeError):
 
 
 class Coordinator:
-    """One replica's view of the queue. Used by the replica's leader, from one thread.
+    """One replica's view of the queue. The replica's leader uses it, from one thread.
 
     store: a client of its own (`store.clone()`) where other threads may block on theirs.
     timeout: seconds without any sign of life after which a wait raises `ReplicaTimeout`.
@@ -100,8 +101,8 @@ class Coordinator:
     # -- the queue ---------------------------------------------------------------------------------------------------
 
     def take(self, room: int) -> list[int]:
-        """Takes up to min(room, ceil(remaining / (2 × replicas))) units, at least one if any remains and there is room.
-        Empty: nothing remains now (more may come, see `has_work`) or there is no room."""
+        """Takes up to min(room, ceil(remaining / (2 × replicas))) units, at least one if any remains and there is room. Returns
+        none where nothing remains now (more may come, see `has_work`) or there is no room."""
         while room > 0:
             first, total = self._position()
             count = min(room, -(-(total - first) // (2 * self.num_replicas)))
@@ -118,8 +119,8 @@ class Coordinator:
         return []
 
     def add_units(self, count: int) -> range:
-        """Appends `count` units and returns their indices. A replica that decides on new work because of a unit adds it
-        *before* it finishes that unit: then no one can see all done in between."""
+        """Appends `count` units and returns their indices. New work that follows from a unit is added *before* that unit is
+        finished: so nobody sees all work done in between."""
         assert count >= 0
         if count == 0:
             return range(0)
@@ -137,35 +138,26 @@ class Coordinator:
         self._store.add("open", -1)
 
     def abandon(self) -> None:
-        """Lets go of what this replica holds, unfinished, because the run stops: the phase is never done then, and the next
+        """Lets go of what this replica holds, unfinished, because the run stops. The phase is never done then, and the next
         `begin` does not object."""
         self._held.clear()
 
     def has_work(self) -> bool:
-        """Whether a unit could be taken now."""
+        """Returns whether a unit could be taken now."""
         self._refresh()
         first, total = self._position()
         return first < total
 
     def all_done(self) -> bool:
-        """Whether every unit is finished, those added included; stays true. One round trip; at most once a second it also
-        looks whether those who still hold units are alive, and raises `ReplicaTimeout` if not."""
+        """Returns whether every unit is finished, those added included; once true, it stays true. It costs one round trip. At
+        most once a second it also looks whether the others show signs of life, and raises `ReplicaTimeout` if one does not."""
         if self._num_units + self._store.add("open", 0) == 0:
             return True
         self._watch()
         return False
 
-    def wait_all_done(self) -> bool:
-        """For a replica that has nothing to do meanwhile. True: all is done. False: come back, there is work to take or a
-        stop was requested."""
-        while not self.all_done():
-            if self.has_work() or self.stop_requested():
-                return False
-            self._sleep(POLL_SECONDS)
-        return True
-
     def _position(self) -> tuple[int, int]:
-        """(next unit to hand out, number of units) as last seen."""
+        """Returns (next unit to hand out, number of units) as last seen."""
         if not self._queue:
             return 0, self._num_units
         position, _, _ = self._queue.partition(b"#")
@@ -173,15 +165,15 @@ class Coordinator:
         return int(first), int(total)
 
     def _move(self, first: int, total: int) -> bool:
-        """Moves the queue on from where it was last seen. The value names its author: a loser must not read the winner's
-        value as its own. Either way the queue's latest state is known afterwards."""
+        """Moves the queue on from where it was last seen; returns whether no other replica was faster. The value names its
+        author, so that a loser does not take the winner's for its own. Either way `_queue` is the latest state afterwards."""
         self._serial += 1
         wanted = f"{first}/{total}#{self.replica}.{self._serial}".encode()
         self._queue = self._store.compare_set("queue", self._queue.decode(), wanted.decode())
         return self._queue == wanted
 
     def _refresh(self) -> bool:
-        """Reads the queue's state. Whether it had moved since this replica last saw it."""
+        """Reads the queue's state; returns whether it had moved since this replica last saw it."""
         value = _read(self._store, "queue")
         seen, self._queue = self._queue, b"" if value == ABSENT else value
         return self._queue != seen
@@ -189,8 +181,8 @@ class Coordinator:
     # -- handing work over --------------------------------------------------------------------------------------------
 
     def offer_help(self) -> None:
-        """Says that this replica has run dry, until it takes a unit. Call it again while waiting: what was handed over for the
-        sake of this offer may have gone to another replica."""
+        """Says that this replica has run dry; the offer stands until it takes a unit. Call it again while waiting: another
+        replica may have taken what was handed over because of this offer."""
         self._offers_help = True
         self._change_help(lambda offers: offers if self.replica in offers else [*offers, self.replica])
 
@@ -210,13 +202,13 @@ class Coordinator:
         return unit
 
     def hand_over(self, unit: int, parts: Sequence[bytes]) -> None:
-        """What the unit consists of: parts of whatever meaning."""
+        """Writes what the unit consists of: parts, whose meaning the caller knows."""
         for index, part in enumerate(parts):
             self._store.set(f"load/{unit}/{index}", part)  # type: ignore[arg-type]  # the stubs know text only
         self._store.set(f"load/{unit}", str(len(parts)))
 
     def receive(self, unit: int) -> list[bytes]:
-        """The parts of a unit that was handed over and that this replica took. They may still be written: a moment's wait."""
+        """Returns the parts of a unit that was handed over and that this replica took. They may still be written: it waits."""
         since = self._clock()
         while (num_parts := _read(self._store, f"load/{unit}")) == ABSENT:
             if self._clock() - since > self.timeout:
@@ -233,7 +225,7 @@ class Coordinator:
             self._change_help(lambda offers: [replica for replica in offers if replica != self.replica])
 
     def _change_help(self, change: Callable[[list[int]], list[int]]) -> bool:
-        """Whether it changed anything. Like the queue's, the value names its author."""
+        """Changes the list of offers; returns whether that made a difference. Like the queue's, the value names its author."""
         seen = _read(self._store, "help")
         while (changed := change(_offers(seen))) != _offers(seen):
             self._serial += 1
@@ -274,28 +266,19 @@ class Coordinator:
                     f"sign of life for {now - since:.1f} s (time-out {self.timeout:g} s)"
                 )
 
-    # -- stop --------------------------------------------------------------------------------------------------------
-
-    def request_stop(self) -> None:
-        """Asks all replicas to stop (Ctrl-C on one stops all). It lasts: there is no taking it back."""
-        self._root.add("stop", 1)
-
-    def stop_requested(self) -> bool:
-        """Whether any replica asked. Replicas may see it at different times: agree (a collective) before acting together."""
-        return self._root.add("stop", 0) > 0
-
     @property
     def _label(self) -> str:
         return f"phase {self._name!r}"
 
 
 def local_coordinator(timeout: float = 600.0) -> Coordinator:
-    """The same for a single replica: the counters live in this process."""
+    """Makes the queue of a single replica: the counters live in this process."""
     return Coordinator(HashStore(), replica=0, num_replicas=1, timeout=timeout)
 
 
 def connect_coordinator(store: Store, replica: int, num_replicas: int, timeout: float) -> Coordinator:
-    """A coordinator on a client connection and a key prefix of its own, so that nobody's blocking wait holds it up."""
+    """Makes a coordinator with a client connection of its own, which nobody's blocking wait holds up, and a key prefix of its
+    own."""
     if num_replicas == 1:
         return local_coordinator(timeout)
     connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
@@ -309,6 +292,6 @@ def _offers(value: bytes) -> list[int]:
 
 
 def _read(store: Store, key: str) -> bytes:
-    """A key's value, or ABSENT, without waiting for it to appear (`get` would)."""
+    """Returns a key's value, or ABSENT, without waiting for it to appear (`get` would)."""
     value: bytes = store.compare_set(key, ABSENT.decode(), ABSENT.decode())
     return value

@@ -7,6 +7,7 @@ how work is shared out while they generate (work_queue.py).
 from __future__ import annotations
 
 import gc
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ class World:
     device: where it computes.
     store: the c10d Store of the run (a HashStore when this process is alone).
     group: the default process group, or None when this process is alone: then no collective communicates.
+    timeout_seconds: how long a collective waits for the other ranks; infinite when this process is alone.
     """
 
     rank: int
@@ -36,6 +38,7 @@ class World:
     device: torch.device
     store: dist.Store
     group: dist.ProcessGroup | None
+    timeout_seconds: float = math.inf
 
     @property
     def is_leader(self) -> bool:
@@ -88,7 +91,7 @@ def init_process_group_from_env(device: str | torch.device = "cpu", timeout_seco
     store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout)
-    return World(rank, world_size, local_rank, device, store, dist.group.WORLD)
+    return World(rank, world_size, local_rank, device, store, dist.group.WORLD, timeout_seconds)
 
 
 def shutdown(world: World) -> None:

@@ -1,5 +1,5 @@
-"""Drafter directories as other trainers write them, brought into our layout: config.json as we would have written it, tensors
-under our names. What we would compute differently is refused; nothing is lost in silence.
+"""Drafter folders of other trainers, brought into our layout: config.json as we would have written it, tensors under our names.
+A drafter that we would compute differently is refused, and no tensor is dropped in silence. Knows no target's shape.
 
     SafeAILab's EAGLE   "LlamaForCausalLM", layers.0. or midlayer., often with a copy of the embedding and a bias of fc
     SpecForge, SGLang   "LlamaForCausalLMEagle3", midlayer., layer ids under eagle_config, one less than vLLM's
@@ -30,14 +30,15 @@ ARCHITECTURES: Mapping[str, Method | None] = {
     "Eagle3DraftModel": "eagle3",
     "LlamaForCausalLM": None,
 }
-"""The form of drafter by its architecture; None: the tensors tell."""
+"""Form of the drafter by the architecture in its config.json; None: the names of its tensors tell."""
 
 OTHER_COMPUTATIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "parallel_drafting")
-"""Keys under which a drafter is another function than ours, when true."""
+"""Keys of config.json that, when true, make a drafter another function than ours."""
 
 
 def read_directory(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(config.json, tensors) of a drafter of ours or another's; UserError, one line, where it cannot be read."""
+    """Returns (config.json, tensors) of a drafter of ours or another's, in our layout, with its form under the key "method".
+    UserError, one line, where it cannot be read."""
     weights = INDEX if (path / INDEX).is_file() else WEIGHTS
     for name in ("config.json", weights):
         if not (path / name).is_file():
@@ -55,6 +56,7 @@ def read_directory(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _remedy(path: Path) -> str:
+    """Returns what to do about a file that is missing."""
     if not (path / "pytorch_model.bin").is_file():
         return "give a directory that tlt drafter train wrote, or another's with config.json and safetensors"
     return (
@@ -64,6 +66,7 @@ def _remedy(path: Path) -> str:
 
 
 def _method(path: Path, described: Mapping[str, Any], stored: Mapping[str, Tensor]) -> Method:
+    """Returns the form of the drafter; UserError where its architecture is unknown."""
     found = described.get("architectures")
     name = found[0] if isinstance(found, list) and len(found) == 1 else None
     if not isinstance(name, str) or name not in ARCHITECTURES:
@@ -73,8 +76,8 @@ def _method(path: Path, described: Mapping[str, Any], stored: Mapping[str, Tenso
 
 
 def _flatten(path: Path, described: Mapping[str, Any], method: Method) -> dict[str, Any]:
-    """config.json with the layer's geometry at the top and the layer ids as vLLM counts them: inputs of layers. SGLang's ids,
-    under eagle_config, are those of outputs."""
+    """Returns config.json with the layer's geometry at the top, and with the captured layers counted as vLLM does: by their
+    inputs. SGLang's ids, under eagle_config, count outputs. UserError where the drafter is another function than ours."""
     nested = described.get("eagle_config") or {}
     flat: dict[str, Any] = {**(described.get("transformer_layer_config") or {}), **described}
     flat |= {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "method": method}
@@ -91,6 +94,7 @@ def _flatten(path: Path, described: Mapping[str, Any], method: Method) -> dict[s
 
 
 def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[str, Tensor]:
+    """Returns the tensors under our names, without stored rotary frequencies; UserError where two would have the same name."""
     layer = "layers.0." if method == "eagle" else "midlayer."
     tensors: dict[str, Tensor] = {}
     for given, tensor in stored.items():
@@ -108,9 +112,12 @@ def _rename(path: Path, stored: Mapping[str, Tensor], method: Method) -> dict[st
 def drop_repeated(
     path: Path, tensors: dict[str, Tensor], method: Method, vocab_size: int, target: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    """Without what the drafter takes from the target (the embedding, for EAGLE the head too), a bias of zeros, and a draft
-    vocabulary that leaves nothing out. `target`: compare first; a head of an EAGLE-3 drafter that is the target's is then left
-    out as well."""
+    """Returns the tensors without those that say nothing new: the target's embedding, for EAGLE its head too, a bias of zeros,
+    and a draft vocabulary that leaves no token out.
+
+    target: the target's tensors. UserError where the drafter's embedding, or an EAGLE drafter's head, is another; an EAGLE-3
+        head is left out if it is the target's. None: nothing is compared, and EAGLE-3 keeps its head.
+    """
     tensors = dict(tensors)
     if "fc.bias" in tensors and not tensors["fc.bias"].any():
         del tensors["fc.bias"]
@@ -134,5 +141,5 @@ def drop_repeated(
 
 
 def _is_copy(a: Tensor, b: Tensor) -> bool:
-    """Up to rounding: one of the two may have been stored in float16, the other in bfloat16."""
+    """Returns whether two tensors are equal up to rounding: one may have been stored in float16, the other in bfloat16."""
     return a.shape == b.shape and torch.allclose(a.float(), b.float(), rtol=2**-7, atol=1e-4)

@@ -74,6 +74,9 @@ class HybridDrafter:
         self.learned.move(source, target)
         self.ngram.move(source, target)
 
+    def recall(self, slot: int, num_positions: int) -> Tensor | None:
+        return self.learned.recall(slot, num_positions)
+
     def finish(self, slot: int, rollout: Rollout) -> None:
         self.learned.finish(slot, rollout)
         self.ngram.finish(slot, rollout)

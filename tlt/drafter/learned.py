@@ -66,8 +66,6 @@ class LearnedDrafter:
     window: positions whose features are remembered per sequence; what lies further back when speculation is switched on
         is not seen by the drafter.
     keep_targets: also remember what training matches (models/drafter.py, training_capture).
-    on_finish: receives each response with what was captured at all its tokens but the last, [T, F], or None where the
-        window no longer holds it.
     """
 
     kinds = ("learned",)
@@ -84,7 +82,6 @@ class LearnedDrafter:
         window: int = DEFAULT_WINDOW,
         calibrate: bool = True,
         keep_targets: bool = False,
-        on_finish: Callable[[Rollout, Tensor | None], None] | None = None,
     ) -> None:
         assert ranking in ("coupled", "top-k"), ranking
         self.model, self.target = model, target
@@ -92,7 +89,6 @@ class LearnedDrafter:
         self.tau_search = TauSearch(tau)
         self.confidence_threshold = confidence_threshold
         self.calibration = Calibration(model.device) if calibrate else None
-        self.on_finish = on_finish
         self.capture = training_capture(model.config, target.config.num_layers) if keep_targets else model.config.capture
         self.cache = Cache(model.config.layer, 1, model.dtype, model.device, max_slots)
         size = len(self.capture) * target.config.hidden_size
@@ -132,11 +128,13 @@ class LearnedDrafter:
         if self.counts[source]:
             self.cache.move(source, target, self.counts[source])
 
+    def recall(self, slot: int, num_positions: int) -> Tensor | None:
+        """Returns [T, F], or None where the window no longer holds the first position."""
+        is_whole = self.history.first_known(num_positions) == 0
+        return self.history.read([slot], [0], num_positions)[0] if is_whole else None
+
     def finish(self, slot: int, rollout: Rollout) -> None:
-        if self.on_finish is not None:
-            known = len(rollout.prompt_ids) + len(rollout.token_ids) - 1
-            is_whole = self.history.first_known(known) == 0
-            self.on_finish(rollout, self.history.read([slot], [0], known)[0] if is_whole else None)
+        """Nothing to do: the slot's next sequence starts anew."""
 
     def withdraw(self, slot: int) -> None:
         """Nothing to do: the slot's next sequence starts anew."""

@@ -1,4 +1,4 @@
-"""What a drafter is trained to match, and the three ways of the field to do it."""
+"""The loss of drafter training, and its presets: three published ways to train. Knows neither batches nor optimizers."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tlt.drafter.model import Method
 
 @dataclass(frozen=True)
 class Preset:
-    """How a drafter is trained.
+    """A way to train a drafter.
 
     name: as users know it.
-    method: the form of drafter it is for.
-    unrolled_steps: of its own that every pair is trained on; from the second on it reads its own hidden state.
-    step_decay: each step's loss counts so much of the one before.
-    feature_weight: of Smooth L1 between the drafter's hidden state and the target's feature.
-    distribution_weight: of the cross-entropy between the two distributions.
+    method: the form of drafter that it is for.
+    unrolled_steps: steps that every pair drafts in training; from the second on the drafter reads its own hidden state.
+    step_decay: weight of each step's loss relative to the step before.
+    feature_weight: weight of Smooth L1 between the drafter's hidden state and the target's feature.
+    distribution_weight: weight of the cross-entropy between the two distributions.
     """
 
     name: str
@@ -43,15 +43,16 @@ _PRESETS = (
 PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}
 
 DEFAULT_PRESET: Mapping[Method, str] = {"eagle": "hass", "eagle3": "eagle3"}
-"""For a drafter that does not say how it was trained."""
+"""The preset of a drafter that does not say how it was trained."""
 
 
 def draft_loss(
     hidden_ME: Tensor, feature_ME: Tensor, logits_MV: Tensor, target_MV: Tensor, weight_M: Tensor, preset: Preset
 ) -> Tensor:
-    """Mean over pairs of one step's losses. target_MV holds the target's probabilities.
+    """Returns the mean loss of one step over the pairs that count.
 
-    weight_M is 1 where the pair predicts a response token and 0 elsewhere; at least one must be 1.
+    hidden_ME, logits_MV: the drafter's output.  feature_ME, target_MV: the target's features and probabilities.
+    weight_M: 1 where the pair predicts a response token and 0 elsewhere; at least one must be 1.
     """
     loss_M = -preset.distribution_weight * (target_MV * logits_MV.log_softmax(dim=-1)).sum(dim=-1)
     if preset.feature_weight:

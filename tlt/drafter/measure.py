@@ -1,4 +1,4 @@
-"""How good is a drafter? Numbers about its two copies on some responses; nothing is decided or changed here.
+"""The measure of a drafter: how good its two copies are on some responses. Nothing is decided or changed here.
 
 A response is sent through the engine's target once, which gives p, the distribution that its next token was drawn from. The
 drafter, teacher-forced on the same tokens, gives q.

@@ -52,7 +52,8 @@ class SuffixIndex:
         self._next_id = 0
         self._latest: tuple[dict[int, int], ...] = tuple({} for _ in ANCHORS)
         self._earlier: dict[int, tuple[array[int], ...]] = {}
-        self._num_indexed: dict[int, int] = {}
+        self._skips: dict[int, int] = {}
+        self._open: set[int] = set()
 
     def open(self, skip: int = 0) -> int:
         """A new text; anchors that end in its first `skip` tokens are not indexed (a sibling's prompt is known already)."""
@@ -60,7 +61,8 @@ class SuffixIndex:
         self._next_id += 1
         self.texts[text] = array("q")
         self._earlier[text] = tuple(array("q") for _ in ANCHORS)
-        self._num_indexed[text] = skip
+        self._skips[text] = skip
+        self._open.add(text)
         return text
 
     def extend(self, text: int, tokens: Sequence[int]) -> None:
@@ -71,24 +73,35 @@ class SuffixIndex:
             return
         stored.extend(tokens[-new:])
         self.num_tokens += new
-        skip = self._num_indexed[text]
+        skip = self._skips[text]
         for anchor, latest, earlier in zip(ANCHORS, self._latest, self._earlier[text], strict=True):
             for end in range(len(earlier), len(stored)):  # the token at `end` is what followed the anchor
                 if end < max(anchor, skip):
                     earlier.append(-1)
                     continue
-                key = hash(tuple(stored[end - anchor : end]))
+                key = _anchor_key(stored, end, anchor)
                 earlier.append(latest.get(key, -1))
                 latest[key] = text << 32 | end
 
     def close(self, text: int) -> None:
-        """The text is complete. Beyond `_MAX_TEXTS` the oldest are forgotten; occurrences in them lead nowhere."""
-        while len(self.texts) > _MAX_TEXTS:
-            oldest = next(iter(self.texts))
-            if oldest == text:
-                break
-            self.num_tokens -= len(self.texts.pop(oldest))
-            del self._earlier[oldest], self._num_indexed[oldest]
+        """The text is complete. Beyond `_MAX_TEXTS` the oldest complete ones are forgotten; those that still grow stay, however
+        many they are."""
+        self._open.remove(text)
+        num_surplus = len(self.texts) - _MAX_TEXTS
+        if num_surplus > 0:
+            for oldest in [text for text in self.texts if text not in self._open][:num_surplus]:
+                self._forget(oldest)
+
+    def _forget(self, text: int) -> None:
+        """Occurrences in this text lead nowhere from now on, and so does all that came before them."""
+        stored, skip = self.texts.pop(text), self._skips.pop(text)
+        del self._earlier[text]
+        self.num_tokens -= len(stored)
+        for anchor, latest in zip(ANCHORS, self._latest, strict=True):
+            for end in range(max(anchor, skip), len(stored)):
+                key = _anchor_key(stored, end, anchor)
+                if latest.get(key, -1) >> 32 == text:
+                    del latest[key]
 
     def sources(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
         """(length of the match, text, position of what followed) for the latest occurrences of the end of `tokens`."""
@@ -110,6 +123,11 @@ class SuffixIndex:
             if found:
                 return found
         return []
+
+
+def _anchor_key(stored: array[int], end: int, anchor: int) -> int:
+    """Names the `anchor` tokens before `end`. Two that differ may share a name: a match is counted token by token."""
+    return hash(tuple(stored[end - anchor : end]))
 
 
 def _match_length(stored: Sequence[int], end: int, tokens: Sequence[int]) -> int:
@@ -194,6 +212,9 @@ class NgramDrafter:
     def move(self, source: int, target: int) -> None:
         self.slots[target], self.slots[source] = self.slots[source], None
 
+    def recall(self, slot: int, num_positions: int) -> None:
+        """Retrieval remembers no feature."""
+
     def finish(self, slot: int, rollout: Rollout) -> None:
         place = self.slots[slot]
         assert place is not None, f"slot {slot} was never admitted"
@@ -215,7 +236,7 @@ class NgramDrafter:
         self.slots[slot] = None
 
     def release(self) -> None:
-        self.slots = [None] * len(self.slots)
+        """Nothing to do: what has ended is what retrieval reads."""
 
     def observe(self, verdicts: Sequence[Verdict]) -> None:
         """Learns from what the target said, whether or not it was asked about the latest retrieval."""

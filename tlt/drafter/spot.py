@@ -1,13 +1,12 @@
-"""Drafter training in idle time: one micro-step at a time, so that whoever has better work to do gets its processor back.
+"""Drafter training in idle time (TLT, arXiv 2511.16665): one micro-step at a time, so that a processor that is needed for
+better work is free again within one of them.
 
     SpotTrainer.run(should_stop):   while not should_stop():  micro-step
 
-    micro-step   recompute a chunk of features, or one optimizer step on a packed batch; of so many tokens that it takes
-                 a small share of a step, by the seconds per token measured so far
-    at the limit what is ready has been gone through `max_passes` times in this step: only features are recomputed until
-                 more is there to learn
-
-Knows neither who else works nor why it is to stop.
+A micro-step recomputes a chunk of features, or makes one optimizer step on a packed batch. It has as many tokens as fit a
+small share of a training step, by the seconds per token measured so far. A limit keeps the drafter from learning few responses
+by heart: once those that are ready have been gone through `max_passes` times within a step, only features are recomputed, until
+more are ready. Knows neither who else works nor why it is to stop.
 """
 
 from __future__ import annotations
@@ -30,30 +29,36 @@ from tlt.speculative.tree import chain_mask
 from tlt.types import DrafterReport, Rollout, Span, SpanName
 
 MIN_TOKENS = 128
-"""Of a micro-step: what one begins with, before anything is measured, and what it never falls below."""
+"""Smallest size of a micro-step, and the size before anything is measured."""
 
 MICRO_STEP_SHARE = 0.005
-"""Of a step's seconds. A preemption waits for one micro-step at most, so the worst of many stays below 1 %."""
+"""Share of a step's seconds that a micro-step may take. A preemption waits for one micro-step at most, so that even the longest
+wait of many stays below 1 %."""
 
 _FORGETTING = 0.2
 """Weight of the latest micro-step in the measured seconds per token."""
 
 
 class MicroStepSize:
-    """Tokens per micro-step of one kind of work."""
+    """Chooses the number of tokens of a micro-step, for one kind of work.
+
+    max_tokens: the user's bound.  seconds_per_token: a running mean; None: nothing has been measured.
+    """
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self.seconds_per_token: float | None = None
 
     def num_tokens(self, step_seconds: float | None) -> int:
-        """What fits MICRO_STEP_SHARE of a step; as few as possible while the step's or the work's duration is unknown."""
+        """Returns the tokens that fit MICRO_STEP_SHARE of a step; the fewest while the duration of a step (None) or of the work
+        is unknown."""
         fitting = 0
         if step_seconds is not None and self.seconds_per_token is not None:
             fitting = int(MICRO_STEP_SHARE * step_seconds / self.seconds_per_token)
         return min(max(fitting, MIN_TOKENS), self.max_tokens)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
+        """Takes the duration of a micro-step into account."""
         measured = seconds / num_tokens
         known = measured if self.seconds_per_token is None else self.seconds_per_token
         self.seconds_per_token = known + _FORGETTING * (measured - known)
@@ -74,7 +79,7 @@ class FeatureRecompute:
 
     @torch.inference_mode()
     def advance(self, num_tokens: int) -> bool:
-        """Processes the next tokens; True when the trajectory is complete (and has its features)."""
+        """Sends the next tokens through the target; returns True when the trajectory is complete and has its features."""
         end = min(self.done + num_tokens, self.trajectory.num_usable)
         columns_1T = torch.arange(self.done, end, device=self.target.device)[None]
         mask = chain_mask(end - self.done, columns_1T[:, 0], end, self.target.dtype)
@@ -92,9 +97,12 @@ class FeatureRecompute:
 class SpotTrainer:
     """Trains the drafter while nothing else is to be done. Optimizer, buffer and counters live on between sessions.
 
-    tokens_per_micro_step: at most so many; fewer where a preemption would otherwise wait too long.
-    keeps_captured: whether features captured while generating are kept; else all are recomputed.
-    max_passes: within a step at most so many times the response tokens that are ready are trained on; None: no limit.
+    tokens_per_micro_step: most tokens of a micro-step; it has fewer where a preemption would otherwise wait too long.
+    carry_longest: number of longest responses that stay for the next step.
+    on_span: receives the time of every micro-step; None: nobody asks for it.
+    keeps_captured: True: features that the engine captured while generating are trained on while their policy is current.
+        False: all features are recomputed.
+    max_passes: limits the training within a step to this many passes over the response tokens that are ready; None: no limit.
     """
 
     def __init__(
@@ -110,19 +118,19 @@ class SpotTrainer:
         self.trainer, self.buffer = trainer, buffer
         self.carry_longest, self.keeps_captured, self.max_passes = carry_longest, keeps_captured, max_passes
         self.on_span = on_span
-        self.step_seconds: float | None = None  # of the latest step; None: none is done
+        self.step_seconds: float | None = None  # duration of the latest step; None: none is done
         self.train_size, self.recompute_size = MicroStepSize(tokens_per_micro_step), MicroStepSize(tokens_per_micro_step)
         self._recompute: FeatureRecompute | None = None
         self._has_recomputed = False
         self._num_predicted = 0  # response tokens trained on in this step
 
     def add(self, rollout: Rollout, features_TF: Tensor | None) -> None:
-        """A response that this replica has finished; see `TrajectoryBuffer.add`."""
+        """Adds a response that this replica has finished (see `TrajectoryBuffer.add`)."""
         self.buffer.add(rollout, features_TF if self.keeps_captured else None)
 
     def run(self, should_stop: Callable[[], bool], publish: Callable[[DraftModel], None] | None = None) -> DrafterReport:
-        """Micro-steps until `should_stop()`, which is asked before every one of them; with nothing to train on, or at the
-        limit of passes, returns at once. `publish` gets the drafter after every micro-step that trained it."""
+        """Makes micro-steps until `should_stop()`, which is asked before each of them. Ends earlier where there is nothing to
+        train on, or the limit of passes is reached. `publish` receives the drafter after every micro-step that trained it."""
         report, start = DrafterReport(), time.perf_counter()
         now = start
         while not (is_preempted := should_stop()):
@@ -142,18 +150,18 @@ class SpotTrainer:
         return replace(report, seconds=end - start, preempted_at=end if is_preempted else None)
 
     def end_step(self, rollouts: Sequence[Rollout], seconds: float) -> None:
-        """The step is over: the longest responses of all replicas stay for the next one, which is expected to last as long."""
+        """Ends a step: the longest responses of all replicas stay for the next one, which is expected to last as long."""
         self._recompute, self._num_predicted = None, 0
         self.step_seconds = seconds
         self.buffer.carry_over(rollouts, self.carry_longest)
 
     def abandon(self) -> None:
-        """The step was broken off: its responses will be generated again."""
+        """Breaks a step off: its responses are dropped, since they will be generated again."""
         self._recompute, self._num_predicted = None, 0
         self.buffer.abandon()
 
     def micro_step(self) -> DrafterReport | None:
-        """One unit of work and what it did (its seconds are the caller's to measure); None when there is nothing to do.
+        """Does one unit of work and returns a report without seconds, which the caller measures; None: there was nothing to do.
 
         Recomputing alternates with training on what is ready, so that a short idle window trains too.
         """
@@ -181,7 +189,7 @@ class SpotTrainer:
         return DrafterReport(1, batch.num_tokens, loss=loss, captured_tokens=batch.num_captured)
 
     def _token_budget(self, version: int) -> int:
-        """Tokens of a micro-step that trains; 0: nothing is ready, or it would exceed the passes allowed."""
+        """Returns the tokens of a micro-step that trains; 0: nothing is ready, or it would exceed the passes allowed."""
         ready, wanted = self.buffer.ready(version), self.train_size.num_tokens(self.step_seconds)
         if self.max_passes is None:
             return wanted if ready else 0
@@ -190,7 +198,7 @@ class SpotTrainer:
         return min(wanted, left) if is_worth_a_step else 0
 
     def _advance(self, recompute: FeatureRecompute) -> int:
-        """Recomputes the next chunk; the number of its tokens."""
+        """Recomputes the next chunk and returns the number of its tokens."""
         done = recompute.done
         if recompute.advance(self.recompute_size.num_tokens(self.step_seconds)):
             self.buffer.renew(recompute.trajectory)
@@ -204,7 +212,8 @@ class SpotTrainer:
     # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def state_dict(self) -> dict[str, Any]:
-        """The trainer, the tokens that the next step starts with, and the measured speeds; no features: their policy ages."""
+        """Returns the trainer's state, the tokens that the next step starts with, and the measured speeds; no features, because
+        their policy will have been replaced."""
         return {
             "trainer": self.trainer.state_dict(),
             "trajectories": [(t.token_ids, t.num_prompt) for t in self.buffer.trajectories],
@@ -213,6 +222,7 @@ class SpotTrainer:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores what `state_dict` returned; the model must be restored apart."""
         self.trainer.load_state_dict(state["trainer"])
         self.buffer.restore(state["trajectories"])
         self.step_seconds = state["step_seconds"]

@@ -10,10 +10,9 @@ ranks nor training; time is measured here and nowhere below.
 
 from __future__ import annotations
 
+import math
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
 from itertools import accumulate
 
 import torch
@@ -22,6 +21,7 @@ from torch import Tensor
 from tlt.engine.noise import NoiseBlocks
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Sequence
+from tlt.engine.stats import EngineStats
 from tlt.models.attention import Cached, StoringPrefill, pad, padding_mask
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import Cache
@@ -33,6 +33,7 @@ from tlt.speculative.verify import verify
 from tlt.types import (
     BatchState,
     DraftTree,
+    Finished,
     Request,
     Rollout,
     Span,
@@ -45,81 +46,6 @@ from tlt.types import (
 )
 
 Verify = Callable[[DraftTree, Tensor, Tensor, BatchParams], list[Verdict]]
-
-
-@dataclass
-class StrategyStats:
-    """What a strategy brought and cost. `predicted_tokens` is what the tuner expected in those of these seconds for which it
-    made a prediction (`predicted_seconds`)."""
-
-    num_steps: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
-    predicted_tokens: float = 0.0
-    predicted_seconds: float = 0.0
-
-    @property
-    def speed(self) -> float:
-        """Tokens per second."""
-        return self.num_tokens / self.seconds
-
-    @property
-    def predicted_speed(self) -> float | None:
-        """Tokens per second expected; None where nothing was predicted."""
-        return self.predicted_tokens / self.predicted_seconds if self.predicted_seconds else None
-
-    def record(self, outcome: StepOutcome, predicted_speed: float | None) -> None:
-        self.num_steps += 1
-        self.num_tokens += outcome.num_tokens
-        self.seconds += outcome.seconds
-        if predicted_speed is not None:
-            self.predicted_tokens += predicted_speed * outcome.seconds
-            self.predicted_seconds += outcome.seconds
-
-    def add(self, other: StrategyStats) -> None:
-        for f in fields(self):
-            setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
-
-
-@dataclass
-class EngineStats:
-    """Counts since the engine was made, or since it was replaced by a new one."""
-
-    num_tokens: int = 0
-    num_verifications: int = 0
-    num_verified_tokens: int = 0
-    num_steps: int = 0
-    prefill_seconds: float = 0.0
-    by_strategy: dict[str, StrategyStats] = field(default_factory=lambda: defaultdict(StrategyStats))
-    survivors_by_depth: Counter[int] = field(default_factory=Counter)
-    attempts_by_depth: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def accept_length(self) -> float | None:
-        """Tokens committed per verification, the bonus token included; None when nothing was speculated."""
-        return self.num_verified_tokens / self.num_verifications if self.num_verifications else None
-
-    @property
-    def accept_by_depth(self) -> list[float]:
-        """Share of verifications whose walk survived to depth 1, 2, ... (of those that drafted so deep)."""
-        return [self.survivors_by_depth[d] / self.attempts_by_depth[d] for d in sorted(self.attempts_by_depth)]
-
-    def add(self, other: EngineStats) -> None:
-        """Counts of another engine or phase on top of these."""
-        for name in ("num_tokens", "num_verifications", "num_verified_tokens", "num_steps", "prefill_seconds"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.survivors_by_depth.update(other.survivors_by_depth)
-        self.attempts_by_depth.update(other.attempts_by_depth)
-        for strategy, stats in other.by_strategy.items():
-            self.by_strategy[strategy].add(stats)
-
-    def record_verification(self, depth: int, num_accepted: int, num_kept: int) -> None:
-        self.num_verifications += 1
-        self.num_verified_tokens += num_kept
-        for d in range(1, depth + 1):
-            self.attempts_by_depth[d] += 1
-            if num_accepted >= d:
-                self.survivors_by_depth[d] += 1
 
 
 _PREFILL_TOKENS = 8192
@@ -231,10 +157,13 @@ class RolloutEngine:
         """Yields each response as it finishes, in no particular order."""
         self.add(requests)
         while not self.is_idle:
-            yield from self.step()
+            yield from (finished.rollout for finished in self.step())
 
     def abort(self) -> None:
         """Forgets everything that runs or waits. Because of the law, asking again gives the same tokens."""
+        if self.drafter is not None:
+            for slot in range(len(self.scheduler.running)):
+                self.drafter.withdraw(slot)
         self.scheduler.clear()
         self.noise.clear()
         self._params = None
@@ -249,8 +178,11 @@ class RolloutEngine:
     # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
-    def step(self) -> list[Rollout]:
-        """Admits what fits, advances every running sequence by at least one token, returns those that ended."""
+    def step(self, captures: bool = False) -> list[Finished]:
+        """Admits what fits, advances every running sequence by at least one token, returns those that ended.
+
+        captures: whether what the target captured at their tokens is wanted, for drafter training.
+        """
         admissions = self.scheduler.admit()
         if admissions:
             self._prefill(admissions)
@@ -265,6 +197,8 @@ class RolloutEngine:
         verdicts = self.verify(tree, logits_BNV, noise_BNV, self._batch_params())
         num_tokens, drafted = 0, [num_nodes - 1 for num_nodes in tree.lengths or [tree.num_nodes] * len(verdicts)]
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
+            if not math.isfinite(sum(verdict.logprobs)):
+                raise self._broken_policy(sequence)
             if not tree.is_chain:
                 self.cache.commit(slot, sequence.num_cached, verdict.path)
             num_kept = sequence.commit(verdict)
@@ -277,7 +211,7 @@ class RolloutEngine:
         accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
         outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start)
         self._account(strategy, batch, outcome, start)
-        return self._release_finished()
+        return self._release_finished(captures)
 
     def _prefill(self, admissions: list[Admission]) -> None:
         """Runs every distinct prompt once, all but its last token, and copies its cache entries to its other samples; likewise
@@ -399,6 +333,14 @@ class RolloutEngine:
         if not strategy.is_off:
             drafter.observe(verdicts)
 
+    def _broken_policy(self, sequence: Sequence) -> UserError:
+        """A log-probability is finite unless a logit is not: the noise is bounded, and the largest logit always stays."""
+        return UserError(
+            f"policy {self.model.version} gives logits that are not finite (problem {sequence.request.problem_id!r}, sample "
+            f"{sequence.request.sample_index}, position {len(sequence.tokens)}); its weights are broken or too large for "
+            f"{str(self.model.dtype).removeprefix('torch.')}: load others, or a wider dtype"
+        )
+
     def _account(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float) -> None:
         self.stats.num_steps += 1
         self.stats.num_tokens += outcome.num_tokens
@@ -409,18 +351,19 @@ class RolloutEngine:
             name = SpanName.DECODE if strategy.is_off else SpanName.SPECULATE
             self.on_span(Span(name, start, start + outcome.seconds))
 
-    def _release_finished(self) -> list[Rollout]:
-        rollouts = []
+    def _release_finished(self, captures: bool) -> list[Finished]:
+        finished = []
         for slot in reversed(range(len(self.scheduler.running))):
             sequence = self.scheduler.running[slot]
             if sequence.finish_reason is None:
                 continue
-            rollout = sequence.to_rollout(self.model.version)
-            rollouts.append(rollout)
+            rollout, captured_TF = sequence.to_rollout(self.model.version), None
             if self.drafter is not None:
+                captured_TF = self.drafter.recall(slot, sequence.num_cached) if captures else None
                 self.drafter.finish(slot, rollout)
+            finished.append(Finished(rollout, captured_TF))
             self._vacate(slot)
-        return rollouts
+        return finished
 
     def _vacate(self, slot: int) -> None:
         """The sequence in this slot is gone; the last one takes its place."""

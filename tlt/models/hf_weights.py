@@ -14,7 +14,6 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tlt.files import replace_folder
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import TOKEN_IDS, config_to_hf, existing_directory, read_json, write_json
 from tlt.types import UserError
@@ -186,9 +186,8 @@ def save_model(
     source: the checkpoint this one descends from: its tokenizer, chat template, generation config and token ids are
     copied. None: there is nothing to copy (then give the token ids in `extra`, which adds keys to config.json).
 
-    Everything is written to the sibling `.NAME.new` first and renamed when complete. An existing checkpoint is replaced
-    only then; a crash between the two renames leaves it at `.NAME.old`. A directory that holds anything but a
-    checkpoint is refused. One writer at a time.
+    An existing checkpoint is replaced when the new one is complete (see `replace_folder`). A directory that holds anything but
+    a checkpoint is refused. One writer at a time.
     """
     target = Path(path).resolve()
     _check_replaceable(target)
@@ -197,24 +196,11 @@ def save_model(
     if origin is not None and (origin / "config.json").exists():
         token_ids = {key: value for key, value in read_json(origin / "config.json").items() if key in TOKEN_IDS}
 
-    new, old = target.with_name(f".{target.name}.new"), target.with_name(f".{target.name}.old")
-    shutil.rmtree(new, ignore_errors=True)  # left behind by a writer that was killed
-    new.mkdir(parents=True)
-    _write_tensors(new, config, tensors, dtype, max_shard_bytes)
-    write_json(new / "config.json", config_to_hf(config, dtype, token_ids | dict(extra or {})))
-    if origin is not None:
-        _copy_companions(origin, new)
-    for file in new.rglob("*"):
-        if file.suffix == ".safetensors":
-            file.chmod(0o644)  # safetensors creates its files for the owner alone
-        _flush(file)
-
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        target.rename(old)
-    new.rename(target)
-    _flush(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    with replace_folder(target) as new:
+        _write_tensors(new, config, tensors, dtype, max_shard_bytes)
+        write_json(new / "config.json", config_to_hf(config, dtype, token_ids | dict(extra or {})))
+        if origin is not None:
+            _copy_companions(origin, new)
 
 
 def plan_shards(shapes: Mapping[str, torch.Size], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
@@ -244,6 +230,7 @@ def _write_tensors(
         for name, tensor in shard.items():
             assert tensor.shape == expected[name], f"{name} has shape {list(tensor.shape)}, not {list(expected[name])}"
         save_file(shard, directory / file, metadata={"format": "pt"})  # transformers 4 refuses files without the format
+        (directory / file).chmod(0o644)  # safetensors creates its files for the owner alone
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total_size = sum(shape.numel() for shape in expected.values()) * dtype.itemsize
@@ -282,12 +269,3 @@ def content_hash(tensors: Mapping[str, Tensor]) -> str:
         digest.update(json.dumps([name, str(tensor.dtype), list(tensor.shape)]).encode() + b"\n")  # fixes the bytes' length
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """To the disk, so that a rename never outlives the contents it names."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -55,7 +55,7 @@ def encode_prompt(record: Record, tokenizer: Tokenizer | None, place: str) -> tu
     (kind,) = kinds
     value = record[kind]
     if kind == "prompt_ids":
-        if not isinstance(value, list) or not all(type(token) is int for token in value):
+        if not isinstance(value, list | tuple) or not all(type(token) is int for token in value):
             raise UserError(f"{place}: prompt_ids must be a list of whole numbers")
         return tuple(value)
     if tokenizer is None:

@@ -60,7 +60,7 @@ def _lengths(record: StepRecord) -> str:
 
 
 COLUMNS = (
-    Column("step", "", 5, "bold", lambda r: str(r.step)),
+    Column("step", "", 5, "bold", lambda r: str(r.step + 1)),
     Column("reward", "mean", 7, "", lambda r: _number(r.reward_mean, ".3f")),
     Column("solved", "sampled", 8, "bold green", lambda r: _share(r.solve_rate, 1)),
     Column("tokens", "p50 / max", 15, "", _lengths),
@@ -71,6 +71,15 @@ COLUMNS = (
     Column("idle", "s", 7, "", lambda r: _number(r.idle_seconds, ".1f")),
     Column("harvested", "of idle", 10, "magenta", lambda r: _share(r.harvested_share)),
 )
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Solve rates on held-out problems at the first and at the last evaluation, and the p value of their paired difference."""
+
+    before: float
+    after: float
+    p_value: float
 
 
 class Console:
@@ -133,12 +142,21 @@ class Console:
 
     @contextmanager
     def status(self, what: str) -> Iterator[None]:
-        """What goes on within, such as "evaluating on 256 held-out problems"; shown on a terminal only."""
+        """Says what goes on within, such as "evaluating on 256 held-out problems": in the live line, or else in one of its own."""
+        if not self.is_live:
+            self.note(f"{what} …")
         outer, self._what = self._what, what
         try:
             yield
         finally:
             self._what = outer
+
+    def header(self, rows: Mapping[str, str]) -> None:
+        """What is about to be trained, before anything slow begins."""
+        width = max(map(len, rows))
+        for name, value in rows.items():
+            self._print(Text(f"{name:<{width}}  ", style="dim").append(value, style="default"))
+        self._rich.print()
 
     def note(self, text: str) -> None:
         """A line of its own between the rows."""
@@ -165,7 +183,7 @@ class Console:
         self._print(line)
 
     def drafter(self, step: int, check: DrafterCheck) -> None:
-        """Whether the learned drafter has been set aside or has come back after `step` steps."""
+        """Says that the learned drafter has been set aside, or has come back, after `step` steps."""
         if check.set_aside:
             self.note(f"after step {step}: drafter set aside, {check.set_aside}; drafting by retrieval until it is good again")
         else:
@@ -185,7 +203,7 @@ class Console:
         line = Table.grid(padding=(0, 1), expand=True)
         line.add_column(width=2, justify="right")
         line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
-        step = "" if self._step is None else f"step {self._step}" + (f" of {self._num_steps}" if self._num_steps else "")
+        step = "" if self._step is None else f"after step {self._step}" + (f" of {self._num_steps}" if self._num_steps else "")
         cells: list[RenderableType] = [self._spinner, Text("  ".join(part for part in (step, self._what) if part))]
         if self._num_steps and self._step is not None and self._recent:
             seconds_left = (self._num_steps - self._step) * sum(self._recent) / len(self._recent)
@@ -199,14 +217,14 @@ class Console:
     def summary(
         self,
         products: Mapping[str, Path],
-        progress: Mapping[str, float] | None,
+        progress: Progress | None,
         num_steps: int,
         seconds: float,
         resume_command: str | None = None,
     ) -> None:
         """What the run achieved and where it lies: a panel, or plain "name value" lines where there is no terminal.
 
-        products: name → path.  progress: {"before", "after", "p_value"} of the held-out solve rate, None: not evaluated.
+        products: name → path.  progress: None where there are no two evaluations.
         resume_command: given where the run stopped before its end.
         """
         self.close()
@@ -233,20 +251,20 @@ def _row(cells: list[tuple[str, str]]) -> Text:
 
 def _summary_rows(
     products: Mapping[str, Path],
-    progress: Mapping[str, float] | None,
+    progress: Progress | None,
     num_steps: int,
     seconds: float,
     resume_command: str | None,
 ) -> Iterator[tuple[str, Text]]:
     if progress is not None:
-        has_risen = progress["after"] > progress["before"]
-        solved = Text(f"{progress['before']:.1%} → ")
-        solved.append(f"{progress['after']:.1%}", style="bold green" if has_risen else "bold")
+        has_risen = progress.after > progress.before
+        solved = Text(f"{progress.before:.1%} → ")
+        solved.append(f"{progress.after:.1%}", style="bold green" if has_risen else "bold")
         yield "solved", solved.append(" of held-out problems, before → after", style="dim")
-        yield "", Text(f"paired sign-flip test, one-sided: p {_p_value(progress['p_value'])}", style="dim")
+        yield "", Text(f"paired sign-flip test, one-sided: p {_p_value(progress.p_value)}", style="dim")
     yield "time", Text(f"{duration(seconds)}, {num_steps} steps")
     for name, path in products.items():
-        yield name, Text(_near(path), style="cyan")
+        yield name, Text(near(path), style="cyan")
     if resume_command is not None:
         yield "resume", Text(resume_command, style="bold yellow")
 
@@ -255,7 +273,7 @@ def _p_value(value: float) -> str:
     return "< 0.0001" if value < 1e-4 else f"= {value:.2g}"
 
 
-def _near(path: Path) -> str:
+def near(path: Path) -> str:
     """The path as one would type it here."""
     absolute = path.absolute()
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)

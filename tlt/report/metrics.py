@@ -1,4 +1,4 @@
-"""What a step was like, one JSON line each, and the statistics that say whether training helped. Pure files and numbers.
+"""The record of a step, one JSON line each, and the statistics that say whether training helped. Knows files and numbers only.
 
 JSON has no NaN: a quantity that does not exist (the accept length of a step without verification) is null in the file and
 NaN in the record.
@@ -7,29 +7,32 @@ NaN in the record.
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
-from tlt.files import dumps
+from tlt.files import dumps, write_atomically
 from tlt.types import UserError
 
 NAN = float("nan")
+Number = Annotated[float, BeforeValidator(lambda value: NAN if value is None else value)]
+"""A number that is null in JSON where it does not exist."""
 
 
 @dataclass(frozen=True)
 class LengthStats:
-    """Of the numbers of tokens of a step's responses (of 128, say, p95 is interpolated between the 121st and the 122nd)."""
+    """The lengths of a step's responses, in tokens (of 128, say, p95 is interpolated between the 121st and the 122nd)."""
 
-    mean: float
-    p50: float
-    p95: float
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    mean: Number
+    p50: Number
+    p95: Number
     max: int
 
     @staticmethod
@@ -43,10 +46,11 @@ class LengthStats:
 class StepRecord:
     """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise; sums run over all ranks.
 
-    reward_mean, solve_rate: of this step's responses, as sampled for training.
+    reward_mean, solve_rate: over this step's responses that could be scored, as sampled for training; NaN: none could.
+    reward_errors: responses that could not.  first_reward_error: why the first one could not; empty: all could.
     truncated_share: of responses that reached their token limit.  zero_variance_groups: groups that give no gradient.
     engine_trainer_logprob_gap: mean |log-probability by the engine - by the trainer| over response tokens. Like `entropy` an
-        estimate where most responses have no advantage (rl/policy.py, SAMPLED_TOKENS).
+        estimate where most responses have no advantage (rl/update.py, SAMPLED_TOKENS).
     cpu_seconds: processor time of all ranks.
     idle_seconds: without work, up to the last token of all, summed over ranks.
     drafter_train_seconds: of those, spent training the drafter.  harvested_share: their quotient.
@@ -69,48 +73,52 @@ class StepRecord:
     finished_at: Unix time.
     """
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
     step: int
-    reward_mean: float
-    solve_rate: float
+    reward_mean: Number
+    solve_rate: Number
     num_responses: int
     num_tokens: int
     response_tokens: LengthStats
-    truncated_share: float
+    truncated_share: Number
     zero_variance_groups: int
-    loss: float
-    grad_norm: float
-    entropy: float
-    clip_fraction: float
-    kl: float
-    lr: float
-    engine_trainer_logprob_gap: float
-    rollout_seconds: float
-    update_seconds: float
-    step_seconds: float
-    cpu_seconds: float
-    idle_seconds: float
-    drafter_train_seconds: float
-    harvested_share: float
-    drafter_loss: float
+    loss: Number
+    grad_norm: Number
+    entropy: Number
+    clip_fraction: Number
+    kl: Number
+    lr: Number
+    engine_trainer_logprob_gap: Number
+    rollout_seconds: Number
+    update_seconds: Number
+    step_seconds: Number
+    cpu_seconds: Number
+    idle_seconds: Number
+    drafter_train_seconds: Number
+    harvested_share: Number
+    drafter_loss: Number
     drafter_tokens: int
     drafter_captured_tokens: int
     drafter_recomputed_tokens: int
     drafter_refreshes: int
-    preemption_seconds: tuple[float, ...]
-    accept_length: float
-    accept_by_depth: tuple[float, ...]
-    strategy_seconds: dict[str, float]
-    strategy_speed: dict[str, float]
-    strategy_predicted: dict[str, float]
-    tokens_per_second: float
+    preemption_seconds: tuple[Number, ...]
+    accept_length: Number
+    accept_by_depth: tuple[Number, ...]
+    strategy_seconds: dict[str, Number]
+    strategy_speed: dict[str, Number]
+    strategy_predicted: dict[str, Number]
+    tokens_per_second: Number
     policy_version: int
     drafter_version: int
-    finished_at: float
+    finished_at: Number
     num_migrated: int = 0
-    drafter_acceptance: float = NAN
-    retrieval_acceptance: float = NAN
+    drafter_acceptance: Number = NAN
+    retrieval_acceptance: Number = NAN
     drafter_training: str = "off"
     drafter_set_aside: str = ""
+    reward_errors: int = 0
+    first_reward_error: str = ""
 
     def to_json(self) -> str:
         return dumps(dataclasses.asdict(self))
@@ -118,22 +126,14 @@ class StepRecord:
     @staticmethod
     def from_json(line: str) -> StepRecord:
         """Raises ValueError, naming the fields, where they are not those of a StepRecord."""
-        values: dict[str, Any] = json.loads(line)
-        fields = {field.name: field for field in dataclasses.fields(StepRecord)}
-        required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-        if not required <= values.keys() <= fields.keys():
-            wrong = sorted(required - values.keys()) + sorted(values.keys() - fields.keys())
-            raise ValueError(f"fields missing or unknown: {', '.join(wrong)}")
-        lengths: dict[str, Any] = {name: _nan_if_null(value) for name, value in values["response_tokens"].items()}
-        values["response_tokens"] = LengthStats(**lengths)
-        for field_name in ("accept_by_depth", "preemption_seconds"):
-            values[field_name] = tuple(_nan_if_null(value) for value in values[field_name])
-        for field_name in ("strategy_seconds", "strategy_speed", "strategy_predicted"):
-            values[field_name] = {name: _nan_if_null(value) for name, value in values[field_name].items()}
-        for name, field in fields.items():
-            if field.type == "float" and name in values:
-                values[name] = _nan_if_null(values[name])
-        return StepRecord(**values)
+        try:
+            return _STEP_RECORD.validate_json(line)
+        except ValidationError as error:
+            wrong = (f"{'.'.join(map(str, fault['loc'])) or 'line'}: {fault['msg']}" for fault in error.errors())
+            raise ValueError("; ".join(wrong)) from None
+
+
+_STEP_RECORD = TypeAdapter(StepRecord)
 
 
 class MetricsWriter:
@@ -144,7 +144,8 @@ class MetricsWriter:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [line for line, record in _read_lines(self.path) if record.step < first_step] if self.path.exists() else []
-        replace_text(self.path, "".join(line + "\n" for line in kept))
+        with write_atomically(self.path) as file:
+            file.writelines(line + "\n" for line in kept)
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
         self._next_step = first_step
 
@@ -165,7 +166,7 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | Path) -> list[StepRecord]:
-    """All whole records of a metrics.jsonl, also of one that is being written."""
+    """Returns all whole records of a metrics.jsonl, also of one that is being written."""
     path = Path(path)
     if not path.exists():
         raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")
@@ -173,33 +174,22 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
 
 
 def _read_lines(path: Path) -> list[tuple[str, StepRecord]]:
-    """(line, record) pairs. A last line without its newline was torn by a kill and is left out; any other fault is an error."""
+    """Returns (line, record) pairs, without a last line that a kill tore; any other fault in the file is an error."""
     lines = path.read_text(encoding="utf-8").split("\n")[:-1]
     records = []
     for number, line in enumerate(lines, start=1):
         try:
             records.append((line, StepRecord.from_json(line)))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except ValueError as error:
             raise UserError(f"{path}, line {number}: no step record ({error}); repair or remove the line") from error
     return records
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Writes a file whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
-
-
-def _nan_if_null(value: Any) -> Any:
-    return NAN if value is None else value
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Linearly interpolated; NaN of nothing."""
+    """Returns the linearly interpolated percentile; NaN of nothing."""
     return float(np.percentile(np.asarray(values, dtype=np.float64), percent)) if len(values) else NAN
 
 
@@ -210,7 +200,7 @@ def paired_sign_flip_test(
     seed: int = 0,
     alternative: Literal["greater", "two-sided"] = "greater",
 ) -> float:
-    """p value of the hypothesis that training changed nothing, from one pair of scores per problem.
+    """Returns the p value of the hypothesis that training changed nothing, from one pair of scores per problem.
 
     Under it each difference after - before is as likely to have either sign. p = the share of sign patterns whose mean
     difference is at least the observed one ("greater": one-sided, training helped; "two-sided": in absolute value).

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlt.report.metrics import replace_text
+from tlt.files import write_atomically
 from tlt.types import Span, SpanName
 
 GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
@@ -144,7 +144,8 @@ def merge_timelines(directory: str | Path, out: str | Path) -> None:
             args = {"args": {"spans": count, "busy_ms": round(busy * 1e3, 3)}} if count > 1 else {}
             events.append({"ph": "X", "pid": 0, "tid": rank, "name": name, **times, **args})
     text = ",\n".join(json.dumps(event) for event in events)
-    replace_text(Path(out), '{"displayTimeUnit": "ms", "traceEvents": [\n' + text + "\n]}\n")
+    with write_atomically(Path(out)) as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + text + "\n]}\n")
 
 
 def _read_rows(directory: str | Path) -> dict[int, list[list[Any]]]:
@@ -161,7 +162,8 @@ def _end_torn_line(path: Path) -> None:
     if path.exists():
         text = path.read_text(encoding="utf-8")
         if not text.endswith("\n"):
-            replace_text(path, text[: text.rfind("\n") + 1])
+            with write_atomically(path) as file:
+                file.write(text[: text.rfind("\n") + 1])
 
 
 def _microseconds(seconds: float) -> float:

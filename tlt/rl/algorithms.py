@@ -18,21 +18,27 @@ STD_FLOOR = 1e-6
 
 
 class Advantages(NamedTuple):
-    """advantages_R, float64; `num_zero_variance` of `num_groups` groups had equal rewards, and so advantages of exactly 0."""
+    """advantages_R, float64. Of `num_groups` groups `num_zero_variance` have advantages of exactly 0: equal rewards, or fewer
+    than two that were scored."""
 
     advantages_R: Tensor
     num_zero_variance: int
     num_groups: int
 
 
-def group_advantages(rewards_R: Tensor, group_R: Tensor, *, normalize_by_std: bool) -> Advantages:
+def group_advantages(
+    rewards_R: Tensor, group_R: Tensor, *, normalize_by_std: bool, is_scored_R: Tensor | None = None
+) -> Advantages:
     """A_i = (r_i - mean(r)) / std(r) over the responses to one prompt (GRPO, arXiv 2402.03300, section 4.1.2), with the
     sample standard deviation; without `normalize_by_std`, A_i = r_i - mean(r) (Dr. GRPO, arXiv 2503.20783, equation 3).
 
     rewards_R: any float dtype; computed in float64.   group_R: int64[R], numbers from 0; groups may differ in size.
+    is_scored_R: bool[R]; a response without a score counts in no mean and has advantage 0. None: all have one.
     """
-    rewards_R = rewards_R.double()
     num_groups = int(group_R.max()) + 1
+    all_R = torch.zeros(len(rewards_R), dtype=torch.float64)
+    is_scored_R = torch.ones(len(rewards_R), dtype=torch.bool) if is_scored_R is None else is_scored_R
+    rewards_R, group_R = rewards_R[is_scored_R].double(), group_R[is_scored_R]
 
     def per_group(values_R: Tensor, reduce: str) -> Tensor:
         return torch.zeros(num_groups, dtype=torch.float64).scatter_reduce(0, group_R, values_R, reduce, include_self=False)
@@ -45,8 +51,8 @@ def group_advantages(rewards_R: Tensor, group_R: Tensor, *, normalize_by_std: bo
         std_G = (per_group(centred_R.square(), "sum") / (size_G - 1).clamp(min=1)).sqrt()
         advantages_R = centred_R / (std_G[group_R] + STD_FLOOR)
     # The mean of equal rewards can differ from them by rounding; their advantage is 0 all the same.
-    advantages_R = torch.where(is_flat_G[group_R], 0.0, advantages_R)
-    return Advantages(advantages_R, int(is_flat_G.sum()), num_groups)
+    all_R[is_scored_R] = torch.where(is_flat_G[group_R], 0.0, advantages_R)
+    return Advantages(all_R, int(is_flat_G.sum()), num_groups)
 
 
 class PolicyLoss(NamedTuple):

@@ -1,10 +1,11 @@
 """Rewards, computed in worker processes beside the generation. Knows tasks by name, and neither models nor engines.
 
-    engine's process   submit ─▶ jobs ─▶ one thread per worker ─▶ done ─▶ poll · drain
+    engine's process   submit ─▶ jobs ─▶ one thread per worker ─▶ done ─▶ drain
                                             │      ▲
     worker process                          └─▶ task.score(problem, text)       killed at the time-out, and replaced
 
-A response that cannot be scored gets reward 0 with the reason in `Reward.error`, and is counted in `num_errors`.
+A response that cannot be scored says why in `Reward.error`. The update leaves it out, `summarize` counts it for the step's
+record, and `check_scorable` ends a run in which none can be scored.
 
 Workers import this module, so it imports no torch at the top, and `tlt.types` (which does) only where the parent runs.
 They are plain programs rather than multiprocessing's children, which would import the parent's main module again: torch
@@ -21,7 +22,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from multiprocessing.connection import Connection, Pipe
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +40,37 @@ START_SECONDS = 120.0
 
 Key = tuple[str, int]
 """(problem id, sample index)"""
+
+
+@dataclass(frozen=True)
+class RewardSummary:
+    """A step's rewards together. The means are over the responses that were scored, NaN where none was. `num_errors` counts the
+    others; `first_error` says why the first of them was not scored, and is empty where there is none."""
+
+    mean: float
+    solve_rate: float
+    num_errors: int
+    first_error: str
+
+
+def summarize(rewards: Sequence[Reward]) -> RewardSummary:
+    scored = [reward for reward in rewards if reward.is_scored]
+    errors = [reward.error for reward in rewards if not reward.is_scored]
+    mean = sum(reward.value for reward in scored) / len(scored) if scored else math.nan
+    solve_rate = sum(reward.is_solved for reward in scored) / len(scored) if scored else math.nan
+    return RewardSummary(mean, solve_rate, len(errors), errors[0] if errors else "")
+
+
+def check_scorable(rewards: Sequence[Reward], task: str, step: int) -> None:
+    """Raises UserError where not one response of a step could be scored: the task is at fault, and nothing can be learned."""
+    from tlt.types import UserError  # imports torch, which a worker must not
+
+    summary = summarize(rewards)
+    if rewards and summary.num_errors == len(rewards):
+        raise UserError(
+            f"task {task}: none of the {len(rewards)} responses of step {step} could be scored; the first says "
+            f"{summary.first_error!r}; correct the task's score"
+        )
 
 
 class Score(NamedTuple):
@@ -57,13 +92,12 @@ class RewardPool:
 
     task_spec: a registered task, or "package.module:object".
     timeout_seconds: of one response, from the moment a worker takes it up.
-    Use it from one thread. `submit` and `poll` never wait.
+    Use it from one thread. `submit` never waits.
     """
 
     def __init__(self, task_spec: str, num_workers: int, timeout_seconds: float) -> None:
         self._task = get_task(task_spec)  # a misspelt task is the user's mistake now, not a thousand errors later
         self.task_spec, self.timeout_seconds = task_spec, timeout_seconds
-        self.num_errors = 0
         self._pending: dict[Key, Job] = {}
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[Job, Score | Exception]] = SimpleQueue()
@@ -73,11 +107,6 @@ class RewardPool:
         self._threads = [threading.Thread(target=self._serve, args=(i,), daemon=True) for i in range(num_workers)]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def num_pending(self) -> int:
-        """Responses submitted whose rewards were not returned yet."""
-        return len(self._pending)
 
     def submit(self, key: Key, problem: Mapping[str, Any], text: str) -> None:
         """Queues a response."""
@@ -89,19 +118,29 @@ class RewardPool:
         else:
             self._done.put((job, score(self._task, job.problem, text)))
 
-    def poll(self) -> dict[Key, Reward]:
-        """What has finished since the last poll or drain."""
-        rewards: dict[Key, Reward] = {}
-        while not self._done.empty():
-            rewards.update(self._next())
-        return rewards
+    def drain(self, patience: float = math.inf) -> dict[Key, Reward]:
+        """Waits for everything submitted and returns the rewards. One response takes its time-out at most, and the start of a
+        worker; many take many times that, divided by the number of workers.
 
-    def drain(self) -> dict[Key, Reward]:
-        """Waits for everything submitted; what `poll` has not returned yet. Bounded, because every response is."""
+        patience: seconds after which it raises UserError, naming the task and the responses that are being scored.
+        """
+        deadline = time.monotonic() + patience
         rewards: dict[Key, Reward] = {}
         while self._pending:
-            rewards.update(self._next())
+            try:
+                rewards.update(self._next(None if patience == math.inf else max(deadline - time.monotonic(), 0.0)))
+            except Empty:
+                raise self._too_slow(patience) from None
         return rewards
+
+    def _too_slow(self, patience: float) -> Exception:
+        from tlt.types import UserError  # imports torch, which a worker must not
+
+        first = ", ".join(f"{problem} sample {sample}" for problem, sample in islice(self._pending, 3))
+        return UserError(
+            f"task {self.task_spec}: {len(self._pending)} responses were not scored within {patience:g} s, and the other ranks "
+            f"wait no longer; the first are {first}; raise rewards.num_workers or lower rewards.timeout_seconds"
+        )
 
     def abandon(self) -> None:
         """Forgets all that was submitted. What a worker is scoring right now goes on, to its time-out at most."""
@@ -131,34 +170,46 @@ class RewardPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _next(self) -> dict[Key, Reward]:
+    def _next(self, timeout: float | None) -> dict[Key, Reward]:
+        """Waits for the next result; nothing where it was abandoned. Raises Empty after `timeout` seconds (None: never)."""
         from tlt.types import Reward  # imports torch, which a worker must not
 
-        job, result = self._done.get()
+        job, result = self._done.get(timeout=timeout)
         if self._pending.get(job.key) is not job:
-            return {}  # abandoned
+            return {}
         del self._pending[job.key]
         if isinstance(result, Exception):
             raise result
-        self.num_errors += bool(result.error)
         return {job.key: Reward(*result)}
 
     def _serve(self, index: int) -> None:
-        """One thread: a worker, started ahead of the first job and again whenever it was killed or died."""
-        worker = self._start(index)
-        while worker is not None and (job := self._jobs.get()) is not None:
+        """One thread with one worker: started ahead of the first job, and again whenever it was killed or died."""
+        worker = self._start_ahead(index)
+        while (job := self._jobs.get()) is not None:
+            try:
+                worker = worker or self._start(index)
+            except OSError as error:  # the system has no room for a process; the next response tries again
+                self._done.put((job, Score(0.0, False, f"no worker could be started: {error}")))
+                continue
+            if worker is None:
+                return
             try:
                 result: Score | Exception = worker.score(job, self.timeout_seconds)
             except Exception as error:  # ours, or an unpicklable problem: raised where rewards are asked for
                 result = error
             self._done.put((job, result))
             if worker.is_killed:
-                worker = self._start(index)
+                worker = self._start_ahead(index)
         if worker is not None:
             worker.kill()
 
+    def _start_ahead(self, index: int) -> Worker | None:
+        with contextlib.suppress(OSError):  # then the next response asks for it, and says why not
+            return self._start(index)
+        return None
+
     def _start(self, index: int) -> Worker | None:
-        """None once the pool is closed."""
+        """Starts a worker; None once the pool is closed."""
         with self._lock:
             if self._is_closed:
                 return None
@@ -190,7 +241,10 @@ class Worker:
                 if not self.pipe.poll(START_SECONDS):
                     self.kill()
                     return Score(0.0, False, f"the worker did not start within {START_SECONDS:g} s")
-                self.is_ready = self.pipe.recv()
+                if reason := self.pipe.recv():
+                    self.kill()
+                    return Score(0.0, False, f"the worker could not start: {reason}")
+                self.is_ready = True
             self.pipe.send((job.problem, job.text))
             if not self.pipe.poll(timeout_seconds):
                 self.kill()
@@ -215,13 +269,18 @@ class Worker:
 
 
 def work() -> None:
-    """The worker's program: scores until the pipe ends, which it does with the parent."""
+    """Runs in the worker: says why it cannot begin, or "", and then scores until the pipe ends; the parent's death ends it."""
     pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
     if sys.platform == "linux":  # should the parent be killed while a task hangs, the kernel ends this process too
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    task = get_task(sys.argv[2])
-    pipe.send(True)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a rank has some blocked; what the task starts must hear them
+    try:
+        task = get_task(sys.argv[2])
+    except (Exception, SystemExit) as error:
+        pipe.send(_one_line(error))
+        return
+    pipe.send("")
     while True:
         try:
             problem, text = pipe.recv()
@@ -238,5 +297,9 @@ def score(task: Task, problem: dict[str, Any], text: str) -> Score:
         if not math.isfinite(value):
             raise ValueError(f"the reward is {value}")
     except (Exception, SystemExit) as error:
-        return Score(0.0, False, f"{type(error).__name__}: {error}")
+        return Score(0.0, False, _one_line(error))
     return Score(value, is_solved)
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())

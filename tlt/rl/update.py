@@ -255,6 +255,7 @@ class PolicyTrainer:
             torch.tensor([reward.value for _, reward in pairs], dtype=torch.float64),
             torch.tensor([groups[problem_id] for problem_id, _ in keys]),
             normalize_by_std=self.algorithm.normalize_advantages_by_std,
+            is_scored_R=torch.tensor([reward.is_scored for _, reward in pairs]),
         )
         has_kl = self.reference is not None
         responses = [

@@ -65,8 +65,13 @@ class Drafter(Protocol):
     def move(self, source: int, target: int) -> None:
         """The sequence of one slot continues in another."""
 
+    def recall(self, slot: int, num_positions: int) -> Tensor | None:
+        """Returns what `remember` received of the first `num_positions` positions of this slot, [T, F]; None where the drafter
+        does not hold all of it."""
+        ...
+
     def finish(self, slot: int, rollout: Rollout) -> None:
-        """The response in this slot has ended; the slot still holds what was remembered of it."""
+        """The response in this slot has ended."""
 
     def withdraw(self, slot: int) -> None:
         """The sequence in this slot leaves for another engine in the middle of its response."""

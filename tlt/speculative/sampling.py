@@ -18,6 +18,10 @@ from torch import Tensor
 
 from tlt.types import SamplingParams
 
+_MAX_INVERSE_TEMPERATURE = 1e30
+"""Colder counts as this cold, so that a scaled logit fits into float32. Logits that differ in any engine's dtype are then
+farther apart than any noise."""
+
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -77,7 +81,8 @@ class BatchParams:
             return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
         temperatures = [p.temperature or 1.0 for p in params]
-        self.inverse_temperature_B11 = None if all(t == 1.0 for t in temperatures) else column([1.0 / t for t in temperatures])
+        inverse = [min(1.0 / t, _MAX_INVERSE_TEMPERATURE) for t in temperatures]
+        self.inverse_temperature_B11 = None if all(t == 1.0 for t in temperatures) else column(inverse)
         is_sampled = [float(p.temperature > 0) for p in params]
         self.noise_scale_B11 = None if all(is_sampled) else column(is_sampled)
         self.truncates = any(p.truncates and p.temperature > 0 for p in params)
@@ -88,7 +93,7 @@ class BatchParams:
 
     def scale(self, logits_BNV: Tensor) -> Tensor:
         """Logits at their temperature, in at least float32."""
-        logits_BNV = logits_BNV.float() if logits_BNV.dtype == torch.bfloat16 else logits_BNV
+        logits_BNV = logits_BNV.float() if logits_BNV.dtype in (torch.bfloat16, torch.float16) else logits_BNV
         if self.inverse_temperature_B11 is None:
             return logits_BNV
         return logits_BNV * self.inverse_temperature_B11.to(logits_BNV.dtype)

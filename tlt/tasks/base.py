@@ -1,7 +1,21 @@
-"""What a task is, and how to find one by name. Knows no model: tasks also run in reward worker processes."""
+"""What a task is, how to find one by name, and the problems it makes. Knows no model: tasks also run in reward worker processes.
+
+A task is the user's code. Whatever goes wrong in it is said in one line that names the task and the place.
+"""
+
+from __future__ import annotations
 
 import importlib
+import inspect
+import sys
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
+
+from tlt.files import Record, get_id
+from tlt.types import UserError
 
 #: The tasks that come with TLT, as "module:object".
 BUILTIN = {"countdown": "tlt.tasks.countdown:TASK"}
@@ -12,27 +26,89 @@ class Task(Protocol):
     """Prompts, and a reward for every response."""
 
     def problems(self, num: int, seed: int, **options: Any) -> list[dict[str, Any]]:
-        """`num` problems, each with `problem_id` (unique among them), `prompt` and whatever scoring needs.
+        """Returns `num` problems: each has a `problem_id` (unique among them), a prompt and whatever scoring needs.
 
+        The prompt is `prompt` (text), `messages` (chat, for the tokenizer's template) or `prompt_ids` (token ids).
         Equal arguments give equal problems. Values survive JSON.
         """
         ...
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
-        """At least {"reward": float, "solved": bool}. The text is the response alone, without special tokens."""
+        """Returns at least {"reward": float, "solved": bool}. The text is the response alone, without special tokens."""
         ...
 
 
 def get_task(name: str) -> Task:
-    """The task called `name`, or the user's own given as "package.module:object"."""
-    path = BUILTIN.get(name, name)
-    module_name, colon, attribute = path.partition(":")
+    """Returns the task called `name`, or the user's own given as "package.module:object", which is sought where Python seeks
+    modules and in the working directory. Raises UserError."""
+    module_name, colon, attribute = BUILTIN.get(name, name).partition(":")
     if not (module_name and colon and attribute):
-        raise ValueError(f"unknown task {name!r}: use one of {sorted(BUILTIN)} or your own as 'package.module:object'")
+        raise UserError(f"unknown task {name!r}: use one of {sorted(BUILTIN)} or your own as 'package.module:object'")
+    if name not in BUILTIN and (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # last: what lies here hides no installed module
+    module = _import(name, module_name)
     try:
-        task: object = getattr(importlib.import_module(module_name), attribute)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise ValueError(f"task {name!r} cannot be loaded ({error}): check its name and PYTHONPATH") from error
+        task: object = getattr(module, attribute)
+    except AttributeError:
+        raise UserError(f"task {name!r}: {module.__file__} has no {attribute!r}; correct the name") from None
     if not isinstance(task, Task):
-        raise ValueError(f"task {name!r} is a {type(task).__name__} without problems() and score(): give a Task")
+        raise UserError(f"task {name!r} is a {type(task).__name__} without problems() and score(): give a Task")
     return task
+
+
+def _import(name: str, module_name: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"task {name!r}: cannot be imported ({_describe(error)}); install it, or correct the file"
+            ) from None
+        raise UserError(
+            f"task {name!r} cannot be loaded: no module {error.name!r} in {Path.cwd()} or on PYTHONPATH;"
+            " run the command in the folder of its file, or add that folder to PYTHONPATH"
+        ) from None
+    except (Exception, SystemExit) as error:
+        raise UserError(f"task {name!r}: cannot be imported ({_describe(error)}); correct the file") from None
+
+
+def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) -> list[Record]:
+    """Returns the problems that the task called `name` makes, checked. Raises UserError for an option that it does not know or
+    take, for whatever it raises, and for problems that break its promise."""
+    task = get_task(name)
+    parameters = inspect.signature(task.problems)
+    try:
+        parameters.bind(num, seed, **options)
+    except TypeError as error:
+        known = [parameter for parameter in parameters.parameters if parameter not in ("num", "seed")]
+        raise UserError(f"task {name}: options {dict(options)}: {error}; known options are {', '.join(known)}") from None
+    try:
+        problems = task.problems(num, seed, **options)
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise UserError(f"task {name}: problems() failed ({_describe(error)}); correct it, or its options") from None
+    if not isinstance(problems, list):
+        raise UserError(f"task {name}: problems() returned a {type(problems).__name__}; it must be a list of problems")
+    if not problems:
+        raise UserError(f"task {name}: gave no problems for seed {seed} and options {dict(options)}; change them")
+    numbers: dict[str, int] = {}
+    for number, problem in enumerate(problems, start=1):
+        place = f"task {name}, problem {number}"
+        if not isinstance(problem, dict):
+            raise UserError(f"{place}: is a {type(problem).__name__}; it must be a dict")
+        problem_id = get_id(place, problem)
+        if problem_id in numbers:
+            raise UserError(f"{place}: problem_id {problem_id!r} is that of problem {numbers[problem_id]}; make it unique")
+        numbers[problem_id] = number
+    return problems
+
+
+def _describe(error: BaseException) -> str:
+    """Returns one line: kind, message, and the place in the user's file where it was raised."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, SyntaxError):  # says its place itself
+        return text
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    frames = [frame for frame in frames if not frame.filename.startswith("<")]
+    return f"{text}, {frames[-1].filename}:{frames[-1].lineno}" if frames and not isinstance(error, ImportError) else text

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tlt.files import replace_folder
+from tlt.types import UserError
 
 _NAME = re.compile(r"step-(\d{8})")
 
@@ -71,15 +72,13 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is in flight. RuntimeError when it could not be written."""
+        """Until nothing is in flight. UserError when it could not be written: nearly always a full disk."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise RuntimeError(
-                f"the checkpoint of step {self._step} could not be written into {self.folder}: {error}; the one before is whole"
-            ) from error
+            raise UserError(f"the checkpoint of step {self._step} is not written ({error}); the one before is whole") from error
 
     def _write(self, checkpoint: Checkpoint) -> None:
         try:
@@ -89,7 +88,8 @@ class CheckpointWriter:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Writes a checkpoint, and then removes the older ones and what killed writers have left."""
+    """Writes a checkpoint, and then removes the older ones and what killed writers have left. A newer one is not this run's and
+    stays: a run begins at the newest, and one process at a time runs in a folder. Whoever wants to go back moves it away."""
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{checkpoint.state.step:08d}"
     with replace_folder(final) as partial:
@@ -100,9 +100,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
                 )
         torch.save(dict(checkpoint.training), partial / "training.pt")
         (partial / "state.json").write_text(json.dumps(asdict(checkpoint.state)))
-    for other in (*_checkpoints(folder), *folder.glob(".step-*")):
-        if other != final:
-            shutil.rmtree(other)
+    for old in (*(other for other in _checkpoints(folder) if other < final), *folder.glob(".step-*")):
+        shutil.rmtree(old)
     return final
 
 

@@ -14,24 +14,18 @@ that still generate through a mailbox (`DrafterRefresh`); tokens do not depend o
 
 from __future__ import annotations
 
-import json
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from safetensors.torch import load, save
-
-from tlt.distributed.mailbox import Mailbox
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
-from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.model import DraftModel
-from tlt.drafter.service import DrafterWatch
-from tlt.drafter.spot import SpotTrainer
-from tlt.engine.engine import EngineStats, RolloutEngine
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
+from tlt.train.drafter_side import DrafterSide
+from tlt.train.work import Work
 from tlt.types import (
     DrafterCheck,
     DrafterReport,
@@ -46,9 +40,11 @@ from tlt.types import (
 
 POLL_SECONDS = 0.002
 
+NO_DRAFTER = DrafterSide()
+
 
 class StopRequested(Exception):
-    """The user asked the run to stop. What was generated in this phase is dropped; the law gives it again."""
+    """The user asked the run to stop. What the phase generated is dropped: the law gives it again, token for token."""
 
 
 @dataclass(frozen=True)
@@ -126,121 +122,11 @@ class PhaseResult:
         return total
 
 
-class DrafterRefresh:
-    """Takes drafters from replicas that train to engines that still generate, within one rollout: at most one in `seconds`, on
-    either side. What a rollout publishes is of no use to the next one, which starts with the average.
-
-    mailbox: the run's own.
-    """
-
-    def __init__(self, mailbox: Mailbox, learned: LearnedDrafter, seconds: float) -> None:
-        self.mailbox, self.learned, self.seconds = mailbox, learned, seconds
-
-    def begin(self, rollout: str) -> None:
-        """A rollout starts, under a name of its own in this run. A version is none: after an undone update it comes again."""
-        self._header = f"{rollout}\n".encode()
-        self._next = time.perf_counter() + self.seconds
-        self.num_refreshes = 0
-
-    def publish(self, model: DraftModel) -> None:
-        """Sends the drafter, unless it holds a number that is not finite: that the end of the step deals with."""
-        if self._is_due():
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-            if all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-                self.mailbox.send(self._header + save(tensors))
-
-    def refresh(self) -> None:
-        """Between engine steps: what the engine drafts with becomes the latest that another replica has published."""
-        if self._is_due() and (message := self.mailbox.receive()) is not None and message.startswith(self._header):
-            self.learned.load(load(message[len(self._header) :]), self.learned.version + 1)
-            self.num_refreshes += 1
-
-    def _is_due(self) -> bool:
-        now = time.perf_counter()
-        is_due = now >= self._next
-        if is_due:
-            self._next = now + self.seconds
-        return is_due
-
-
-class _Work:
-    """What a replica holds of a phase's units: groups of requests, and responses in the making that others have handed over."""
-
-    def __init__(self, coordinator: Coordinator, requests: Sequence[Sequence[Request]]) -> None:
-        self.coordinator, self.requests = coordinator, requests
-        self.group_of = {group[0].problem_id: group for group in requests}
-        self.unit_of: dict[tuple[str, int], int] = {}
-        self.num_open: Counter[int] = Counter()
-        self.num_received = 0
-        self.gap_seconds = self.gap_training = 0.0
-
-    @property
-    def unit_size(self) -> int:
-        return len(self.requests[0])
-
-    def take(self, room: int) -> list[Request]:
-        """Up to `room` units' work; nothing: there is none now."""
-        taken: list[Request] = []
-        for unit in self.coordinator.take(room):
-            if unit < len(self.requests):
-                taken += self._hold(unit, self.requests[unit])
-            else:
-                received = [self._unpack(part) for part in self.coordinator.receive(unit)]
-                taken += self._hold(unit, received)
-                self.num_received += len(received)
-        return taken
-
-    def finish(self, key: tuple[str, int]) -> None:
-        """This response is no longer the replica's: it has ended, or somebody else goes on with it."""
-        unit = self.unit_of.pop(key)
-        self.num_open[unit] -= 1
-        if self.num_open[unit] == 0:
-            self.coordinator.finish(unit)
-
-    def share(self, engine: RolloutEngine, num_offers: int) -> None:
-        """Hands one of those who offer help its part of what runs or waits here, if that is worth it."""
-        num_waiting = min(engine.num_waiting, (engine.num_waiting + len(engine.running)) // (1 + num_offers))
-        slots = worth_migrating([(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers)
-        if not (num_waiting or slots) or (unit := self.coordinator.accept_help()) is None:
-            return
-        requests = engine.withdraw_waiting(num_waiting) if num_waiting else engine.withdraw(slots)
-        self.coordinator.hand_over(unit, [self._pack(request) for request in requests])
-        for request in requests:
-            self.finish((request.problem_id, request.sample_index))
-
-    def _hold(self, unit: int, requests: Sequence[Request]) -> Sequence[Request]:
-        for request in requests:
-            self.unit_of[request.problem_id, request.sample_index] = unit
-        self.num_open[unit] = len(requests)
-        return requests
-
-    def _pack(self, request: Request) -> bytes:
-        """All replicas know the phase's requests; JSON gives back every float as it was."""
-        return json.dumps([request.problem_id, request.sample_index, request.token_ids, request.logprobs]).encode()
-
-    def _unpack(self, part: bytes) -> Request:
-        problem_id, sample_index, token_ids, logprobs = json.loads(part)
-        request: Request = self.group_of[problem_id][sample_index]
-        return replace(request, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
-
-
-def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:
-    """Which of a replica's running responses go to the next of `num_offers` that have run dry: an equal part, long and short
-    ones alike, but none for which more tokens would be read again there than may still come.
-
-    responses: by slot, the tokens in the cache and the tokens that may still come.
-    """
-    if len(responses) < 2:
-        return []
-    worth = sorted((num_cached, slot) for slot, (num_cached, num_left) in enumerate(responses) if num_cached <= num_left)
-    num = min(max(len(responses) // (1 + num_offers), 1), len(worth))
-    return [worth[i * len(worth) // num][1] for i in range(num)]
-
-
 class RolloutPhase:
-    """One per run and rank. `learned` is the engine's learned drafter, if it has one, `watch` who looks after it, and `spot`
-    who trains it, if anybody does; `refresh` lets others use it before the rollout ends; `decode` turns response tokens into
-    text. `migrates`: whether replicas that run dry take over running responses of others."""
+    """Generates and scores the responses to problems, together with the other ranks. One per run and rank.
+
+    decode: response tokens → text.  migrates: whether replicas that run dry take over running responses of others.
+    """
 
     def __init__(
         self,
@@ -251,17 +137,11 @@ class RolloutPhase:
         decode: Callable[[Sequence[int]], str],
         timeline: Timeline,
         should_stop: Callable[[], bool],
-        learned: LearnedDrafter | None = None,
-        spot: SpotTrainer | None = None,
-        watch: DrafterWatch | None = None,
-        refresh: DrafterRefresh | None = None,
         migrates: bool = True,
     ) -> None:
         self.world, self.engine, self.coordinator = world, engine, coordinator
         self.scorers, self.decode, self.timeline = scorers, decode, timeline
-        self.should_stop, self.learned, self.spot, self.watch = should_stop, learned, spot, watch
-        self.refresh, self.migrates = refresh, migrates
-        assert (learned is None) == (watch is None), "a learned drafter is watched"
+        self.should_stop, self.migrates = should_stop, migrates
 
     def run(
         self,
@@ -270,41 +150,36 @@ class RolloutPhase:
         params: SamplingParams,
         purpose: Purpose,
         step: int,
-        train_drafter: bool = True,
+        drafter: DrafterSide = NO_DRAFTER,
     ) -> PhaseResult:
         """Every rank calls this with the same arguments and gets the same result. Raises StopRequested on all ranks when
-        any of them was asked to stop."""
+        any of them was asked to stop.
+
+        drafter: who trains, refreshes and measures the drafter meanwhile; by default nobody does.
+        """
         requests = [
             [Request(problem.problem_id, i, problem.prompt_ids, params, purpose, step) for i in range(num_samples)]
             for problem in problems
         ]
-        watch = self.watch if train_drafter else None
-        spot = self.spot if watch is not None and watch.trains else None
-        if self.learned is not None:  # features are read out only where they are trained on
-            self.learned.on_finish = spot.add if spot is not None and spot.keeps_captured else None
-        refresh = self.refresh if train_drafter else None
-        if refresh is not None:
-            refresh.begin(f"{purpose} {step}")
-        self.coordinator.begin(f"{purpose} {step}", len(problems))
+        name = f"{purpose} {step}"
+        drafter.begin(name)
+        self.coordinator.begin(name, len(problems))
         self.engine.stats = EngineStats()
         start = time.perf_counter()
-        work = _Work(self.coordinator, requests)
-        rollouts, last_token, report = self._generate(problems, work, spot, refresh)
+        work = Work(self.coordinator, requests)
+        rollouts, last_token, report = self._generate(problems, work, drafter)
         if any_rank(self.world, self.should_stop()):
             self.engine.abort()
             self.coordinator.abandon()
             self.scorers.abandon()
-            if watch is not None:
-                watch.abandon()
-            if self.spot is not None and train_drafter:
-                self.spot.abandon()
-            raise StopRequested(f"during {purpose} {step}")
+            drafter.abandon()
+            raise StopRequested(f"in step {step + 1}" if purpose == "rollout" else "in an evaluation")
         with self.timeline.span(SpanName.SCORE):
-            own_rewards = self.scorers.drain()
-        num_refreshes = refresh.num_refreshes if refresh is not None else 0
+            own_rewards = self.scorers.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
         end = time.perf_counter()
         gaps = (work.gap_seconds, work.gap_training)
-        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, num_refreshes, work.num_received)
+        counts = (drafter.num_refreshes, work.num_received)
+        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, *counts)
         with self.timeline.span(SpanName.WAIT):
             gathered = gather_objects(
                 self.world, (rollouts, [own_rewards[r.problem_id, r.sample_index] for r in rollouts], replica)
@@ -312,30 +187,22 @@ class RolloutPhase:
         pairs = [pair for rank in gathered for pair in zip(rank[0], rank[1], strict=True)]
         pairs.sort(key=lambda pair: (pair[0].problem_id, pair[0].sample_index))
         rollouts, rewards = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        check = None
-        if watch is not None:
-            with self.timeline.span(SpanName.CHECK_DRAFTER):
-                check = watch.end_step(rollouts, report.num_tokens, params.temperature)
+        check = drafter.check(rollouts, report.num_tokens, params.temperature)
         result = PhaseResult(rollouts, rewards, [rank[2] for rank in gathered], check)
-        if self.spot is not None and train_drafter:
-            self.spot.end_step(rollouts, result.seconds)
+        drafter.end(rollouts, result.seconds)
         if (seconds := replica.preemption_seconds(result.last_token)) is not None:
             self.timeline.record(SpanName.PREEMPT, result.last_token, result.last_token + seconds)
         return result
 
     def _generate(
-        self,
-        problems: Sequence[Problem],
-        work: _Work,
-        spot: SpotTrainer | None,
-        refresh: DrafterRefresh | None,
+        self, problems: Sequence[Problem], work: Work, drafter: DrafterSide
     ) -> tuple[list[Rollout], float, DrafterReport]:
+        """The part of a phase in which a replica waits for nobody: (responses ended here, time of the last token, training)."""
         data_of = {problem.problem_id: problem.data for problem in problems}
         rollouts: list[Rollout] = []
         report = DrafterReport()
         last_token = time.perf_counter()
         queue_is_empty = False
-        publish = refresh.publish if refresh is not None else None
         while not self.should_stop():
             if not queue_is_empty and (room := self._room(work.unit_size)):
                 taken = work.take(room)
@@ -345,12 +212,12 @@ class RolloutPhase:
                     work.gap_training = report.seconds
                 self.engine.add(taken)
             if not self.engine.is_idle:
-                finished = self.engine.step()
+                finished = self.engine.step(captures=drafter.captures)
                 last_token = time.perf_counter()
-                for rollout in finished:
+                for one in finished:
+                    rollout = one.rollout
                     rollouts.append(rollout)
-                    if spot is not None and not spot.keeps_captured:
-                        spot.add(rollout, None)
+                    drafter.observe(one)
                     key = (rollout.problem_id, rollout.sample_index)
                     self.scorers.submit(key, data_of[rollout.problem_id], self.decode(rollout.token_ids))
                     work.finish(key)
@@ -358,13 +225,12 @@ class RolloutPhase:
                 if self.migrates and (num_offers := self.coordinator.num_offers()):
                     queue_is_empty = True  # or nobody would offer; and what is handed over is not to be taken back
                     work.share(self.engine, num_offers)
-                if refresh is not None:
-                    refresh.refresh()
+                drafter.refresh()
             elif self.coordinator.all_done():
                 break
             elif self.coordinator.has_work():
                 queue_is_empty = False
-            elif spot is not None and (session := self._train_drafter(spot, publish)).num_micro_steps:
+            elif (session := drafter.train(self._has_better_to_do)).num_micro_steps:
                 report = report.plus(session)
             elif not self._has_better_to_do():
                 with self.timeline.span(SpanName.WAIT):
@@ -382,7 +248,3 @@ class RolloutPhase:
         if self.migrates:
             self.coordinator.offer_help()
         return False
-
-    def _train_drafter(self, spot: SpotTrainer, publish: Callable[[DraftModel], None] | None) -> DrafterReport:
-        assert self.watch is not None, "a drafter is trained under watch"
-        return self.watch.run(lambda: spot.run(self._has_better_to_do, publish))

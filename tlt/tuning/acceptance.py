@@ -1,11 +1,17 @@
-"""The tokens of an engine step, from measured acceptance. It knows no seconds."""
+"""Tokens per verification, predicted from how many drafted tokens were accepted so far. It knows no seconds.
+
+Depth by depth, the target accepts a drafted token with some probability, given that it has accepted all before it. Their
+products are the survival curve; its sum, and one for the bonus token, is what a verification is expected to commit.
+"""
 
 from __future__ import annotations
 
 import math
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,111 +20,176 @@ from tlt.types import Strategy
 
 Array = NDArray[np.float64]
 
-_PRIOR_HAZARD = 0.7
+_PRIOR_RATE = 0.7
+"""The acceptance rate that is assumed at depth 1 before anything was verified."""
 _PRIOR_COUNT = 1.5
-_ACCEPTANCE_MEMORY = 100.0
-"""Steps. A text changes its character within itself, and in the tail few texts are left."""
-_MEMORY_ELSEWHERE = 4000.0
+"""The verifications that this assumption counts as, and at deeper levels the rate of the level before."""
+_MEMORY = 100.0
+"""Engine steps that a curve of one octave spans. A text changes its character, and in the tail few texts are left."""
+_MEMORY_EVERYWHERE = 4000.0
 """Verifications that the curve over all batch sizes spans."""
 _WORTH_ELSEWHERE = 16.0
+"""Verifications that the evidence of all batch sizes counts as, at most, at any one of them."""
 _WORTH_AT_NEW_VERSION = 16.0
-"""What was seen of an older policy or drafter counts as at most so many verifications: enough to start from, and little
-enough that a drafter which has become better, or worse, is soon found out."""
+"""Verifications that the evidence about an older policy or drafter counts as, at most. This is enough to start from, and so
+little that a drafter which has become better, or worse, is soon found out."""
+
+
+class Curve(NamedTuple):
+    """Names the verifications that are counted together, in one survival curve.
+
+    width, budget: the shape of a draft tree. Chains of any depth share a curve: width 1, and no budget (None).
+    octave: log2 of the batch size, rounded. None: all batch sizes.
+    where_drafted: leaves out the depths that a chain never drafted because it stopped for itself. Otherwise such a depth
+        counts as one that was not accepted.
+    """
+
+    drafter: str
+    width: int
+    budget: int | None
+    octave: int | None
+    where_drafted: bool = False
+
+    @staticmethod
+    def of(strategy: Strategy, octave: int | None) -> Curve:
+        return Curve(strategy.drafter, strategy.width, None if strategy.width == 1 else strategy.budget, octave)
+
+    @property
+    def everywhere(self) -> Curve:
+        """The same curve over all batch sizes."""
+        return Curve(self.drafter, self.width, self.budget, None, self.where_drafted)
+
+    @property
+    def prior(self) -> Curve | None:
+        """The curve that this one resembles until it has evidence of its own. None: no other curve does.
+
+        The hybrid keeps what it can of the learned drafter's chains. A tree, which never stops, resembles the chains of its
+        drafter at the depths that they drafted.
+        """
+        if self.width == 1 and self.drafter != "hybrid":
+            return None
+        drafter = "learned" if self.drafter == "hybrid" else self.drafter
+        return Curve(drafter, 1, None, self.octave, where_drafted=self.width > 1)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """For d = 0, 1, …: the probability that the target accepts the token at depth d + 1, given that it has accepted all
+    before it, and the number of verifications behind this estimate."""
+
+    accepted: Sequence[float]
+    counts: Sequence[float]
+
+
+def _zeros() -> Array:
+    return np.zeros(Strategy.MAX_DEPTH)
+
+
+@dataclass
+class _Counts:
+    """Verifications that came to each depth (`tried`), and of those the ones that went on from there (`survived`)."""
+
+    tried: Array = field(default_factory=_zeros)
+    survived: Array = field(default_factory=_zeros)
+
+    def add(self, tried_D: Array, survived_D: Array, fade: float) -> None:
+        self.scale(fade)
+        self.tried[: len(tried_D)] += tried_D
+        self.survived[: len(survived_D)] += survived_D
+
+    def scale(self, factor: float) -> None:
+        self.tried *= factor
+        self.survived *= factor
 
 
 class Acceptance:
-    """P(the walk survives to depth d), from how far walks came. One curve per drafter for chains and one per tree shape.
+    """Estimates the acceptance rates of every strategy, each from its own verifications and from those it resembles.
 
-    The texts that are left in the tail are not those of the beginning, so a batch size has a curve of its own per doubling;
-    what was seen at others counts as at most `_WORTH_ELSEWHERE` verifications there. A depth seen rarely leans on the one
-    before it, and the hybrid on the learned chain, of which it keeps what it can. Where a chain stopped, its walk did not
-    survive; a tree, which never stops, leans on what chains of its drafter accepted where they did draft.
+    The texts that are left in the tail are not those of the beginning. So each octave of batch sizes has a curve of its own,
+    to which the evidence from all batch sizes is lent with a bounded weight. A depth that was seldom reached leans on the
+    depth before it.
     """
 
     def __init__(self) -> None:
-        self.tried: dict[_Curve, Array] = {}
-        self.survived: dict[_Curve, Array] = {}
-        self._hazards: dict[_Curve, list[tuple[float, float]]] = {}
+        self.counts: dict[Curve, _Counts] = {}
+        self._rates: dict[Curve, Rates] = {}
 
     def observe(self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int] = ()) -> None:
-        """`drafted[b]` levels at most were drafted for row b (none given: all of them), a chain may have stopped."""
-        self._hazards.clear()
+        """Counts one verification per sequence.
+
+        accepted: drafted tokens that the target accepted.  drafted: levels that were drafted, fewer than the strategy's depth
+        where a chain stopped for itself. Empty: all of them everywhere.
+        """
+        self._rates.clear()
         depth = strategy.depth
-        came_B = np.minimum(np.asarray(accepted), depth)
-        came_BD = came_B[:, None] >= np.arange(depth + 1)
-        tried, survived = came_BD[:, :-1].sum(0), came_BD[:, 1:].sum(0)
+        accepted_B = np.minimum(np.asarray(accepted), depth)
+        came_BD = accepted_B[:, None] >= np.arange(depth + 1)
+        tried_D, survived_D = came_BD[:, :-1].sum(0), came_BD[:, 1:].sum(0)
         was_drafted_BD = np.asarray(drafted or [depth] * len(accepted))[:, None] > np.arange(depth)
-        for octave in (_ANY, octave_of(len(accepted))):
-            curves = [(_curve(strategy, octave), tried)]
+        drafted_D = (came_BD[:, :-1] & was_drafted_BD).sum(0)
+        spans = ((None, len(accepted) / _MEMORY_EVERYWHERE), (octave_of(len(accepted)), 1 / _MEMORY))
+        for octave, span in spans:
+            fade = math.exp(-span)
+            self._counts_of(Curve.of(strategy, octave)).add(tried_D, survived_D, fade)
             if strategy.width == 1:
-                curves.append(((strategy.drafter, *_DRAFTED, octave), (came_BD[:, :-1] & was_drafted_BD).sum(0)))
-            fade = math.exp(-1 / _ACCEPTANCE_MEMORY) if octave != _ANY else math.exp(-len(accepted) / _MEMORY_ELSEWHERE)
-            for curve, tried_here in curves:
-                for counts, new in ((self.tried, tried_here), (self.survived, survived)):
-                    counts.setdefault(curve, np.zeros(Strategy.MAX_DEPTH))
-                    counts[curve] *= fade
-                    counts[curve][:depth] += new
+                curve = Curve(strategy.drafter, 1, None, octave, where_drafted=True)
+                self._counts_of(curve).add(drafted_D, survived_D, fade)
 
     def age(self, worth: float = _WORTH_AT_NEW_VERSION) -> None:
-        self._hazards.clear()
-        for curve, tried in self.tried.items():
-            keep = min(worth / max(tried[0], worth), 1.0)
-            tried *= keep
-            self.survived[curve] *= keep
+        """Lets each curve's evidence count as `worth` verifications at most."""
+        self._rates.clear()
+        for counts in self.counts.values():
+            counts.scale(min(worth / max(counts.tried[0], worth), 1.0))
 
-    def hazards(self, curve: _Curve) -> list[tuple[float, float]]:
-        """(P(accepted at depth d | came so far), the number of observations behind it) for d = 1, 2, ..."""
-        if curve in self._hazards:
-            return self._hazards[curve]
-        drafter, width, _, octave = curve
-        prior = None
-        if width > 1 or drafter == "hybrid":
-            shape = _DRAFTED if width > 1 else (1, 0)
-            prior = self.hazards(("learned" if drafter == "hybrid" else drafter, *shape, octave))
-        anywhere = (*curve[:3], _ANY)
-        tried, survived, all_tried, all_survived = (
-            counts[c].tolist() if c in counts else _NOTHING for c in (curve, anywhere) for counts in (self.tried, self.survived)
-        )
-        result, hazard = [], _PRIOR_HAZARD
-        for d in range(Strategy.MAX_DEPTH):
-            if prior is not None:  # as if further candidates were worth what they are on average (DESIGN §2)
-                hazard = 1.0 - (1.0 - prior[d][0]) ** math.sqrt(width)
-            worth = all_tried[d] + _PRIOR_COUNT
-            hazard = (all_survived[d] + _PRIOR_COUNT * hazard) / worth
-            worth = min(worth, _WORTH_ELSEWHERE)
-            hazard = (survived[d] + worth * hazard) / (tried[d] + worth)
-            result.append((hazard, tried[d] + worth))
-        self._hazards[curve] = result
-        return result
+    def rates(self, curve: Curve) -> Rates:
+        rates = self._rates.get(curve)
+        if rates is None:
+            rates = self._rates[curve] = self._estimate(curve)
+        return rates
 
     def expected_tokens(self, arms: Sequence[Strategy], batch_size: int) -> tuple[Array, Array]:
-        """Tokens per verification, the bonus token included, per arm; and the variance of their logarithms."""
+        """Returns tokens per verification, the bonus token included, and the variance of their logarithms: each [arms]."""
         octave = octave_of(batch_size)
         tokens_A, variance_A = np.ones(len(arms)), np.zeros(len(arms))
         for i, arm in enumerate(arms):
-            curve = self.hazards(_curve(arm, octave))[: arm.depth]
-            survivals = list(accumulate((hazard for hazard, _ in curve), operator.mul))
+            rates = self.rates(Curve.of(arm, octave))
+            survivals = list(accumulate(rates.accepted[: arm.depth], operator.mul))
             tokens_A[i] += sum(survivals)
             beyond, variance = 0.0, 0.0
-            for (hazard, count), survival in zip(reversed(curve), reversed(survivals), strict=True):
-                beyond += survival  # what hangs on this depth
-                variance += beyond**2 * (1.001 - hazard) / ((hazard + 0.001) * count)
+            for d in reversed(range(arm.depth)):
+                beyond += survivals[d]  # the tokens that are lost if depth d is not survived
+                rate, count = rates.accepted[d], rates.counts[d]
+                variance += beyond**2 * (1.001 - rate) / ((rate + 0.001) * count)
             variance_A[i] = variance / tokens_A[i] ** 2
         return tokens_A, variance_A
 
+    def _counts_of(self, curve: Curve) -> _Counts:
+        if curve not in self.counts:
+            self.counts[curve] = _Counts()
+        return self.counts[curve]
 
-_Curve = tuple[str, int, int, int]
-"""Drafter, width, budget (1 and 0 for all chains) and the octave of the batch size."""
-_DRAFTED = (1, 1)
-"""Instead of (1, 0): of chains, where they did draft."""
-_ANY = -1
-"""Instead of an octave: all batch sizes."""
-_NOTHING = [0.0] * Strategy.MAX_DEPTH
+    def _estimate(self, curve: Curve) -> Rates:
+        """Returns posterior means under a chain of priors: at all batch sizes, then at the curve's own octave."""
+        prior_curve = curve.prior
+        prior = None if prior_curve is None else self.rates(prior_curve)
+        here, everywhere = self.counts.get(curve, _NOTHING), self.counts.get(curve.everywhere, _NOTHING)
+        tried, survived = here.tried.tolist(), here.survived.tolist()
+        all_tried, all_survived = everywhere.tried.tolist(), everywhere.survived.tolist()
+        rate, num_chances = _PRIOR_RATE, math.sqrt(curve.width)  # further candidates are worth less than the first (DESIGN §2)
+        accepted, counts = [], []
+        for d in range(Strategy.MAX_DEPTH):
+            if prior is not None:
+                rate = 1.0 - (1.0 - prior.accepted[d]) ** num_chances
+            worth = all_tried[d] + _PRIOR_COUNT
+            rate = (all_survived[d] + _PRIOR_COUNT * rate) / worth
+            worth = min(worth, _WORTH_ELSEWHERE)
+            rate = (survived[d] + worth * rate) / (tried[d] + worth)
+            accepted.append(rate)
+            counts.append(tried[d] + worth)
+        return Rates(accepted, counts)
 
 
-def _curve(strategy: Strategy, octave: int) -> _Curve:
-    shape = (1, 0) if strategy.width == 1 else (strategy.width, strategy.budget)
-    return (strategy.drafter, *shape, octave)
+_NOTHING = _Counts()
 
 
 def octave_of(batch_size: int) -> int:

@@ -1,13 +1,12 @@
 """A tuner that predicts: seconds of a step from measured seconds, tokens of a step from measured acceptance.
 
     speed(arm) = batch x E[tokens per verification] / seconds(batch, tokens in the forward, drafting)
-                             └ Acceptance                  └ StepCosts
+                             └ acceptance.py               └ step_costs.py
     choose the arm with the largest   log speed + bonus x standard deviation of its estimate
 
-Every measurement informs its neighbours: acceptance is a survival curve shared by all depths of a drafter and lent to other
-batch sizes; seconds are a Gaussian process over (batch, tokens in the forward, drafting work, length) in logarithms (Rasmussen
-& Williams, ch. 2), and the bonus is that of GP-UCB (Srinivas et al., arXiv 0912.3995). So an arm that was never tried is tried
-only where what is known leaves room for it to be the best.
+Every measurement informs its neighbours: other depths of the same drafter, other batch sizes, other arms. The bonus is that of
+GP-UCB (Srinivas et al., arXiv 0912.3995). So an arm that was never tried is tried only where the evidence leaves room for it to
+be the best. This file knows no statistics of its own.
 """
 
 from __future__ import annotations
@@ -17,25 +16,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tlt.tuning.acceptance import Acceptance
 from tlt.tuning.step_costs import DRAFTERS_OF, StepCosts
 from tlt.types import BatchState, StepOutcome, Strategy
 
-Array = NDArray[np.float64]
-
-# ── the tuner ────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 _WEIGHT_OF_ADMISSION = 0.3
-"""Of a step in which sequences were admitted: a drafter may have read their prompts. Where every step admits some, all
-weigh the same."""
+"""The weight of a step in which sequences were admitted: a drafter may have read their prompts. Where every step admits some,
+all have the same weight."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the model expects of an arm: tokens per second of the whole batch, the standard deviation of its logarithm, and the
-    seconds of a step."""
+    """The expectations of an arm: tokens per second of the whole batch (`speed`), the standard deviation of its logarithm
+    (`deviation`), and the seconds of an engine step."""
 
     strategy: Strategy
     speed: float
@@ -44,7 +38,7 @@ class Prediction:
 
 
 class CostModel:
-    """Chooses the arm with the best prediction plus a bonus for what is not known about it.
+    """Chooses the arm with the best prediction plus a bonus for its uncertainty.
 
     bonus: standard deviations added (GP-UCB's beta to the power 1/2).
     decide_every: seconds of engine time between two decisions for an unchanged batch size; bounds what deciding costs.
@@ -58,7 +52,8 @@ class CostModel:
         self.predicted_speed: float | None = None
         self._choice = Strategy.OFF
         self._expected_seconds: float | None = None
-        self._chosen_for = -1
+        self._chosen_for: int | None = None
+        """The batch size of the last decision. None: decide anew."""
         self._seconds_since = 0.0
         self._versions: tuple[int, int] | None = None
         self._previous: Strategy | None = None
@@ -76,15 +71,16 @@ class CostModel:
         return self._choice
 
     def decide(self, batch: BatchState) -> Prediction:
-        """The arm to run now: a pure function of the statistics."""
+        """Returns the arm to run now: a pure function of the statistics."""
         return max(self.predict(batch), key=lambda p: math.log(p.speed) + self.bonus * p.deviation)
 
     def predict(self, batch: BatchState) -> list[Prediction]:
         mean_A, variance_A = self.costs.predict(self.arms, batch.num_running, batch.mean_length)
         tokens_A, uncertainty_A = self.acceptance.expected_tokens(self.arms, batch.num_running)
-        speed_A = batch.num_running * tokens_A / np.exp(mean_A)
+        seconds_A = np.exp(mean_A)
+        speed_A = batch.num_running * tokens_A / seconds_A
         deviation_A = np.sqrt(variance_A + uncertainty_A)
-        rows = zip(self.arms, speed_A.tolist(), deviation_A.tolist(), np.exp(mean_A).tolist(), strict=True)
+        rows = zip(self.arms, speed_A.tolist(), deviation_A.tolist(), seconds_A.tolist(), strict=True)
         return [Prediction(*row) for row in rows]
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
@@ -100,10 +96,11 @@ class CostModel:
     def _age(self, versions: tuple[int, int]) -> None:
         if self._versions is not None:
             self.acceptance.age()
-        self._versions, self._chosen_for = versions, -1
+        self._versions, self._chosen_for = versions, None
 
 
 def _switches_on(before: Strategy | None, now: Strategy) -> bool:
-    """Whether a drafter runs now that did not run in the step before: it catches up, be it with features or with texts."""
+    """Returns whether a drafter runs now that did not run in the step before. It then reads what it missed: features, or
+    texts."""
     ran = set() if before is None else DRAFTERS_OF[before.drafter]
     return not DRAFTERS_OF[now.drafter] <= ran

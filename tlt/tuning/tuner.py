@@ -1,10 +1,11 @@
-"""Which strategy for the batch that is running now.
+"""Tuners choose the strategy for the batch that is running now.
 
     Fixed        always the same
     BegMab       the bandit of the TLT paper (arXiv 2511.16665): per range of batch sizes, the arm with the best median reward
-    CostModel    predicts from measured costs and measured acceptance, so that one arm informs its neighbours   (costs.py)
+    CostModel    predicts from measured costs and measured acceptance, so that one arm informs its neighbours (cost_model.py)
 
-A decision is a pure function of the statistics (`decide`); seconds come in with the outcomes, randomness as an argument.
+A decision is a pure function of the statistics (`decide`); seconds come in with the outcomes, randomness as an argument. No
+tuner reads a clock or knows an engine.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from tlt.types import BatchState, StepOutcome, Strategy, StrategyTuner, UserErro
 
 
 class Fixed:
-    """Always the same strategy."""
+    """Chooses the same strategy for every batch."""
 
     predicted_speed = None
 
@@ -30,15 +31,17 @@ class Fixed:
         return self.strategy
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
-        """Nothing to learn."""
+        """Learns nothing."""
 
 
 class BegMab:
-    """Bucketed epsilon-greedy multi-armed bandit, as in the paper.
+    """Chooses by the paper's bucketed epsilon-greedy multi-armed bandit.
 
-    groups: (smallest batch size, its arms) in rising order: strategies that verify equally many tokens share a range of
-        batch sizes, and a larger batch verifies fewer.  epsilon: share of steps on a random arm of the bucket.
+    groups: (smallest batch size, arms) of each bucket, in rising order. A bucket is a range of batch sizes; its strategies
+        verify about equally many tokens, the fewer the larger the batch.
+    epsilon: share of engine steps that run a random arm of the bucket.
     window: rewards remembered per arm.  The reward is the paper's, (accepted per request + 1) x batch / seconds.
+
     An arm without a reward yet is tried first. Rewards of older policies or drafters leave through the window alone.
     """
 
@@ -67,7 +70,7 @@ class BegMab:
         return max(i for i, (smallest, _) in enumerate(self.groups) if smallest <= batch.num_running)
 
     def decide(self, bucket: int, explore: float, pick: float) -> Strategy:
-        """`explore` and `pick` are uniform on [0, 1)."""
+        """Returns the arm to run. `explore` and `pick` are uniform on [0, 1)."""
         arms = self.groups[bucket][1]
         if explore < self.epsilon:
             return arms[int(pick * len(arms))]
@@ -88,11 +91,11 @@ class BegMab:
 _CHAINS = (1, 2, 3, 4, 6, 8, 11, 15)
 _TREES = ((3, 2, 6), (5, 2, 10), (7, 2, 14), (6, 3, 24), (10, 4, 48))
 _THRESHOLDS = (1, 2, 5, 21)
-"""Of the paper's code: batch sizes at which BEG-MAB goes to the next group."""
+"""The batch sizes at which BEG-MAB goes to the next group, as in the paper's code."""
 
 
 def default_arms(kinds: Sequence[str]) -> tuple[Strategy, ...]:
-    """What is worth trying with drafters of these kinds: off, chains of any depth, trees where candidates are ranked."""
+    """Returns the strategies worth trying with drafters of these kinds: off, chains, and trees where candidates are ranked."""
     arms = [Strategy.OFF]
     for kind in kinds:
         arms += [Strategy(kind, depth, 1, depth) for depth in (_CHAINS if kind != "hybrid" else _CHAINS[3:])]
@@ -102,8 +105,8 @@ def default_arms(kinds: Sequence[str]) -> tuple[Strategy, ...]:
 
 
 def default_groups(arms: Sequence[Strategy]) -> list[tuple[int, list[Strategy]]]:
-    """BEG-MAB's buckets: the arms in four groups of tokens to verify, the most for the smallest batches; off is an arm of
-    the last two."""
+    """Returns BEG-MAB's buckets: four groups of arms by the number of tokens to verify, which is largest for the smallest
+    batches. Off is an arm of the last two."""
     speculating = sorted((arm for arm in arms if not arm.is_off), key=lambda arm: -arm.budget)
     limits = (64, 16, 8, 4)
     floors = (9, 5, 3, 1)
@@ -115,8 +118,12 @@ def default_groups(arms: Sequence[Strategy]) -> list[tuple[int, list[Strategy]]]
 
 
 def make_tuner(speculation: str, kinds: Sequence[str], name: str = "cost-model") -> StrategyTuner | None:
-    """From the user's word: `off` (None: nothing is allocated for drafting), `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET;
-    `kinds` are the drafters there are, the preferred one first."""
+    """Makes the tuner that the user asked for.
+
+    speculation: `off`, `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET. For `off` the result is None: nothing drafts.
+    kinds: the drafters that exist, the preferred one first.  name: the tuner behind `adaptive`, cost-model or beg-mab.
+    Raises UserError for a strategy whose drafter does not exist.
+    """
     if speculation == "off":
         return None
     if speculation != "adaptive":

@@ -40,7 +40,7 @@ def test_every_command_explains_itself(
     shown = capsys.readouterr().out
     assert f"usage: tlt {name}" in shown
     assert COMMANDS[name].purpose[:60] in shown
-    usage, *lines = shown.splitlines()
+    _usage, *lines = shown.splitlines()
     assert max(map(len, lines)) <= int(columns)
 
 

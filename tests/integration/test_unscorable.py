@@ -1,0 +1,59 @@
+"""A task whose score fails: a run without any score ends at once, one that misses some goes on and counts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TASK = """
+from digits import Digits
+class Partly(Digits):
+    def __init__(self, fails):
+        self.fails = fails
+    def score(self, problem, text):
+        if self.fails(problem):
+            raise KeyError('target')
+        return super().score(problem, text)
+NEVER = Partly(lambda problem: True)
+SOMETIMES = Partly(lambda problem: problem['problem_id'].endswith(('0', '4', '8')))
+"""
+
+
+def train(workspace: Path, task: str) -> subprocess.CompletedProcess[str]:
+    (workspace / "partly.py").write_text(TASK)
+    environment = {**os.environ, "PYTHONPATH": str(workspace), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    few = ("--run.num_steps", "2", "--run.num_ranks", "1", "--evaluation.num_problems", "0", "--rollout.speculation", "off")
+    words = [
+        "-m",
+        "tlt",
+        "train",
+        str(workspace / "run.toml"),
+        "--run.out_dir",
+        str(workspace / task),
+        "--task.name",
+        task,
+        *few,
+    ]
+    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False, timeout=240)
+
+
+def test_a_task_that_never_scores_ends_the_run_with_one_line(workspace: Path) -> None:
+    done = train(workspace, "partly:NEVER")
+    assert done.returncode == 2, done.stdout + done.stderr
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith("tlt: error: task partly:NEVER: none of the 16 responses of step 0 could be scored")
+    assert "KeyError: 'target'" in message
+    assert "Traceback" not in done.stderr
+
+
+def test_responses_that_could_not_be_scored_are_counted_and_left_out_of_the_means(workspace: Path) -> None:
+    done = train(workspace, "partly:SOMETIMES")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (workspace / "partly:SOMETIMES" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(line["reward_errors"] for line in lines) > 0
+    for line in lines:
+        assert line["reward_errors"] % 4 == 0, "whole groups"
+        assert line["first_reward_error"] == ("KeyError: 'target'" if line["reward_errors"] else "")

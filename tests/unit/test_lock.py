@@ -1,0 +1,46 @@
+"""Two processes never write into one run's folder."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tlt.train.lock import FolderLock
+from tlt.types import UserError
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(UserError) as refused:
+        FolderLock(folder)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_folder_is_held_by_one_process_until_it_dies(tmp_path: Path) -> None:
+    program = "import sys; from pathlib import Path; from tlt.train.lock import FolderLock;"
+    program += "lock = FolderLock(Path(sys.argv[1])); print('held', flush=True); sys.stdin.read()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    assert f"another process is running in {tmp_path}" in refusal(tmp_path)
+    holder.kill()
+    holder.communicate()
+    FolderLock(tmp_path).release()
+
+
+def test_a_folder_that_was_released_can_be_held_again(tmp_path: Path) -> None:
+    FolderLock(tmp_path / "new").release()
+    lock = FolderLock(tmp_path / "new")
+    assert "another process" in refusal(tmp_path / "new")
+    lock.release()
+
+
+def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/run")):
+        assert refusal(folder).startswith(f"run.out_dir: {folder} cannot be written (")

@@ -1,0 +1,92 @@
+"""Offline training of a drafter: what its summary says of the drafter, weak ones included."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.lossless.helpers import CONFIG, VOCAB, make_policy
+from tlt.drafter.losses import PRESETS
+from tlt.drafter.measure import distribution
+from tlt.drafter.model import DraftModel
+from tlt.drafter.offline import WEAK_ACCEPTANCE, OfflineSettings, OfflineSummary, measure_acceptance, new_drafter, train_offline
+from tlt.models.attention import PackedCausal
+from tlt.models.packed import PackedTransformer
+from tlt.types import Rollout
+
+POLICY = make_policy()
+TARGET = PackedTransformer.from_module(POLICY, torch.float64)
+SETTINGS = OfflineSettings(epochs=0.1, learning_rate=1e-3, tokens_per_step=64, seed=0)
+
+
+def make_rollouts(num: int, length: int, num_prompt: int = 4) -> list[Rollout]:
+    rng = random.Random(7)
+    rows = [tuple(rng.randrange(VOCAB) for _ in range(length)) for _ in range(num)]
+    return [Rollout(f"p{i}", 0, row[:num_prompt], row[num_prompt:], (), "stop", 0) for i, row in enumerate(rows)]
+
+
+def make_sharp_target() -> PackedTransformer:
+    """A target that is nearly sure of every next token, as trained models are."""
+    policy = make_policy()
+    with torch.no_grad():
+        policy.model.norm.weight.mul_(12.0)
+    return PackedTransformer.from_module(policy, torch.float64)
+
+
+def train(target: PackedTransformer, rollouts: list[Rollout], preset: str = "hass", **changes: float) -> OfflineSummary:
+    model = new_drafter(CONFIG, PRESETS[preset], None, rollouts, seed=0)
+    return train_offline(model, target, PRESETS[preset], rollouts, replace(SETTINGS, **changes), lambda share, loss: None)
+
+
+def test_acceptance_is_the_overlap_of_target_and_drafter_position_by_position() -> None:
+    """Against forwards of the trainable models, one response at a time."""
+    rollouts = make_rollouts(3, 20)
+    model: DraftModel = new_drafter(CONFIG, PRESETS["hass"], None, rollouts, seed=1).double()
+    total = count = 0.0
+    for rollout in rollouts:
+        tokens = torch.tensor([*rollout.prompt_ids, *rollout.token_ids])
+        with torch.no_grad():
+            attend = PackedCausal(CONFIG, [len(tokens)])
+            features = POLICY(tokens, attend.positions(), attend)
+            p = distribution(POLICY.logits(features), 0.7)
+            attend = PackedCausal(model.config.layer, [len(tokens) - 1])
+            hidden = model(POLICY.model.embed_tokens(tokens[1:]), features[:-1], attend.positions(), attend)
+            q = distribution(POLICY.logits(hidden), 0.7)
+        for position in range(4, len(tokens)):
+            total, count = total + float(torch.minimum(p[position - 1], q[position - 2]).sum()), count + 1
+    found = measure_acceptance(model, TARGET, rollouts, 0.7, random.Random(0))
+    assert found == pytest.approx(total / count, abs=1e-9)
+
+
+def test_a_drafter_that_came_out_weak_is_called_weak_in_the_summary() -> None:
+    summary = train(make_sharp_target(), make_rollouts(4, 30))
+    assert summary.acceptance is not None
+    assert 0 < summary.acceptance < WEAK_ACCEPTANCE
+    assert summary.warning is not None
+    assert summary.warning.startswith("this drafter is weak: at most ")
+    assert "\n" not in summary.warning
+
+
+def test_a_drafter_that_learned_its_target_is_not_called_weak() -> None:
+    summary = train(TARGET, make_rollouts(4, 30))
+    assert summary.acceptance is not None
+    assert summary.acceptance > WEAK_ACCEPTANCE
+    assert summary.warning is None
+
+
+def test_responses_to_prompts_of_one_token_train_a_drafter_that_is_not_measured() -> None:
+    summary = train(TARGET, make_rollouts(2, 12, num_prompt=1))
+    assert (summary.acceptance, summary.warning) == (None, None)
+    assert summary.tokens > 0
+
+
+def test_a_drafter_whose_outputs_are_not_finite_is_an_error() -> None:
+    rollouts = make_rollouts(2, 12)
+    model = new_drafter(CONFIG, PRESETS["hass"], None, rollouts, seed=0)
+    with torch.no_grad():
+        model.fc.weight[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match="not finite"):
+        measure_acceptance(model, TARGET, rollouts, 1.0, random.Random(0))

@@ -1,0 +1,309 @@
+"""The Python API: an engine and a training run for a script or a notebook. Knows no arguments of a command line.
+
+    Engine.from_pretrained(folder) ── generate(prompts) ──▶ [Response]
+    load_config(file, overrides) ──── train(config, task) ──▶ TrainingResult
+
+Both do what `tlt generate` and `tlt train` do, token for token. A mistake of the caller's is a UserError, which is a
+ValueError. How many threads compute is torch's own setting and holds for the whole process: torch.set_num_threads.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypedDict, Unpack
+
+import torch
+
+from tlt.build import EngineSettings, Model, build_engine, load_model
+from tlt.config.load import load_config
+from tlt.config.schema import Config
+from tlt.distributed.launch import EXIT_OK, EXIT_USER_ERROR, launch
+from tlt.distributed.signals import StopRequest, handling_stop_signals
+from tlt.drafter.folder import load_drafter
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
+from tlt.files import Record
+from tlt.models.prompts import encode_prompts
+from tlt.models.tokenizer import Tokenizer
+from tlt.tasks.base import Task
+from tlt.train.loop import main
+from tlt.train.start import preflight
+from tlt.types import FinishReason, Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
+
+# ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
+"""Text, token ids, chat messages, or a record as in a prompts file: {"prompt": …, "problem_id": …}."""
+
+
+class Sampling(TypedDict, total=False):
+    """Keyword arguments of `generate`, with the meanings and defaults of SamplingParams. stop_ids: else the model's own."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    max_tokens: int
+    stop_ids: tuple[int, ...]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Response:
+    """One sample of the answer to a prompt.
+
+    problem_id: the record's own, else the prompt's position in the call, counted from 1.
+    text: without special tokens; None for a model without a tokenizer.
+    logprobs: natural, one per token: log-softmax(logits / temperature) before truncation; at temperature 0 those of 1.
+    finish_reason: "stop" (a stop token, which is the last of token_ids) or "length".
+    """
+
+    problem_id: str
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str | None
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+
+
+class Engine:
+    """A model ready to generate. Its tokens depend on the seed, the problem ids and the sampling, and never on how it drafts
+    or what it generated before."""
+
+    def __init__(self, model: Model, rollout_engine: RolloutEngine) -> None:
+        """`from_pretrained` is the usual way to make one."""
+        self.config, self.tokenizer, self.stop_ids = model.config, model.tokenizer, model.stop_ids
+        self._engine = rollout_engine
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        drafter: str | Path | None = None,
+        speculation: str | Strategy = "off",
+        dtype: str | torch.dtype = "float32",
+        device: str | torch.device = "auto",
+        max_batch_size: int = 64,
+    ) -> Engine:
+        """Loads a Hugging Face checkpoint folder and, where speculation is on, the drafter.
+
+        drafter: a drafter's folder; None: what is drafted is retrieved from earlier responses to the same problem.
+        speculation: "off", "adaptive" (measured while running), or a strategy such as "4x1x4": depth, width, budget.
+        dtype: of weights and activations: float32, float64 or bfloat16.  device: "auto" is a GPU where there is one.
+        max_batch_size: sequences decoded at a time.
+        """
+        if max_batch_size < 1:
+            raise UserError(f"max_batch_size: is {max_batch_size}; it must be 1 or more")
+        if drafter is not None and not Path(drafter).is_dir():
+            raise UserError(f"drafter: {drafter} does not exist; give a drafter's folder")
+        settings = EngineSettings(
+            str(speculation),
+            dtype=resolve_dtype(str(dtype).removeprefix("torch.")),
+            device=_resolve_device(device),
+            max_batch_size=max_batch_size,
+        )
+        model = load_model(Path(path))
+        wants_drafter = drafter is not None and settings.speculation != "off"
+        stored = load_drafter(drafter, model.config, model.tensors) if drafter is not None and wants_drafter else None
+        return cls(model, build_engine(model.config, model.tensors, settings, stored))
+
+    @property
+    def device(self) -> torch.device:
+        return self._engine.device
+
+    @property
+    def stats(self) -> EngineStats:
+        """Tokens, steps, strategies and accept_length (tokens per verification) of the latest call of generate or stream."""
+        return self._engine.stats
+
+    def generate(self, prompts: Iterable[Prompt], samples: int = 1, **sampling: Unpack[Sampling]) -> list[Response]:
+        """Returns `samples` responses to every prompt, in the order of the prompts."""
+        requests = self._requests(prompts, samples, sampling)
+        order = {(request.problem_id, request.sample_index): index for index, request in enumerate(requests)}
+        return sorted(self._run(requests), key=lambda response: order[response.problem_id, response.sample_index])
+
+    def stream(self, prompts: Iterable[Prompt], samples: int = 1, **sampling: Unpack[Sampling]) -> Iterator[Response]:
+        """Yields the same responses as they finish. One stream at a time; closing it forgets what has not finished."""
+        return self._run(self._requests(prompts, samples, sampling))
+
+    def _requests(self, prompts: Iterable[Prompt], samples: int, sampling: Sampling) -> list[Request]:
+        if isinstance(prompts, str | Mapping):
+            raise UserError(f"prompts: is a single {type(prompts).__name__}; give a list of prompts")
+        if samples < 1:
+            raise UserError(f"samples: is {samples}; it must be 1 or more")
+        given: Sampling = {"stop_ids": self.stop_ids, **sampling}
+        params = SamplingParams(**given)
+        if not 0 <= params.seed < 2**63:
+            raise UserError(f"seed: is {params.seed}; it must be in [0, 2^63)")
+        records = [(f"prompts:{number}", _to_record(number, prompt)) for number, prompt in enumerate(prompts, start=1)]
+        vocab_size, window = self.config.vocab_size, self.config.max_positions
+        return [
+            Request(prompt.problem_id, sample_index, prompt.prompt_ids, params, purpose="generate")
+            for prompt in encode_prompts(records, self.tokenizer, vocab_size=vocab_size, window=window)
+            for sample_index in range(samples)
+        ]
+
+    def _run(self, requests: Sequence[Request]) -> Iterator[Response]:
+        if not self._engine.is_idle:
+            raise UserError("engine: a stream of it is still open; exhaust or close that first")
+        self._engine.stats = EngineStats()
+        try:
+            for rollout in self._engine.generate(requests):
+                yield _to_response(rollout, self.tokenizer)
+        finally:
+            self._engine.abort()  # nothing is left to, unless the caller broke off
+
+
+def _to_record(number: int, prompt: Prompt) -> Record:
+    """Returns the prompt as a line of a prompts file would give it."""
+    if isinstance(prompt, str):
+        return {"prompt": prompt}
+    if isinstance(prompt, Mapping):
+        return dict(prompt)
+    if not isinstance(prompt, Sequence):
+        raise UserError(f"prompts:{number}: cannot be a {type(prompt).__name__}; give text, token ids, messages or a record")
+    items = list(prompt)
+    if items and all(isinstance(item, Mapping) for item in items):
+        return {"messages": items}
+    return {"prompt_ids": [_to_int(item) for item in items]}
+
+
+def _to_int(item: Any) -> Any:
+    """Makes another library's whole number, such as numpy's, Python's; what is none is refused with the record."""
+    return item if isinstance(item, bool) or not isinstance(item, Integral) else int(item)
+
+
+def _to_response(rollout: Rollout, tokenizer: Tokenizer | None) -> Response:
+    return Response(
+        rollout.problem_id,
+        rollout.sample_index,
+        rollout.prompt_ids,
+        rollout.token_ids,
+        None if tokenizer is None else tokenizer.decode(rollout.token_ids),
+        rollout.logprobs,
+        rollout.finish_reason,
+    )
+
+
+def _resolve_device(device: str | torch.device) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if device == "auto":
+        return torch.device("cuda" if has_cuda else "cpu")
+    try:
+        resolved = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"device: {device!r} is unknown; give auto, cpu or cuda") from None
+    if resolved.type == "cuda" and not has_cuda:
+        raise UserError(f"device: {device} is not available here; give cpu or auto")
+    return resolved
+
+
+# ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The share of held-out responses that were solved after `step` updates."""
+
+    step: int
+    solve_rate: float
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """What a run left.
+
+    folder: holds policy/ (and best/, drafter/) as checkpoint folders, metrics.jsonl and evaluations.jsonl.
+    is_finished: False where Ctrl-C or SIGTERM ended it; `tlt train --resume FOLDER` goes on.
+    """
+
+    folder: Path
+    evaluations: tuple[Evaluation, ...]
+    is_finished: bool
+
+
+def train(config: Config, task: Task | None = None) -> TrainingResult:
+    """Trains a policy, as `tlt train` does, and returns when the run has ended.
+
+    task: an object in place of the one that config.task.name names. Ranks and reward workers are processes that import the
+    task by its name. An object that is a module's own (`from mytask import TASK`) has one; any other serves only a run in
+    this process: run.num_ranks = 1 and rewards.num_workers = 0.
+
+    With several ranks a script has to start under `if __name__ == "__main__":`, as for everything that multiprocessing spawns.
+    """
+    with _named(task, config) if task is not None else nullcontext(config.task.name) as name:
+        config = load_config(config.model_dump(mode="json"), {"task.name": name})
+        folder = config.run.out_dir
+        if (folder / "config.json").exists():
+            raise UserError(f"run.out_dir: {folder} holds a run already; give another, or tlt train --resume {folder}")
+        preflight(config)
+        is_finished = _run_here(config) if _is_one_process(config) else _run_ranks(config)
+    path = folder / "evaluations.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return TrainingResult(folder, tuple(Evaluation(line["step"], line["solve_rate"]) for line in lines), is_finished)
+
+
+def _is_one_process(config: Config) -> bool:
+    """Whether this process is a rank itself: the only one, or one that torchrun or Slurm has started."""
+    return config.run.num_ranks == 1 or "RANK" in os.environ
+
+
+def _run_here(config: Config) -> bool:
+    """Runs this process's rank. Errors are the caller's, and torch's threads are again as they were."""
+    stop, threads = StopRequest(), torch.get_num_threads()
+    hears_signals = threading.current_thread() is threading.main_thread()
+    try:
+        with handling_stop_signals(stop) if hears_signals else nullcontext():
+            main(config.to_json(), stop)
+    finally:
+        torch.set_num_threads(threads)
+    return not stop.is_set()
+
+
+def _run_ranks(config: Config) -> bool:
+    code = launch(config.to_json(), config.run.num_ranks, "tlt.train.run:main", threads_per_rank=config.run.threads_per_rank)
+    if code == EXIT_USER_ERROR:
+        raise UserError(f"{config.run.out_dir}: a rank has stopped; the line on stderr says what to correct")
+    if 0 < code < 128:
+        raise RuntimeError(f"{config.run.out_dir}: a rank has failed; its traceback is on stderr")
+    return code == EXIT_OK
+
+
+@contextmanager
+def _named(task: Task, config: Config) -> Iterator[str]:
+    """Yields a name under which `get_task` finds the object: its own, or one for this process and this run alone."""
+    if isinstance(task, type) or not isinstance(task, Task):
+        raise UserError(f"task: {task!r} is no task; give an object with problems() and score()")
+    if (name := _importable_name(task)) is not None:
+        yield name
+        return
+    if not _is_one_process(config) or config.rewards.num_workers > 0:
+        raise UserError(
+            f"task: a {type(task).__name__} that no module holds cannot reach other processes; set run.num_ranks = 1 and"
+            " rewards.num_workers = 0, or put it into a module and give its name, module:object"
+        )
+    module = ModuleType("in_this_process")
+    vars(module)[type(task).__name__] = task
+    sys.modules[module.__name__] = module
+    try:
+        yield f"{module.__name__}:{type(task).__name__}"
+    finally:
+        del sys.modules[module.__name__]
+
+
+def _importable_name(task: Task) -> str | None:
+    """Returns "module:object" where the module of the object's class holds the object itself; None otherwise."""
+    name = type(task).__module__
+    attributes = vars(sys.modules[name]) if name != "__main__" and name in sys.modules else {}
+    return next((f"{name}:{attribute}" for attribute, value in attributes.items() if value is task), None)

@@ -1,0 +1,236 @@
+"""The drafter's side of a rollout phase: it is trained where a replica falls idle, refreshed where one still generates, and
+measured at the end.
+
+    phase    begin ─▶ observe a response ─▶ … ─▶ train while idle ─▶ … ─▶ check ─▶ end        broken off: abandon
+                         │                          │                       │
+    here         buffer to train on     micro-steps, mailbox to others    average, publish, measure
+
+`DrafterSide` itself does nothing: it is the null form, so that a phase need not ask whether there is a drafter. Knows no queue
+and no problems.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from tlt.config.schema import DrafterSection
+from tlt.distributed.mailbox import Mailbox, connect_mailbox
+from tlt.distributed.world import World
+from tlt.drafter.folder import save_drafter
+from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.model import DraftModel
+from tlt.drafter.service import DrafterWatch
+from tlt.drafter.spot import SpotTrainer
+from tlt.report.timeline import Timeline
+from tlt.types import DrafterCheck, DrafterReport, Finished, Rollout, SpanName, UserError
+
+
+class DrafterSide:
+    """Says what a phase asks of whoever looks after the drafter, and does nothing: for evaluations, and for a run without a
+    learned drafter."""
+
+    @property
+    def num_refreshes(self) -> int:
+        """Drafters of other replicas that this one took up in the phase."""
+        return 0
+
+    @property
+    def version(self) -> int:
+        """Counts the drafter's publications."""
+        return 0
+
+    def begin(self, rollout: str) -> None:
+        """Prepares for a phase, given a name that no other phase of the run has."""
+
+    @property
+    def captures(self) -> bool:
+        """Whether the engine is to return what it captured of the responses that end."""
+        return False
+
+    def observe(self, finished: Finished) -> None:
+        """Takes note of a response that has ended here."""
+
+    def refresh(self) -> None:
+        """Between two engine steps: lets the engine draft with what another replica has published."""
+
+    def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
+        """Trains until `should_stop`, or until there is nothing to train on."""
+        return DrafterReport()
+
+    def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck | None:
+        """Averages, publishes and measures the drafter, together with all ranks. None: there is none to measure.
+
+        rollouts: all that the phase brought, the same on every rank.  num_tokens: what this rank trained on.
+        """
+        return None
+
+    def end(self, rollouts: Sequence[Rollout], seconds: float) -> None:
+        """Ends the phase, which took so many seconds, and keeps what the next one trains on."""
+
+    def abandon(self) -> None:
+        """Goes back to before the phase, which was broken off."""
+
+    def state(self) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
+        """Returns (tensors that train, None where none do; what else a resumed run needs, by name)."""
+        return None, {}
+
+    def restore(self, tensors: Mapping[str, Tensor] | None, version: int, training: Mapping[str, Any], path: Path) -> None:
+        """Takes up what `state` returned; `path` is where it was read from."""
+
+    def save(self, folder: Path, about: Mapping[str, Any]) -> None:
+        """Writes the drafter for others to load, with facts about it."""
+
+
+class WatchedDrafter(DrafterSide):
+    """Looks after a learned drafter.
+
+    model: the copy that is trained and measured.  learned: the engine's.  watch: who publishes and measures it.
+    spot: who trains it; None: it stays as it is.  refresh: lets others use it before the rollout ends; None: nobody does.
+    """
+
+    def __init__(
+        self,
+        model: DraftModel,
+        learned: LearnedDrafter,
+        watch: DrafterWatch,
+        spot: SpotTrainer | None,
+        refresh: DrafterRefresh | None,
+        timeline: Timeline,
+    ) -> None:
+        self.model, self.learned, self.watch, self.spot = model, learned, watch, spot
+        self.mail, self.timeline = refresh, timeline
+        self._trains = False  # in this phase
+
+    @property
+    def num_refreshes(self) -> int:
+        return 0 if self.mail is None else self.mail.num_refreshes
+
+    @property
+    def version(self) -> int:
+        return self.learned.version
+
+    # ── during a phase ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, rollout: str) -> None:
+        self._trains = self.spot is not None and self.watch.trains
+        if self.mail is not None:
+            self.mail.begin(rollout)
+
+    @property
+    def captures(self) -> bool:
+        return self._trains and self.spot is not None and self.spot.keeps_captured
+
+    def observe(self, finished: Finished) -> None:
+        if self._trains and self.spot is not None:
+            self.spot.add(finished.rollout, finished.captured_TF)
+
+    def refresh(self) -> None:
+        if self.mail is not None:
+            self.mail.refresh()
+
+    def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
+        if self.spot is None or not self._trains:
+            return DrafterReport()
+        spot, publish = self.spot, None if self.mail is None else self.mail.publish
+        return self.watch.run(lambda: spot.run(should_stop, publish))
+
+    def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck | None:
+        with self.timeline.span(SpanName.CHECK_DRAFTER):
+            return self.watch.end_step(rollouts, num_tokens, temperature)
+
+    def end(self, rollouts: Sequence[Rollout], seconds: float) -> None:
+        if self.spot is not None:
+            self.spot.end_step(rollouts, seconds)
+
+    def abandon(self) -> None:
+        self.watch.abandon()
+        if self.spot is not None:
+            self.spot.abandon()
+
+    # ── between phases ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def state(self) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
+        training: dict[str, Any] = {"watch": self.watch.state_dict()}
+        if self.spot is None:
+            return None, training
+        return self._trained(), {**training, "drafter": self.spot.state_dict()}
+
+    def restore(self, tensors: Mapping[str, Tensor] | None, version: int, training: Mapping[str, Any], path: Path) -> None:
+        if self.spot is not None:
+            restore(self._trained(), tensors, path)
+            self.learned.load(self.model.state_dict(), version)
+            self.spot.load_state_dict(training["drafter"])
+        self.watch.load_state_dict(training["watch"])
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+
+    def save(self, folder: Path, about: Mapping[str, Any]) -> None:
+        preset = {} if self.spot is None else {"preset": self.spot.trainer.preset.name}
+        save_drafter(folder, self.model, torch.float32, {**about, "drafter_version": self.version, **preset})
+
+
+class DrafterRefresh:
+    """Takes drafters from replicas that train to engines that still generate, within one rollout: at most one in `seconds`, on
+    either side. What a rollout publishes is of no use to the next one, which starts with the average.
+
+    mailbox: the run's own.
+    """
+
+    def __init__(self, mailbox: Mailbox, learned: LearnedDrafter, seconds: float) -> None:
+        self.mailbox, self.learned, self.seconds = mailbox, learned, seconds
+        self.num_refreshes = 0
+
+    def begin(self, rollout: str) -> None:
+        """Starts a rollout, under a name of its own in this run. A version is no such name: after an undone update it comes
+        again."""
+        self._header = f"{rollout}\n".encode()
+        self._next = time.perf_counter() + self.seconds
+        self.num_refreshes = 0
+
+    def publish(self, model: DraftModel) -> None:
+        """Sends the drafter, unless it holds a number that is not finite: that the end of the step deals with."""
+        if self._is_due():
+            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+            if all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
+                self.mailbox.send(self._header + save(tensors))
+
+    def refresh(self) -> None:
+        """Gives the engine the latest drafter that another replica has published in this rollout."""
+        if self._is_due() and (message := self.mailbox.receive()) is not None and message.startswith(self._header):
+            self.learned.load(load(message[len(self._header) :]), self.learned.version + 1)
+            self.num_refreshes += 1
+
+    def _is_due(self) -> bool:
+        now = time.perf_counter()
+        is_due = now >= self._next
+        if is_due:
+            self._next = now + self.seconds
+        return is_due
+
+
+def connect_refresh(settings: DrafterSection, world: World, folder: Path, learned: LearnedDrafter) -> DrafterRefresh | None:
+    """Returns the refresh of the run in `folder`; None: nobody would publish, or nobody would take it up."""
+    if world.group is None or not settings.refresh_during_rollout:
+        return None
+    mailbox = connect_mailbox(world.store, f"drafter of {folder}")  # runs side by side share the store
+    return DrafterRefresh(mailbox, learned, settings.refresh_seconds)
+
+
+def restore(trained: Mapping[str, Tensor], stored: Mapping[str, Tensor] | None, path: Path) -> None:
+    """Copies a checkpoint's tensors into those that train, exactly these: UserError otherwise. No run goes on with others."""
+    found = {} if stored is None else {name: tensor.shape for name, tensor in stored.items()}
+    wrong = sorted(found.items() ^ {name: tensor.shape for name, tensor in trained.items()}.items())
+    if stored is None or wrong:
+        what = "no drafter" if stored is None else f"another drafter ({wrong[0][0]})"
+        raise UserError(f"{path}: holds {what}, but this run trains one; start a new run")
+    with torch.no_grad():
+        for name, tensor in trained.items():
+            tensor.copy_(stored[name])

@@ -1,0 +1,109 @@
+"""Evaluations on held-out problems: solved with the same noise every time, so that any two can be compared in pairs.
+
+evaluations.jsonl   {"step": updates done, "solve_rate", "seconds", "by_problem": {problem id: share of samples solved}}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tlt.files import write_jsonl
+from tlt.report.console import Progress
+from tlt.report.metrics import paired_sign_flip_test
+from tlt.rl.rewards import check_scorable
+from tlt.train.phase import PhaseResult
+from tlt.types import SpanName, UserError
+
+if TYPE_CHECKING:
+    from tlt.train.run import Run
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A line of evaluations.jsonl. step: updates done.  by_problem: share of its samples that were solved."""
+
+    step: int
+    solve_rate: float
+    seconds: float
+    by_problem: dict[str, float]
+
+    @staticmethod
+    def of(step: int, phase: PhaseResult) -> Evaluation:
+        scores: dict[str, list[float]] = {}
+        for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
+            scores.setdefault(rollout.problem_id, []).append(float(reward.is_solved))
+        by_problem = {problem: sum(values) / len(values) for problem, values in scores.items()}
+        return Evaluation(step, sum(by_problem.values()) / len(by_problem), phase.seconds, by_problem)
+
+
+class Evaluations:
+    """A run's evaluations so far, the same on every rank; the leader (`writes`) keeps them in a file.
+
+    Opening at `first_step` leaves out what an attempt did that the run has gone back behind, and a line that a kill tore.
+    """
+
+    def __init__(self, path: Path, first_step: int, writes: bool) -> None:
+        self.path, self.writes = path, writes
+        self.all = [evaluation for evaluation in read_evaluations(path) if evaluation.step <= first_step]
+        if writes and path.exists():
+            write_jsonl(path, map(dataclasses.asdict, self.all))
+
+    def add(self, evaluation: Evaluation) -> None:
+        self.all.append(evaluation)
+        if self.writes:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(dataclasses.asdict(evaluation)) + "\n")
+
+    @property
+    def best(self) -> float:
+        """The highest solve rate; below 0 before the first evaluation."""
+        return max((evaluation.solve_rate for evaluation in self.all), default=-1.0)
+
+    @property
+    def latest_seconds(self) -> float:
+        """What the next one may take."""
+        return self.all[-1].seconds if self.all else 0.0
+
+    def progress(self) -> Progress | None:
+        """None: there are no two evaluations to compare."""
+        if len(self.all) < 2:
+            return None
+        first, last = self.all[0], self.all[-1]
+        problems = sorted(first.by_problem)
+        p_value = paired_sign_flip_test([first.by_problem[p] for p in problems], [last.by_problem[p] for p in problems])
+        return Progress(first.solve_rate, last.solve_rate, p_value)
+
+
+def read_evaluations(path: Path) -> list[Evaluation]:
+    """Returns all whole lines of the file; none where there is no file."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    evaluations = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            evaluations.append(Evaluation(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}, line {number}: no evaluation ({error}); repair or remove the line") from None
+    return evaluations
+
+
+def evaluate(run: Run) -> None:
+    """Solves the held-out problems with the policy as it is, unless that has been done; keeps the policy if it is the best."""
+    settings = run.config.evaluation
+    if not run.held_out or any(evaluation.step == run.step for evaluation in run.evaluations.all):
+        return
+    params = dataclasses.replace(run.params, temperature=settings.temperature)
+    with (
+        run.timeline.span(SpanName.EVALUATE),
+        run.console.status(f"evaluating on {len(run.held_out)} held-out problems"),
+    ):
+        phase = run.phase.run(run.held_out, settings.samples_per_problem, params, "evaluation", 0)
+    check_scorable(phase.rewards, run.config.task.name, run.step + 1)
+    evaluation = Evaluation.of(run.step, phase)
+    if run.world.is_leader and settings.keep_best and evaluation.solve_rate > run.evaluations.best:
+        run.save_policy(run.out_dir / "best")
+    run.evaluations.add(evaluation)
+    run.console.evaluation(run.step, evaluation.solve_rate, evaluation.seconds)

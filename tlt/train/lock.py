@@ -1,0 +1,32 @@
+"""One process at a time writes into a run's folder. Knows files alone."""
+
+from __future__ import annotations
+
+import fcntl
+from pathlib import Path
+from typing import IO
+
+from tlt.types import UserError
+
+
+class FolderLock:
+    """Holds a folder until `release`, or until the process ends, however it ends: the kernel keeps the lock. Makes the folder.
+    Raises UserError where another process holds it, or nothing can be written there."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file: IO[str] = (folder / ".lock").open("a")
+        except OSError as error:
+            raise UserError(f"run.out_dir: {folder} cannot be written ({error.strerror}); give another --run.out_dir") from None
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._file.close()
+            raise UserError(
+                f"run.out_dir: another process is running in {folder}; wait for its end, stop it, or give another --run.out_dir"
+            ) from None
+
+    def release(self) -> None:
+        """Lets others have the folder."""
+        self._file.close()

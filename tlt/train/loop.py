@@ -1,0 +1,130 @@
+"""THE loop: rollout phase → update → publish → record → checkpoint. What it drives is made in run.py.
+
+    for step in steps:      problems ─▶ phase (responses, rewards; idle ranks train the drafter) ─▶ policy update
+                               ▲                                                                      │
+                               └──────────── publish: the engines load the new policy ◀───────────────┘
+
+The same program runs on every rank; what rank 0 does besides is write files and print.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from tlt.config.schema import Config
+from tlt.distributed.world import any_rank, gather_objects, init_process_group_from_env, shutdown
+from tlt.models.hf_weights import content_hash
+from tlt.report.timeline import merge_timelines
+from tlt.rl.rewards import check_scorable
+from tlt.train.evaluate import evaluate
+from tlt.train.phase import PhaseResult, StopRequested
+from tlt.train.problems import problems_of_step
+from tlt.train.record import record
+from tlt.train.run import Run, device_name
+from tlt.types import SpanName, UserError
+
+if TYPE_CHECKING:
+    from tlt.distributed.signals import StopRequest
+
+
+STARTED_AT = "TLT_STARTED_AT"
+"""Environment variable by which the ranks learn the Unix time at which the user's command began."""
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+
+
+def main(config_json: str, stop: StopRequest) -> None:
+    """Runs on every rank; `launch` calls it."""
+    config = Config.from_json(config_json)
+    torch.set_num_threads(config.run.threads_per_rank)
+    world = init_process_group_from_env(device_name(config))
+    try:
+        run = Run(config, world, stop, started_at=float(os.environ.get(STARTED_AT, time.time())))
+        try:
+            train(run)
+        finally:
+            run.close()
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        folder, reason = config.run.out_dir, error.strerror
+        raise UserError(f"{folder}: cannot be written ({reason}); make room, then tlt train --resume {folder}") from error
+    del run
+    shutdown(world)
+
+
+def train(run: Run) -> None:
+    """Goes from where the last checkpoint left off to the last step, or to the user's stop."""
+    config = run.config
+    try:
+        if run.step == 0:
+            evaluate(run)
+        while run.step < config.run.num_steps and not is_out_of_time(run):
+            advance(run)
+            if is_due(run, config.evaluation.every):
+                evaluate(run)
+            if is_due(run, config.run.checkpoint_every):
+                run.checkpoint()
+        evaluate(run)
+        finish(run)
+    except StopRequested as where:
+        stop_early(run, str(where))
+
+
+def advance(run: Run) -> PhaseResult:
+    """Takes one step; `tlt bench train` measures this very function."""
+    started, cpu_started = time.perf_counter(), time.process_time()
+    rollout, seed = run.config.rollout, run.config.run.seed
+    problems = problems_of_step(run.problems, run.step, rollout.problems_per_step, seed)
+    phase = run.phase.run(problems, rollout.samples_per_problem, run.params, "rollout", run.step, run.drafter)
+    if run.step == run.first_step:
+        check_scorable(phase.rewards, run.config.task.name, run.step + 1)
+    with run.timeline.span(SpanName.UPDATE):
+        update = run.trainer.update(phase.rollouts, phase.rewards, run.step)
+    run.publish(run.step + 1)
+    record(run, phase, update, started, cpu_started)
+    run.step += 1
+    return phase
+
+
+def is_due(run: Run, every: int) -> bool:
+    """Whether something is done after this step that is done every so many steps; after the last one it is done anyway."""
+    return bool(every) and run.step % every == 0 and run.step < run.config.run.num_steps
+
+
+def is_out_of_time(run: Run) -> bool:
+    """Whether another step could make the run, its last evaluation included, exceed its limit."""
+    limit = run.config.run.time_limit_minutes
+    spent = run.seconds + run.evaluations.latest_seconds
+    return limit is not None and any_rank(run.world, spent > 60 * limit)
+
+
+def finish(run: Run) -> None:
+    """Writes the run's products: the policy and the drafter, each as others load it, and the picture of the time."""
+    folder = run.out_dir
+    run.checkpoint()
+    run.checkpoints.wait()
+    run.timeline.flush()
+    gather_objects(run.world, None)
+    if not run.world.is_leader:
+        return
+    run.save_policy(folder / "policy")
+    run.drafter.save(folder / "drafter", {"policy_hash": content_hash(run.policy.state_dict()), "policy_step": run.step})
+    merge_timelines(folder, folder / "timeline.json")
+    names = ("policy", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json")
+    products = {name: folder / name for name in names if (folder / name).exists()}
+    run.console.summary(products, run.evaluations.progress(), run.step, run.seconds)
+
+
+def stop_early(run: Run, where: str) -> None:
+    """The user's stop: keeps the last finished step; the unfinished one will be generated again, token for token."""
+    run.checkpoint()
+    run.checkpoints.wait()
+    gather_objects(run.world, None)
+    run.timeline.flush()
+    run.console.note(f"stopped {where}; {run.step} updates are kept. Continue with: tlt train --resume {run.out_dir}")

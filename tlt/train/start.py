@@ -1,0 +1,81 @@
+"""What happens in the user's own process before the ranks start: all that can be refused is refused in one line, and a header
+says what will be trained."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlt.build import preset_changes
+from tlt.config.schema import Config
+from tlt.distributed.launch import launch
+from tlt.drafter.folder import choose_preset, load_drafter
+from tlt.models.decoder import ModelConfig
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import expected_shapes
+from tlt.report.console import Console, near
+from tlt.train.lock import FolderLock
+from tlt.train.loop import STARTED_AT
+from tlt.train.problems import load_problems
+from tlt.train.run import device_of
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What `preflight` found."""
+
+    model: ModelConfig
+    num_problems: int
+    num_held_out: int
+
+
+def start(config: Config, started_at: float | None = None) -> int:
+    """Trains on ranks of their own; returns the command's exit code. started_at: Unix time at which the user's command began;
+    None: now."""
+    os.environ[STARTED_AT] = str(time.time() if started_at is None else started_at)
+    findings = preflight(config)
+    FolderLock(config.run.out_dir).release()
+    is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this command once for every rank
+    with Console(enabled=is_first) as console:
+        console.header(describe(config, findings))
+    return launch(config.to_json(), config.run.num_ranks, "tlt.train.loop:main", config.run.threads_per_rank)
+
+
+def preflight(config: Config) -> Findings:
+    """Raises UserError for everything that can be refused before a process is started."""
+    device_of(config)
+    model = load_model_config(config.model.path)
+    if config.drafter.path is not None:
+        stored = load_drafter(config.drafter.path, model)
+        choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
+    num_held_out = len(load_problems(config, "test")) if config.evaluation.num_problems else 0
+    return Findings(model, len(load_problems(config, "train")), num_held_out)
+
+
+def describe(config: Config, findings: Findings) -> dict[str, str]:
+    """Returns the header's lines, name → text."""
+    model, run, rollout, drafter, device = findings.model, config.run, config.rollout, config.drafter, device_of(config)
+    num_parameters = sum(shape.numel() for shape in expected_shapes(model).values())
+    speculation = rollout.speculation
+    if speculation != "off":
+        speculation += ", by retrieval alone" if drafter.path is None else f", drafter {near(drafter.path)}"
+        speculation += ", trained in idle time" if drafter.train else ""
+    held_out = f"{findings.num_held_out:,} held out" if findings.num_held_out else "none held out"
+    responses = f"{rollout.problems_per_step} × {rollout.samples_per_problem} responses a step, {run.num_steps} steps"
+    return {
+        "model": f"{near(config.model.path)}: {model.architecture}, {_short(num_parameters)} parameters",
+        "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
+        "ranks": f"{run.num_ranks} on {device.name} ({device.reason}), {run.dtype}",
+        "speculation": speculation,
+        "folder": near(Path(run.out_dir)),
+    }
+
+
+def _short(number: int) -> str:
+    """12 · 3.1 k · 1.6 M · 7.6 B"""
+    for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if number >= limit:
+            return f"{number / limit:.1f} {unit}"
+    return str(number)

@@ -1,0 +1,86 @@
+"""What a replica holds of a phase: units of work from the shared queue, and what of them it hands over to others."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tlt.distributed.work_queue import Coordinator
+from tlt.engine.engine import RolloutEngine
+from tlt.types import Request
+
+
+class Work:
+    """What a replica holds of a phase's units: groups of requests, and responses in the making that others have handed over."""
+
+    def __init__(self, coordinator: Coordinator, requests: Sequence[Sequence[Request]]) -> None:
+        self.coordinator, self.requests = coordinator, requests
+        self.group_of = {group[0].problem_id: group for group in requests}
+        self.unit_of: dict[tuple[str, int], int] = {}
+        self.num_open: Counter[int] = Counter()
+        self.num_received = 0
+        self.gap_seconds = self.gap_training = 0.0
+
+    @property
+    def unit_size(self) -> int:
+        return len(self.requests[0])
+
+    def take(self, room: int) -> list[Request]:
+        """Up to `room` units' work; nothing: there is none now."""
+        taken: list[Request] = []
+        for unit in self.coordinator.take(room):
+            if unit < len(self.requests):
+                taken += self._hold(unit, self.requests[unit])
+            else:
+                received = [self._unpack(part) for part in self.coordinator.receive(unit)]
+                taken += self._hold(unit, received)
+                self.num_received += len(received)
+        return taken
+
+    def finish(self, key: tuple[str, int]) -> None:
+        """This response is no longer the replica's: it has ended, or somebody else goes on with it."""
+        unit = self.unit_of.pop(key)
+        self.num_open[unit] -= 1
+        if self.num_open[unit] == 0:
+            self.coordinator.finish(unit)
+
+    def share(self, engine: RolloutEngine, num_offers: int) -> None:
+        """Hands one of those who offer help its part of what runs or waits here, if that is worth it."""
+        num_waiting = min(engine.num_waiting, (engine.num_waiting + len(engine.running)) // (1 + num_offers))
+        slots = worth_migrating([(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers)
+        if not (num_waiting or slots) or (unit := self.coordinator.accept_help()) is None:
+            return
+        requests = engine.withdraw_waiting(num_waiting) if num_waiting else engine.withdraw(slots)
+        self.coordinator.hand_over(unit, [self._pack(request) for request in requests])
+        for request in requests:
+            self.finish((request.problem_id, request.sample_index))
+
+    def _hold(self, unit: int, requests: Sequence[Request]) -> Sequence[Request]:
+        for request in requests:
+            self.unit_of[request.problem_id, request.sample_index] = unit
+        self.num_open[unit] = len(requests)
+        return requests
+
+    def _pack(self, request: Request) -> bytes:
+        """All replicas know the phase's requests; JSON gives back every float as it was."""
+        return json.dumps([request.problem_id, request.sample_index, request.token_ids, request.logprobs]).encode()
+
+    def _unpack(self, part: bytes) -> Request:
+        problem_id, sample_index, token_ids, logprobs = json.loads(part)
+        request: Request = self.group_of[problem_id][sample_index]
+        return replace(request, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
+
+
+def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:
+    """Which of a replica's running responses go to the next of `num_offers` that have run dry: an equal part, long and short
+    ones alike, but none for which more tokens would be read again there than may still come.
+
+    responses: by slot, the tokens in the cache and the tokens that may still come.
+    """
+    if len(responses) < 2:
+        return []
+    worth = sorted((num_cached, slot) for slot, (num_cached, num_left) in enumerate(responses) if num_cached <= num_left)
+    num = min(max(len(responses) // (1 + num_offers), 1), len(worth))
+    return [worth[i * len(worth) // num][1] for i in range(num)]
