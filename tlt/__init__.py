@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "tlt.api": ("Engine", "Evaluation", "Response", "TrainingResult", "train"),
-    "tlt.config.schema": ("Config", "load_config"),
+    "tlt.config.load": ("load_config",),
+    "tlt.config.schema": ("Config",),
     "tlt.tasks.base": ("Task",),
     "tlt.types": ("Request", "SamplingParams", "Strategy", "UserError"),
 }

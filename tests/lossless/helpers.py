@@ -14,7 +14,7 @@ from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.speculative.protocol import DraftContext
+from tlt.speculative.protocol import DraftContext, Proposal
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
 from tlt.types import BatchState, DraftTree, Request, Rollout, SamplingParams, StepOutcome, Strategy, StrategyTuner, Verdict
 
@@ -74,7 +74,7 @@ class ArtificialDrafter:
 
     def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None: ...
 
-    def observe(self, verdicts: Sequence[Verdict]) -> None: ...
+    def observe(self, proposal: Proposal, verdicts: Sequence[Verdict]) -> None: ...
 
     def release(self) -> None: ...
 
@@ -86,7 +86,7 @@ class ArtificialDrafter:
 
     def withdraw(self, slot: int) -> None: ...
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
+    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> Proposal:
         num_nodes = 1 + self.random.randint(1, strategy.budget)
         tokens, parents = [], []
         for committed, request in zip(context.tokens, context.requests, strict=True):
@@ -108,7 +108,7 @@ class ArtificialDrafter:
                 depths.append(strategy.depth if is_padding else depths[parent] + 1)
             tokens.append(row_tokens)
             parents.append(row_parents)
-        return DraftTree(torch.tensor(tokens), torch.tensor(parents))
+        return Proposal(DraftTree(torch.tensor(tokens), torch.tensor(parents)))
 
 
 class Switching:

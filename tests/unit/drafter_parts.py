@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, make_policy
 from tlt.drafter.buffer import PackedBatch, TrajectoryBuffer
-from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.learned import LearnedDrafter, LearnedProposal
 from tlt.drafter.losses import PRESETS, Preset, draft_loss
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, drafter_shape
 from tlt.drafter.spot import SpotTrainer
@@ -23,7 +23,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed
-from tlt.types import DraftTree, Finished, Request, Rollout, SamplingParams, Strategy, StrategyTuner
+from tlt.types import Finished, Request, Rollout, SamplingParams, Strategy, StrategyTuner
 
 SIZE = CONFIG.hidden_size
 POLICY = make_policy()
@@ -99,8 +99,8 @@ class OracleTrees(LearnedDrafter):
 
     artificial: ArtificialDrafter
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
-        return self.artificial.propose(context, strategy, noise_BDV)
+    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> LearnedProposal:
+        return LearnedProposal(self.artificial.propose(context, strategy, noise_BDV).tree)
 
 
 def run_engine(tuner: StrategyTuner, requests: Sequence[Request], oracle: bool = False) -> tuple[RolloutEngine, list[Finished]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping
@@ -314,6 +315,26 @@ def test_a_stored_copy_of_a_tied_head_and_old_rotary_buffers_are_dropped(tmp_pat
     assert str(tmp_path / "model.safetensors") in message
     assert "lm_head.weight differs" in message
     assert "tie_word_embeddings" in message
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_are_not_finite_are_refused_by_name(value: float, dtype: torch.dtype, saved: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensor = load_file(saved / "model.safetensors")[name].to(dtype)
+    tensor[3, 4] = value
+    edit_tensors(saved, {name: tensor})
+    message = refusal(load_tensors, saved, load_model_config(saved))
+    assert message.startswith(f"{saved / 'model.safetensors'}: tensor {name} holds NaN or infinite values as ")
+    assert "download" in message
+
+
+def test_weights_that_the_wanted_type_cannot_hold_are_refused_by_name(saved: Path) -> None:
+    tensor = load_file(saved / "model.safetensors")["model.norm.weight"]
+    edit_tensors(saved, {"model.norm.weight": tensor + 1e6})
+    config = load_model_config(saved)
+    assert load_tensors(saved, config)["model.norm.weight"].max() > 9e5
+    assert "model.norm.weight holds NaN or infinite values as float16;" in refusal(load_tensors, saved, config, torch.float16)
 
 
 REFUSED_TENSORS: list[tuple[dict[str, Tensor | None], str]] = [

@@ -30,7 +30,7 @@ from tests.unit.drafter_parts import (
 )
 from tlt.drafter import learned as drafters_module
 from tlt.drafter.calibration import Calibration
-from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.learned import LearnedDrafter, LearnedProposal
 from tlt.tuning.tuner import Fixed
 from tlt.types import DraftTree, SamplingParams, Strategy, StrategyTuner, Verdict
 
@@ -45,7 +45,7 @@ def test_drafts_depend_on_no_feature_beyond_the_committed_tokens(strategy: Strat
             drafter.admit(slot, make_request(row))
             known = randn(len(row) - 1, SIZE, seed=slot)
             remember(drafter, slot, torch.cat([known, torch.full((12, SIZE), future, dtype=torch.float64)]))
-        trees.append(drafter.propose(context_of(rows), strategy, noise))
+        trees.append(drafter.propose(context_of(rows), strategy, noise).tree)
     assert torch.equal(trees[0].tokens_BN, trees[1].tokens_BN)
     assert torch.equal(trees[0].parents_BN, trees[1].parents_BN)
 
@@ -117,9 +117,11 @@ def test_a_ragged_batch_drafts_what_each_sequence_drafts_alone(strategy: Strateg
         for b, length in enumerate(lengths):
             remember(together, b, features[b][: length - 1])
             remember(alone[b], 0, features[b][: length - 1])
-        found = together.propose(context_of([row[:n] for row, n in zip(rows, lengths, strict=True)], params), strategy, noise)
+        found = together.propose(
+            context_of([row[:n] for row, n in zip(rows, lengths, strict=True)], params), strategy, noise
+        ).tree
         for b, length in enumerate(lengths):
-            expected = alone[b].propose(context_of([rows[b][:length]], params[b : b + 1]), strategy, noise[b : b + 1])
+            expected = alone[b].propose(context_of([rows[b][:length]], params[b : b + 1]), strategy, noise[b : b + 1]).tree
             assert found.tokens_BN[b].tolist() == expected.tokens_BN[0].tolist()
             assert found.parents_BN[b].tolist() == expected.parents_BN[0].tolist()
 
@@ -143,7 +145,7 @@ def test_a_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it(u
             return scores[-1]
 
         with patch.object(drafter, "_scores", watched):
-            return drafter.propose(context_of(rows), strategy, noise, unwanted), torch.cat(scores, dim=1)
+            return drafter.propose(context_of(rows), strategy, noise, unwanted).tree, torch.cat(scores, dim=1)
 
     whole, scores_BDV = propose(0.0)
     assert whole.num_nodes == depth + 1
@@ -165,27 +167,27 @@ def test_a_chain_that_stopped_learns_from_the_targets_word_about_the_token_that_
     """Otherwise a confidence once too low would never be looked at again."""
     strategy, noise, tokens = Strategy("learned", 2, 1, 2), randn(1, 3, VOCAB, seed=9).float(), [random_tokens(9, 1)]
 
-    def propose(threshold: float) -> tuple[LearnedDrafter, list[int]]:
+    def propose(threshold: float) -> tuple[LearnedDrafter, LearnedProposal]:
         drafter = make_drafter(threshold=threshold)
         drafter.calibration = Calibration(torch.device("cpu"))
         drafter.admit(0, make_request(tokens[0][:1]))
         remember(drafter, 0, randn(9, SIZE, seed=0)[:8])
-        drafted = drafter.propose(context_of(tokens), strategy, noise).tokens_BN[0, 1:].tolist()
-        return drafter, drafted
+        return drafter, drafter.propose(context_of(tokens), strategy, noise)
 
-    _, (first, second) = propose(1e-9)
+    first, second = propose(1e-9)[1].tree.tokens_BN[0, 1:].tolist()
 
     def stops_at_the_second(threshold: float) -> bool:
-        drafter, drafted = propose(threshold)
-        return drafted == [first] and drafter._cells_BN is not None and drafter._cells_BN.shape[1] == 2
+        _, proposal = propose(threshold)
+        assert proposal.drafted is not None
+        return proposal.tree.tokens_BN[0, 1:].tolist() == [first] and proposal.drafted.cells_BN.shape[1] == 2
 
     threshold = next(t for t in (0.9**k for k in range(100)) if stops_at_the_second(t))
     for said in ((first, second), (first, second + 1), (first + 1,)):
-        drafter, _ = propose(threshold)
+        drafter, proposal = propose(threshold)
         assert drafter.calibration is not None
         seen, accepted = sum(drafter.calibration.seen), sum(drafter.calibration.accepted)
         num_accepted = int(said[0] == first)
-        drafter.observe([Verdict(said, num_accepted, tuple(range(num_accepted + 1)), (0.0,) * len(said))])
+        drafter.observe(proposal, [Verdict(said, num_accepted, tuple(range(num_accepted + 1)), (0.0,) * len(said))])
         assert sum(drafter.calibration.seen) - seen == len(said)
         agreed = [a == b for a, b in zip(said, (first, second), strict=False)]
         assert sum(drafter.calibration.accepted) - accepted == pytest.approx(sum(agreed))
@@ -233,7 +235,7 @@ def test_the_cached_drafter_equals_the_uncached_training_forward(stages: Sequenc
                 remember(drafter, slot, features[slot][: len(row) - 1])
             calls.clear()
             noise = randn(2, 4, VOCAB, seed=length).float()
-            tree = drafter.propose(context_of(rows), Strategy("learned", 3, 1, 3), noise)
+            tree = drafter.propose(context_of(rows), Strategy("learned", 3, 1, 3), noise).tree
             for slot, row in enumerate(rows):
                 embeddings, inputs = TARGET.embed(torch.tensor(row[1:])), features[slot][: len(row) - 1]
                 drafted = tree.tokens_BN[slot, 1:].tolist()
@@ -280,7 +282,7 @@ def test_a_long_prompt_that_joins_a_long_response_is_caught_up_within_the_cache(
         remember(drafter, 0, features[0][:121])
         remember(drafter, 1, features[1][:99])
         noise = randn(2, 2, VOCAB).float()
-        tree = drafter.propose(context_of([old, new]), strategy, noise)
+        tree = drafter.propose(context_of([old, new]), strategy, noise).tree
     for slot, row in enumerate((old, new)):
         output = plain_forward(TARGET.embed(torch.tensor(row[1:])), features[slot][: len(row) - 1])[-1]
         assert tree.tokens_BN[slot, 1] == (TARGET.logits(output) / drafter.tau + noise[slot, 0]).argmax()
@@ -320,7 +322,7 @@ def test_trees_are_those_of_a_brute_force_growth_without_a_cache(shape: tuple[in
     for slot, row in enumerate(rows):
         drafter.admit(slot, make_request(row))
         remember(drafter, slot, features[slot][: len(row) - 1])
-    tree = drafter.propose(context_of(rows), strategy, noise)
+    tree = drafter.propose(context_of(rows), strategy, noise).tree
     for slot, row in enumerate(rows):
         tokens, parents = tree.tokens_BN[slot].tolist(), tree.parents_BN[slot].tolist()
         assert (tokens[0], parents[0]) == (row[-1], -1)

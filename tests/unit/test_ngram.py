@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from tests.lossless.helpers import make_engine, make_policy
 from tlt.drafter import ngram
-from tlt.drafter.hybrid import HybridDrafter
-from tlt.drafter.ngram import ANCHORS, NgramDrafter, SuffixIndex, _match_bucket
+from tlt.drafter.hybrid import HybridDrafter, HybridProposal
+from tlt.drafter.ngram import ANCHORS, NgramDrafter, NgramProposal, SuffixIndex, _match_bucket
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed, make_tuner
@@ -39,10 +39,16 @@ def rollout_of(asked: Request, tokens: Sequence[int]) -> Rollout:
     return Rollout(asked.problem_id, asked.sample_index, asked.prompt_ids, response, (0.0,) * len(response), "stop", 0)
 
 
-def propose(drafter: NgramDrafter, rows: Sequence[Sequence[int]], strategy: Strategy, noise: float = 0.0) -> DraftTree:
+def propose_whole(
+    drafter: NgramDrafter, rows: Sequence[Sequence[int]], strategy: Strategy, noise: float = 0.0
+) -> NgramProposal:
     requests = [request(f"p{i}") for i in range(len(rows))]
     context = DraftContext(rows, requests, BatchParams([r.params for r in requests]))
     return drafter.propose(context, strategy, torch.full((len(rows), strategy.depth + 1, 99), noise))
+
+
+def propose(*args: Any) -> DraftTree:
+    return propose_whole(*args).tree
 
 
 def verdict(said: Sequence[int], num_accepted: int | None = None) -> Verdict:
@@ -184,7 +190,7 @@ def test_candidates_are_ranked_by_their_share_and_the_laws_noise() -> None:
         noise.zero_()
         noise[0, 0, favoured] = value
         context = DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()]))
-        assert drafter.propose(context, CHAIN, noise).tokens_BN[0, 1] == expected
+        assert drafter.propose(context, CHAIN, noise).tree.tokens_BN[0, 1] == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -222,10 +228,10 @@ def test_confidence_in_a_match_is_learned_from_what_became_of_it() -> None:
     widths = []
     for said in ((9, 10, 11, 12, 99), (98,)):  # all of the draft and one more, none of it
         for _ in range(300):
-            propose(drafter, [tokens], CHAIN)
-            drafter.observe([verdict(said)])
-        widths.append(propose(drafter, [tokens], CHAIN).num_nodes)
-        expected.append(sum(drafter.survival(0, 4)))
+            drafter.observe(propose_whole(drafter, [tokens], CHAIN), [verdict(said)])
+        proposal = propose_whole(drafter, [tokens], CHAIN)
+        widths.append(proposal.tree.num_nodes)
+        expected.append(sum(drafter.survival(proposal.retrieved[0], 4)))
     assert expected[0] > 3.9
     assert expected[1] < 0.5
     assert widths == [5, 2], "what is not likely to be accepted is not drafted, but for the first"
@@ -240,9 +246,10 @@ def test_retrieval_learns_from_texts_that_another_drafter_went_on_with(seed: int
     drafter = NgramDrafter(1, confidence_threshold=0.9)
     drafter.admit(0, request("p0"))
     said = tuple(token if rng.random() < 0.8 else 0 for token in (9, 10, 11, 12, 5)[: rng.randint(1, 5)])
-    drafter.retrieve(DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()])), CHAIN, torch.zeros(1, 5, 99))
+    context = DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()]))
+    found = drafter.retrieve(context, CHAIN, torch.zeros(1, 5, 99))
     before = list(drafter.hits[1])
-    drafter.observe([verdict(said, num_accepted=0)])
+    drafter.observe(found, [verdict(said, num_accepted=0)])
     agreed = next((i for i, (a, b) in enumerate(zip(said, (9, 10, 11, 12), strict=False)) if a != b), min(len(said), 4))
     has_failed = agreed < min(len(said), 4)
     keep = ngram._KEEP
@@ -257,10 +264,10 @@ def test_the_hybrid_takes_up_retrieval_although_the_learned_drafter_was_better_a
     taken = []
     choose = engine.drafter.propose
 
-    def propose(context: DraftContext, strategy: Strategy, noise_BDV: torch.Tensor) -> DraftTree:
-        tree = choose(context, strategy, noise_BDV)
-        taken.append(any(engine.drafter._is_retrieved))
-        return tree
+    def propose(context: DraftContext, strategy: Strategy, noise_BDV: torch.Tensor) -> HybridProposal:
+        proposal = choose(context, strategy, noise_BDV)
+        taken.append(any(proposal.is_retrieved))
+        return proposal
 
     engine.drafter.propose = propose
     params = SamplingParams(temperature=0.0, max_tokens=120)  # a random model runs in circles
@@ -313,15 +320,16 @@ def test_rows_of_a_hybrid_batch_draft_each_in_their_own_way(width: int, threshol
     retrieved: list[DraftTree] = []
     mixed: list[tuple[DraftTree, int, DraftTree]] = []
 
-    def keep(*args: Any) -> DraftTree:
-        retrieved.append(retrieve(*args))
-        return retrieved[-1]
+    def keep(*args: Any) -> NgramProposal:
+        proposal = retrieve(*args)
+        retrieved.append(proposal.tree)
+        return proposal
 
-    def propose(*args: Any) -> DraftTree:
-        tree = choose(*args)
-        if len(set(hybrid._is_retrieved)) == 2:
-            mixed.append((tree, hybrid._is_retrieved.index(True), retrieved[-1]))
-        return tree
+    def propose(*args: Any) -> HybridProposal:
+        proposal = choose(*args)
+        if len(set(proposal.is_retrieved)) == 2:
+            mixed.append((proposal.tree, proposal.is_retrieved.index(True), retrieved[-1]))
+        return proposal
 
     hybrid.ngram.retrieve, hybrid.propose = keep, propose
     params = SamplingParams(temperature=1.0, max_tokens=60)

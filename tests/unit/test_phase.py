@@ -441,9 +441,10 @@ def test_a_drafter_loaded_between_two_engine_steps_drafts_as_if_it_had_always_be
         propose = engine.drafter.propose
 
         def watched(context: Any, *args: Any, propose: Any = propose, trees: dict[Any, Any] = trees) -> Any:
-            tree = propose(context, *args)
-            trees |= {tuple(row): drafted.tolist() for row, drafted in zip(context.tokens, tree.tokens_BN, strict=True)}
-            return tree
+            proposal = propose(context, *args)
+            rows = zip(context.tokens, proposal.tree.tokens_BN, strict=True)
+            trees |= {tuple(row): drafted.tolist() for row, drafted in rows}
+            return proposal
 
         engine.drafter.propose = watched
         for step in range(10**6):

@@ -15,15 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 
 from tlt.config.schema import AlgorithmSection, OptimizerSection
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.rl import update as policy
-from tlt.rl.plan import plan_micro_batches, plan_ranks
-from tlt.rl.schedule import learning_rate
 from tlt.rl.update import NonFiniteUpdate, PolicyTrainer, UpdateMetrics
 from tlt.types import Reward, Rollout, UserError
 
@@ -363,38 +359,7 @@ def test_a_resumed_trainer_goes_on_to_the_same_bits() -> None:
     assert torch.equal(flat(resumed_model), straight)
 
 
-# ── plans ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 400))
-@settings(max_examples=100, deadline=None)
-def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths: list[int], budget: int) -> None:
-    batches = plan_micro_batches(lengths, budget)
-    assert sorted(i for batch in batches for i in batch) == list(range(len(lengths)))
-    for batch in batches:
-        assert sum(lengths[i] for i in batch) <= budget or len(batch) == 1
-    tokens = sum(lengths)
-    assert len(batches) <= max(1, 2 * math.ceil(tokens / budget)) + sum(length > budget for length in lengths)
-
-
-@given(st.lists(st.floats(0.1, 100), max_size=40), st.integers(1, 6))
-@settings(max_examples=100, deadline=None)
-def test_ranks_differ_by_at_most_the_largest_sequence(costs: list[float], num_ranks: int) -> None:
-    shares = plan_ranks(costs, num_ranks)
-    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
-    loads = [sum(costs[i] for i in share) for share in shares]
-    assert max(loads) - min(loads) <= max(costs, default=0) + 1e-9
-
-
-def test_learning_rates_follow_the_schedule() -> None:
-    def rates(schedule: str, warmup: int) -> list[float]:
-        config = OptimizerSection(learning_rate=1.0, schedule=schedule, warmup_steps=warmup)
-        return [learning_rate(config, step, 8) for step in range(8)]
-
-    assert rates("constant", 0) == [1.0] * 8
-    assert rates("constant", 4) == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
-    assert rates("linear", 4) == [0.25, 0.5, 0.75, 1, 1, 0.75, 0.5, 0.25]
-    assert rates("cosine", 0) == pytest.approx([0.5 * (1 + math.cos(math.pi * step / 8)) for step in range(8)])
+def test_the_last_step_of_a_linear_schedule_moves_nothing() -> None:
     model = make_model()
     trainer = make_trainer(model, OptimizerSection(learning_rate=1.0, schedule="linear", eps=1e-3))
     before = flat(model)

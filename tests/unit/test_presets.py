@@ -274,9 +274,10 @@ def test_only_the_draft_vocabulary_is_proposed() -> None:
     original = drafter.propose
 
     def spy(*args: object) -> object:
-        tree = original(*args)
+        proposal = original(*args)
+        tree = proposal.tree
         proposed.update(tree.tokens_BN[:, 1:][tree.parents_BN[:, 1:] >= 0].tolist())
-        return tree
+        return proposal
 
     drafter.propose = spy
     params = SamplingParams(max_tokens=60, seed=1)

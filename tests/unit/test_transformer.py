@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from tlt.models import cpu_kernels
-from tlt.models.attention import Cached, PackedCausal, StoringPrefill, padding_mask, real_tokens
+from tlt.models.attention import Cached, CachedBySequence, PackedCausal, StoringPrefill, cached, padding_mask, real_tokens
 from tlt.models.decoder import Linear, ModelConfig, Transformer, rope_inverse_frequencies
 from tlt.models.hf_config import parse_config
 from tlt.models.packed import PackedLinear, PackedTransformer
@@ -322,8 +322,8 @@ def test_a_ragged_batch_sequence_by_sequence_equals_the_padded_one(num_new: int,
         monkeypatch.setattr(cpu_kernels, "MIN_WASTE", waste)
         cache = stale_cache(config, 4, length + 7, torch.float64)
         visible = [n + new for n, new in zip(lengths, counted or [num_new] * 4, strict=True)]
-        attend = Cached(config, cache, columns_BT, length, mask, visible, counted)
-        assert bool(attend.by_row) == (waste < 0)
+        attend = cached(config, cache, columns_BT, length, mask, visible, counted)
+        assert isinstance(attend, CachedBySequence) == (waste < 0)
         out_NC = attend(0, qkv_NSD if counted is None else qkv_NSD[real_N])
         outputs.append(out_NC[real_N] if counted is None else out_NC)
     for output in outputs[1:]:

@@ -23,7 +23,7 @@ from tlt.bench.measure import Ratio, side_by_side
 from tlt.build import EngineSettings, build_engine, build_learned
 from tlt.config.schema import DrafterSection
 from tlt.drafter.folder import StoredDrafter
-from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.learned import LearnedDrafter, LearnedProposal
 from tlt.drafter.model import PackedDrafter
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig
@@ -85,19 +85,19 @@ class _ObservedDrafter(LearnedDrafter):
 
     confidence_BD = torch.empty(0, 0)
 
-    def propose(self, *args: Any, **kwargs: Any) -> DraftTree:
+    def propose(self, *args: Any, **kwargs: Any) -> LearnedProposal:
         self._logprobs: list[Tensor] = []
-        tree = super().propose(*args, **kwargs)
-        drafted_BD = tree.tokens_BN[:, 1:].contiguous()
+        proposal = super().propose(*args, **kwargs)
+        drafted_BD = proposal.tree.tokens_BN[:, 1:].contiguous()
         if self.model.token_ids is not None:
             drafted_BD = torch.searchsorted(self.model.token_ids, drafted_BD)
         logprobs_BDV = torch.stack(self._logprobs, dim=1)
         self.confidence_BD = logprobs_BDV.gather(-1, drafted_BD[..., None])[..., 0].exp()
-        return tree
+        return proposal
 
-    def _scores(self, front: Any, hidden_BTE: Tensor, depth: int) -> Tensor:
-        self._logprobs.append(front.params_scale(self.model.logits(hidden_BTE, self.target))[:, 0].log_softmax(dim=-1))
-        return super()._scores(front, hidden_BTE, depth)
+    def _scores(self, level: Any) -> Tensor:
+        self._logprobs.append(level.scaled_BTV[:, 0].log_softmax(dim=-1))
+        return super()._scores(level)
 
 
 def observe(

@@ -14,7 +14,6 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, make_engine, make_requests
 from tlt.cli.options import File, Names, Options, PositiveInt
 from tlt.cli.responses import response_ids
-from tlt.cli.task import make_problems
 from tlt.config.mistakes import mistake
 from tlt.files import check_output_file, dumps, get_id, read_jsonl, write_atomically
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
@@ -26,10 +25,11 @@ if TYPE_CHECKING:
 
 
 class Audit(Options):
-    """Judge whether an engine samples what the model says: exit code 0 lossless, 1 not.
+    """Judge whether an engine samples what the model says: exit 0 lossless, 1 not.
 
-    The engine is ours by default, once per --speculation; any other through --responses or --url. Its tokens are held
-    against the probabilities of transformers' own model by a betting test, valid after however many tokens.
+    The engine is ours, once per --speculation, or that of --responses or --url.
+
+    Its tokens are held against the probabilities of transformers' own model.
     """
 
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
@@ -168,6 +168,7 @@ def _modes(
         yield options.responses.name, _read_responses(options.responses, referee)
         return
     from tlt.models.prompts import encode_prompts
+    from tlt.tasks.base import make_problems
 
     if options.prompts is not None:
         records = read_jsonl(options.prompts, "--prompts")

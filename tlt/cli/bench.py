@@ -21,7 +21,7 @@ Stem = Annotated[Path, arg(metavar="OUT")]
 class BenchRollout(WithOverrides):
     """Measure how fast a configuration's rollout is with speculation, against none.
 
-    Every key of the configuration can be overridden by its name, as for tlt train.
+    Every key of the configuration can be overridden, as for tlt train.
     """
 
     config: Config
@@ -43,10 +43,11 @@ class BenchRollout(WithOverrides):
 
 
 class BenchTrain(WithOverrides):
-    """Measure whole RL runs in turns: the configuration as it is against the same system without speculation.
+    """Measure whole RL runs in turns, with TLT and without speculation.
 
-    The runs stay in run.out_dir; the same command with more --steps continues them. Every key of the configuration can be
-    overridden by its name, as for tlt train.
+    The runs stay in run.out_dir; the same command with more --steps goes on.
+
+    Every key of the configuration can be overridden, as for tlt train.
     """
 
     config: Config

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shutil
-import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,15 +82,12 @@ def overview(family: str = "") -> str:
 
 def explain(name: str) -> None:
     """Prints the help of a command, as wide as the terminal."""
-    command, width = COMMANDS[name], shutil.get_terminal_size().columns
-    description = "\n\n".join(
-        textwrap.fill(part, width) for part in inspect.cleandoc(command.options.__doc__ or "").split("\n\n")
-    )
+    command = COMMANDS[name]
     try:
         tyro.cli(
             command.help or command.options,
             prog=f"tlt {name}",
-            description=description,
+            description=inspect.cleandoc(command.options.__doc__ or ""),
             args=["--help"],
             config=(FlagConversionOff,),
             use_underscores=command.help is not None,  # keys of the configuration have underscores

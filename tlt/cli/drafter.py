@@ -87,7 +87,7 @@ class DrafterExport(Options):
 
 
 class DrafterEval(Options):
-    """Measure how often a drafter's guesses are accepted: by position, by the target's entropy, by its own confidence."""
+    """Measure how often a drafter's guesses are accepted, and where."""
 
     drafter: Annotated[Positional[Path], arg(metavar="DIR")]
     """Drafter folder, of tlt or of another trainer."""

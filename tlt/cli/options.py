@@ -130,6 +130,8 @@ def _describe(command: str, kind: type[Options], error: ValidationError) -> str:
     detail = details[0]
     if detail["type"] == "mistake":  # a validator of ours names the options itself
         return detail["msg"]
+    if detail["type"] == "too_short":
+        return f"{_label(kind, detail['loc'])}: is empty; give at least one"
     value = detail["input"]
     shown = value if isinstance(value, str) and value else repr(value)
     return f"{_label(kind, detail['loc'])}: is {shown}; {remedy(detail)}"

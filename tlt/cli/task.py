@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +13,12 @@ from tyro.conf import Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from tlt.cli.options import File, Options, PositiveInt, Seed
-from tlt.config.mistakes import mistake, shorten
-from tlt.files import Record, check_output_file, dumps, get_id, line_number, read_jsonl, write_jsonl
+from tlt.config.mistakes import mistake
+from tlt.files import Record, check_output_file, get_id, line_number, read_jsonl, write_jsonl
 from tlt.types import UserError
 
 if TYPE_CHECKING:
-    from tlt.tasks.base import Task
+    from tlt.rl import rewards
 
 TaskName = Annotated[Positional[str], arg(metavar="NAME")]
 
@@ -65,9 +63,14 @@ class WriteProblems(Options):
 
 def write_problems(options: WriteProblems) -> Record:
     """Writes the problems; equal options give an equal file."""
+    from tlt.tasks.base import make_problems
+
     check_output_file(options.out, "--out")
     problems = make_problems(options.name, options.num, options.seed, {"split": options.split, **options.options})
-    write_jsonl(options.out, problems)
+    try:
+        write_jsonl(options.out, problems)
+    except TypeError as error:
+        raise UserError(f"task {options.name}: a problem cannot be written as JSON ({error}); correct the task") from None
     return {
         "task": options.name,
         "problems": len(problems),
@@ -75,40 +78,6 @@ def write_problems(options: WriteProblems) -> Record:
         "split": options.split,
         "out": str(options.out),
     }
-
-
-def find_task(name: str) -> Task:
-    """Returns the task called `name`. Raises UserError where it is unknown or its module cannot be imported."""
-    from tlt.tasks.base import get_task
-
-    try:
-        return get_task(name)
-    except ValueError as error:
-        raise UserError(str(error)) from None
-    except Exception as error:  # the module is the user's, and may raise anything
-        raise UserError(f"task {name}: cannot be loaded ({type(error).__name__}: {error}); correct its module") from None
-
-
-def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) -> list[Record]:
-    """Returns problems of the task `name`. Raises UserError for options that it does not know and for what it does wrong."""
-    task = find_task(name)
-    try:
-        inspect.signature(task.problems).bind(num, seed, **options)
-    except TypeError as error:
-        known = [parameter for parameter in inspect.signature(task.problems).parameters if parameter not in ("num", "seed")]
-        raise UserError(f"task {name}: options {dict(options)}: {error}; known options are {', '.join(known)}") from None
-    try:
-        problems: Any = task.problems(num, seed, **options)
-        dumps(problems)
-    except UserError:
-        raise
-    except Exception as error:  # the task is the user's, and may raise anything
-        raise UserError(f"task {name}: problems() raised {type(error).__name__}: {error}; correct the task") from None
-    if not isinstance(problems, list) or not all(isinstance(problem, dict) for problem in problems):
-        raise UserError(f"task {name}: problems() gave {shorten(problems)}; it must return a list of dicts")
-    if not problems:
-        raise UserError(f"task {name}: gave no problems for seed {seed} and options {dict(options)}; change them")
-    return problems
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -129,14 +98,6 @@ class Score(Options):
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the task says of one response."""
-
-    reward: float
-    is_solved: bool
-
-
-@dataclass(frozen=True)
 class ProblemScore:
     """The responses to one problem."""
 
@@ -151,11 +112,14 @@ class ProblemScore:
 
 def score(options: Score) -> Record:
     """Scores every response, prints a line a problem and returns the summary."""
+    from tlt.rl import rewards
+    from tlt.tasks.base import get_task
+
     if options.out is not None:
         check_output_file(options.out, "--out")
-    task = find_task(options.name)
+    task = get_task(options.name)
     problems = _read_problems(options.problems)
-    verdicts: dict[str, list[Verdict]] = {problem_id: [] for problem_id in problems}
+    scores: dict[str, list[rewards.Score]] = {problem_id: [] for problem_id in problems}
     scored: list[Record] = []
     for place, response in read_jsonl(options.responses, "--responses"):
         problem_id, text = get_id(place, response), response.get("text")
@@ -163,13 +127,15 @@ def score(options: Score) -> Record:
             raise UserError(f"{place}: problem_id {problem_id!r} is not in {options.problems}; give the problems answered")
         if not isinstance(text, str):
             raise UserError(f"{place}: text is {text!r}; it must be the response's text")
-        where = f"{place}: task {options.name}"
-        verdict = _score_one(task, problems[problem_id], text, f"{where}, problem {problem_id!r}")
-        verdicts[problem_id].append(verdict)
-        scored.append({**response, "reward": verdict.reward, "solved": verdict.is_solved})
+        found = rewards.score(task, problems[problem_id], text)
+        if found.error:
+            where = f"{place}: task {options.name}, problem {problem_id!r}"
+            raise UserError(f"{where}: score() failed ({found.error}); correct the task, or the problem")
+        scores[problem_id].append(found)
+        scored.append({**response, "reward": found.value, "solved": found.is_solved})
     if options.out is not None:
         write_jsonl(options.out, scored)
-    return _summarize(verdicts)
+    return _summarize(scores)
 
 
 def _read_problems(path: Path) -> dict[str, Record]:
@@ -182,34 +148,15 @@ def _read_problems(path: Path) -> dict[str, Record]:
     return problems
 
 
-def _score_one(task: Task, problem: Record, text: str, where: str) -> Verdict:
-    try:
-        found: Any = task.score(problem, text)
-    except KeyError as error:
-        if error.args and error.args[0] not in problem:
-            raise UserError(f"{where}: the problem has no {error}, which the task needs to score; add it") from None
-        raise UserError(f"{where}: score() raised KeyError: {error}; correct the task") from None
-    except Exception as error:  # the task is the user's, and may raise anything
-        raise UserError(f"{where}: score() raised {type(error).__name__}: {error}; correct the task") from None
-    try:
-        verdict = Verdict(float(found["reward"]), bool(found["solved"]))
-    except (TypeError, KeyError, ValueError, IndexError):
-        verdict = Verdict(math.nan, False)
-    if not math.isfinite(verdict.reward):
-        remedy = 'it must be {"reward": a finite number, "solved": true or false}'
-        raise UserError(f"{where}: score() gave {shorten(found)}; {remedy}")
-    return verdict
-
-
-def _summarize(verdicts: Mapping[str, Sequence[Verdict]]) -> Record:
+def _summarize(by_problem: Mapping[str, Sequence[rewards.Score]]) -> Record:
     scores = [
         ProblemScore(
             problem_id,
             num_responses=len(found),
-            num_solved=sum(verdict.is_solved for verdict in found),
-            mean_reward=sum(verdict.reward for verdict in found) / len(found),
+            num_solved=sum(score.is_solved for score in found),
+            mean_reward=sum(score.value for score in found) / len(found),
         )
-        for problem_id, found in verdicts.items()
+        for problem_id, found in by_problem.items()
         if found
     ]
     width = max(len(problem.problem_id) for problem in scores)
@@ -225,5 +172,5 @@ def _summarize(verdicts: Mapping[str, Sequence[Verdict]]) -> Record:
         "mean_reward": mean_reward,
         "solve_rate": solve_rate,
         "problems_solved_at_least_once": sum(problem.num_solved > 0 for problem in scores) / len(scores),
-        "problems_without_responses": len(verdicts) - len(scores),
+        "problems_without_responses": len(by_problem) - len(scores),
     }

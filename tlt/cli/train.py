@@ -23,8 +23,11 @@ MAY_CHANGE_ON_RESUME = frozenset(
 class Train(WithOverrides):
     """Train a policy with RL.
 
-    A new run: tlt train CONFIG, where every key of the configuration can be overridden by its name, such as
-    --optimizer.learning_rate 1e-4; `none` unsets an optional key. A continued run: tlt train --resume DIR [--run.num_steps N].
+    A new run: tlt train CONFIG [--section.key VALUE ...]
+
+    A continued run: tlt train --resume DIR [--run.num_steps N]
+
+    Every key of the configuration is listed below; `none` unsets an optional one.
     """
 
     config: Annotated[Positional[Path | None], arg(metavar="[CONFIG]")] = None

@@ -112,23 +112,21 @@ class TauSearch:
         self.tau = self.START if tau is None else tau
         self.hits = [0.0] * len(self.CANDIDATES)
         self.num_seen = 0.0
-        self._guesses_KB: Tensor | None = None
         self._count = 0
 
-    def consider(self, logits_BV: Tensor, noise_BV: Tensor, token_ids_V: Tensor | None = None) -> None:
-        """What each tau would have put first, every now and then; `token_ids_V` names a reduced vocabulary's tokens."""
+    def guess(self, logits_BV: Tensor, noise_BV: Tensor, token_ids_V: Tensor | None = None) -> Tensor | None:
+        """Returns the token that each tau would put first, [K, B], every now and then; else None. `token_ids_V` names a reduced
+        vocabulary's tokens."""
         self._count += 1
-        self._guesses_KB = None
-        if not self.is_fixed and self._count % self.EVERY == 0:
-            first_KB = torch.stack([(logits_BV / tau + noise_BV).argmax(-1) for tau in self.CANDIDATES])
-            self._guesses_KB = first_KB if token_ids_V is None else token_ids_V[first_KB]
+        if self.is_fixed or self._count % self.EVERY:
+            return None
+        first_KB = torch.stack([(logits_BV / tau + noise_BV).argmax(-1) for tau in self.CANDIDATES])
+        return first_KB if token_ids_V is None else token_ids_V[first_KB]
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        """`tokens[b]` is what the target said at the root of row b. A rival takes over when its lead in hits exceeds a
-        standard error of the difference (at most the root of the misses of both)."""
-        if self._guesses_KB is None:
-            return
-        guesses, self._guesses_KB = self._guesses_KB.tolist(), None
+    def observe(self, guesses_KB: Tensor, tokens: Sequence[int]) -> None:
+        """Counts the guesses that the target said: `tokens[b]` at the root of row b. A rival takes over when its lead in hits
+        exceeds a standard error of the difference (at most the root of the misses of both)."""
+        guesses = guesses_KB.tolist()
         fade = math.exp(-len(tokens) / self.MEMORY)
         self.num_seen = self.num_seen * fade + len(tokens)
         for k, row in enumerate(guesses):

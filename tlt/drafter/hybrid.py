@@ -8,15 +8,17 @@ drafter that is set aside is replaced by retrieval throughout.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
-from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.ngram import DEFAULT_MAX_TOKENS, NgramDrafter
-from tlt.speculative.protocol import DraftContext, Drafter
+from tlt.drafter.learned import LearnedDrafter, LearnedProposal
+from tlt.drafter.ngram import DEFAULT_MAX_TOKENS, NgramDrafter, NgramProposal
+from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
@@ -31,11 +33,20 @@ def make_drafter(
     max_slots: int,
     ngram_tokens: int = DEFAULT_MAX_TOKENS,
     confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
-) -> Drafter:
+) -> Drafter[Any]:
     """What an engine drafts with: the learned drafter, if there is one, beside retrieval. The threshold is retrieval's; the
     learned drafter has its own."""
     ngram = NgramDrafter(max_slots, ngram_tokens, confidence_threshold=confidence_threshold)
     return ngram if learned is None else HybridDrafter(learned, ngram)
+
+
+@dataclass(frozen=True)
+class HybridProposal(Proposal):
+    """is_retrieved: by row, whether retrieval drafted it.  learned, retrieved: what the two proposed; None: not asked."""
+
+    is_retrieved: tuple[bool, ...]
+    learned: LearnedProposal | None = None
+    retrieved: NgramProposal | None = None
 
 
 class HybridDrafter:
@@ -47,8 +58,6 @@ class HybridDrafter:
         self.learned, self.ngram = learned, ngram
         self.learned_accepted = 1.0  # running mean of drafted tokens accepted per learned draft
         self._is_aside, self._num_switches = False, 0
-        self._kind = "learned"
-        self._is_retrieved: list[bool] = []
 
     @property
     def version(self) -> int:
@@ -89,37 +98,36 @@ class HybridDrafter:
         self.learned.release()
         self.ngram.release()
 
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        if self._kind == "ngram" or self._is_retrieved:
-            self.ngram.observe(verdicts)
-        if self._kind == "learned" or not all(self._is_retrieved):
-            self.learned.observe(verdicts)
-            is_learned = [not r for r in self._is_retrieved] or [True] * len(verdicts)
-            accepted = [v.num_accepted for v, own in zip(verdicts, is_learned, strict=True) if own]
+    def observe(self, proposal: HybridProposal, verdicts: Sequence[Verdict]) -> None:
+        if proposal.retrieved is not None:
+            self.ngram.observe(proposal.retrieved, verdicts)
+        if proposal.learned is not None:
+            self.learned.observe(proposal.learned, verdicts)
+            rows = zip(verdicts, proposal.is_retrieved, strict=True)
+            accepted = [verdict.num_accepted for verdict, is_retrieved in rows if not is_retrieved]
             keep = 0.99 ** len(accepted)
             self.learned_accepted = keep * self.learned_accepted + (1 - keep) * sum(accepted) / max(len(accepted), 1)
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
-        self._kind, self._is_retrieved = "ngram" if self._is_aside else strategy.drafter, []
-        match self._kind:
+    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> HybridProposal:
+        num_rows = len(context.tokens)
+        match "ngram" if self._is_aside else strategy.drafter:
             case "learned":
-                return self.learned.propose(context, strategy, noise_BDV)
+                learned = self.learned.propose(context, strategy, noise_BDV)
+                return HybridProposal(learned.tree, (False,) * num_rows, learned=learned)
             case "ngram":
-                return self.ngram.propose(context, strategy, noise_BDV)
+                retrieved = self.ngram.propose(context, strategy, noise_BDV)
+                return HybridProposal(retrieved.tree, (True,) * num_rows, retrieved=retrieved)
         retrieved = self.ngram.retrieve(context, strategy, noise_BDV)
-        rows = range(len(context.tokens))
-        survival = [self.ngram.survival(row, strategy.depth) for row in rows]
+        survival = [self.ngram.survival(row, strategy.depth) for row in retrieved.retrieved]
         sure = self.ngram.confidence_threshold if strategy.width == 1 else 0.0  # a chain goes no further
-        self._is_retrieved = [sum(s for s in survival[row] if s >= sure) > self.learned_accepted for row in rows]
+        is_retrieved = tuple(sum(s for s in row if s >= sure) > self.learned_accepted for row in survival)
         retrieved = self.ngram.stop(retrieved, survival)
-        if all(self._is_retrieved):
-            return retrieved
-        retrieved_rows = [row for row in rows if self._is_retrieved[row]]
+        if all(is_retrieved):
+            return HybridProposal(retrieved.tree, is_retrieved, retrieved=retrieved)
+        retrieved_rows = [row for row in range(num_rows) if is_retrieved[row]]
         learned = self.learned.propose(context, strategy, noise_BDV, retrieved_rows)
-        if not retrieved_rows:
-            return learned
-        self.learned.forget_latest(retrieved_rows)
-        return _choose_rows(retrieved, learned, self._is_retrieved)
+        tree = _choose_rows(retrieved.tree, learned.tree, is_retrieved) if retrieved_rows else learned.tree
+        return HybridProposal(tree, is_retrieved, learned, retrieved)
 
 
 def _choose_rows(a: DraftTree, b: DraftTree, is_a: Sequence[bool]) -> DraftTree:

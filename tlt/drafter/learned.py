@@ -23,7 +23,7 @@ from tlt.drafter.model import TOKEN_AHEAD, PackedDrafter, training_capture
 from tlt.models.attention import Cached, StoringPrefill, padding_mask
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.protocol import DraftContext
+from tlt.speculative.protocol import DraftContext, Proposal
 from tlt.speculative.tree import chain, chain_mask
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
@@ -38,6 +38,36 @@ _MAX_LOG_CONFIDENCE = -1e-4
 
 DEFAULT_WINDOW = 4096
 """Positions whose features are remembered per sequence."""
+
+
+@dataclass(frozen=True)
+class LearnedProposal(Proposal):
+    """A learned draft, and what is to be learned from the target's answer to it.
+
+    guesses_KB: see `TauSearch.guess`; None: not asked this time.
+    drafted:    the tree with all that was looked at, also where the proposed one stops before it, and the calibration's cells
+                of its nodes; None without a calibration.
+    """
+
+    guesses_KB: Tensor | None = None
+    drafted: Drafted | None = None
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A tree with the calibration cell of each node, the root left out."""
+
+    tree: DraftTree
+    cells_BN: Tensor
+
+
+@dataclass(frozen=True)
+class _Level:
+    """Candidates for the nodes of one level, over the draft vocabulary: the logits at the sequences' temperatures, and the
+    law's noise of the position."""
+
+    scaled_BTV: Tensor
+    noise_B1V: Tensor
 
 
 @dataclass(frozen=True)
@@ -95,8 +125,6 @@ class LearnedDrafter:
         self.history = FeatureHistory(size, window, max_slots, model.dtype, model.device)
         self.firsts = [0] * max_slots  # position of the pair in column 0
         self.counts = [0] * max_slots  # pairs in the cache
-        self._cells_BN: Tensor | None = None  # calibration cells of the latest tree's nodes
-        self._tree: DraftTree | None = None
 
     @property
     def version(self) -> int:
@@ -143,16 +171,11 @@ class LearnedDrafter:
         self.cache.release()
         self.history.release()
 
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        self.tau_search.observe([verdict.tokens[0] for verdict in verdicts])
-        if self.calibration is not None and self._cells_BN is not None and self._tree is not None:
-            self.calibration.observe(self._tree, self._cells_BN, verdicts)
-        self._cells_BN = self._tree = None
-
-    def forget_latest(self, rows: Sequence[int]) -> None:
-        """These rows of the latest tree were not used."""
-        if self._cells_BN is not None:
-            self._cells_BN[list(rows)] = Calibration.UNUSED
+    def observe(self, proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
+        if proposal.guesses_KB is not None:
+            self.tau_search.observe(proposal.guesses_KB, [verdict.tokens[0] for verdict in verdicts])
+        if self.calibration is not None and proposal.drafted is not None:
+            self.calibration.observe(proposal.drafted.tree, proposal.drafted.cells_BN, verdicts)
 
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -162,8 +185,8 @@ class LearnedDrafter:
         strategy: Strategy,
         noise_BDV: Tensor,
         unwanted: Sequence[int] = (),
-    ) -> DraftTree:
-        """unwanted: rows that will draft otherwise; what they hold here is of no use."""
+    ) -> LearnedProposal:
+        """unwanted: rows that will draft otherwise; what they hold here is of no use, and nothing is learned from it."""
         num_rows = len(context.tokens)
         starts = self._enter(context)
         num_pairs = [len(tokens) - TOKEN_AHEAD - first for tokens, first in zip(context.tokens, self.firsts, strict=False)]
@@ -266,23 +289,36 @@ class LearnedDrafter:
         output_NE = self.model.forward(embeddings, hidden_BTE.flatten(0, 1), positions, attend)
         return output_NE.view(*tokens_BT.shape, -1)
 
-    def _scores(self, front: _Front, hidden_BTE: Tensor, depth: int) -> Tensor:
-        """log q / tau + noise, up to a constant per node: the order in which the target is likely to agree. Plain: log q.
-        Over the draft vocabulary."""
+    def _level(self, front: _Front, hidden_BTE: Tensor, depth: int) -> _Level:
         scaled_BTV = front.params_scale(self.model.logits(hidden_BTE, self.target))
         noise_B1V = front.noise_BDV[:, depth, None]
         if self.model.token_ids is not None:
             noise_B1V = noise_B1V[..., self.model.token_ids]
-        if depth == 0 and self.is_coupled:
-            self.tau_search.consider(scaled_BTV[:, 0], noise_B1V[:, 0], self.model.token_ids)
-        return torch.add(noise_B1V, scaled_BTV, alpha=1 / self.tau) if self.is_coupled else scaled_BTV
+        return _Level(scaled_BTV, noise_B1V)
+
+    def _guess(self, roots: _Level) -> Tensor | None:
+        if not self.is_coupled:
+            return None
+        return self.tau_search.guess(roots.scaled_BTV[:, 0], roots.noise_B1V[:, 0], self.model.token_ids)
+
+    def _scores(self, level: _Level) -> Tensor:
+        """Returns log q / tau + noise, up to a constant per node: the order in which the target is likely to agree. Plain
+        ranking: log q."""
+        return torch.add(level.noise_B1V, level.scaled_BTV, alpha=1 / self.tau) if self.is_coupled else level.scaled_BTV
+
+    def _to_count(self, tree: DraftTree, cells_BN: Tensor, unwanted: Sequence[int]) -> Drafted:
+        """Rows that draft otherwise are not counted."""
+        if unwanted:
+            cells_BN[list(unwanted)] = Calibration.UNUSED
+        return Drafted(tree, cells_BN)
 
     def _token_ids(self, drafted: Tensor) -> Tensor:
         """The target's ids of tokens of the draft vocabulary."""
         return drafted if self.model.token_ids is None else self.model.token_ids[drafted]
 
-    def _chain(self, front: _Front) -> DraftTree:
+    def _chain(self, front: _Front) -> LearnedProposal:
         hidden_B1E, tokens, cells = front.hidden_BE[:, None], [front.roots_B1], []
+        guesses_KB: Tensor | None = None
         ends_B = torch.tensor(front.num_pairs, device=self.model.device)
         is_even = min(front.num_pairs) == max(front.num_pairs)
         survival_B = torch.zeros(len(front.num_pairs), device=self.model.device)  # logarithm
@@ -294,7 +330,9 @@ class LearnedDrafter:
                 length = max(front.num_pairs) + depth
                 mask = None if is_even else padding_mask(ends_B + depth, length, self.model.dtype)
                 hidden_B1E = self._forward(tokens[-1], hidden_B1E, columns_B1, columns_B1, front.offsets_B1, length, mask)
-            scores_B1V = self._scores(front, hidden_B1E, depth)
+            level = self._level(front, hidden_B1E, depth)
+            guesses_KB = guesses_KB if depth else self._guess(level)
+            scores_B1V = self._scores(level)
             best_B1, token_B1 = scores_B1V.max(dim=-1)
             tokens.append(self._token_ids(token_B1))
             if self.confidence_threshold:
@@ -307,14 +345,14 @@ class LearnedDrafter:
                 if not likely[-1].any():
                     break
         whole = chain(torch.cat(tokens, dim=1))
-        if cells:
-            self._tree, self._cells_BN = whole, torch.cat(cells, dim=1)
+        drafted = self._to_count(whole, torch.cat(cells, dim=1), front.unwanted) if cells else None
         if not likely:
-            return whole
+            return LearnedProposal(whole, guesses_KB, drafted)
         num_likely = torch.stack(likely).sum(0).tolist()
-        return chain(whole.tokens_BN, [1 + max(num, 1) for num in num_likely])  # one token at least
+        tree = chain(whole.tokens_BN, [1 + max(num, 1) for num in num_likely])  # one token at least
+        return LearnedProposal(tree, guesses_KB, drafted)
 
-    def _branch(self, front: _Front) -> DraftTree:
+    def _branch(self, front: _Front) -> LearnedProposal:
         """Grows a pool level by level (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a level are
         expanded by `width` candidates each; the `budget` most confident nodes of the pool become the tree. A node's
         confidence is the product, from the root on, of how likely each candidate is to be accepted."""
@@ -328,8 +366,11 @@ class LearnedDrafter:
         seen_BFC = torch.zeros(B, 1, 0, dtype=torch.bool, device=device)  # draft columns each frontier node may see
         pool_tokens, pool_parents, pool_size = [front.roots_B1], [front.roots_B1 * 0 - 1], 1
         pool_confidence, pool_cells = [], []
+        guesses_KB: Tensor | None = None
         for depth in range(strategy.depth):
-            scores_BFV = self._scores(front, hidden_BFE, depth).float()
+            level = self._level(front, hidden_BFE, depth)
+            guesses_KB = guesses_KB if depth else self._guess(level)
+            scores_BFV = self._scores(level).float()
             logprob_BFW, token_BFW = scores_BFV.log_softmax(dim=-1).topk(width, dim=-1)
             if self.calibration is not None:
                 cells_BFW, logprob_BFW = self.calibration(depth, logprob_BFW)
@@ -358,9 +399,10 @@ class LearnedDrafter:
             pool_size += frontier * width
         chosen_BN = _best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
         tree = _select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)
-        if self.calibration is not None:
-            self._tree, self._cells_BN = tree, torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1)
-        return tree
+        if not pool_cells:
+            return LearnedProposal(tree, guesses_KB)
+        cells_BN = torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1)
+        return LearnedProposal(tree, guesses_KB, self._to_count(tree, cells_BN, front.unwanted))
 
 
 def _branch_mask(seen_BFC: Tensor, prefix_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:

@@ -15,13 +15,13 @@ import math
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
-from tlt.speculative.protocol import DraftContext
+from tlt.speculative.protocol import DraftContext, Proposal
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
@@ -165,6 +165,13 @@ class _Retrieved:
         return max(depths)
 
 
+@dataclass(frozen=True)
+class NgramProposal(Proposal):
+    """retrieved: what was found for each row; learned from whether or not the tree still holds it."""
+
+    retrieved: tuple[_Retrieved, ...]
+
+
 class NgramDrafter:
     """Retrieval over a problem's own responses. Of use from the first response on, before any drafter is trained.
 
@@ -190,7 +197,6 @@ class NgramDrafter:
         self.problems: OrderedDict[str, SuffixIndex] = OrderedDict()
         self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
         self.hits = [[1.0, 2.0] for _ in range(_match_bucket(_MAX_MATCH) + 1)]  # drafts accepted, drafts tried: a Beta(1, 1)
-        self._retrieved: list[_Retrieved] = []  # per row of the latest retrieval
 
     @property
     def num_tokens(self) -> int:
@@ -238,41 +244,39 @@ class NgramDrafter:
     def release(self) -> None:
         """Nothing to do: what has ended is what retrieval reads."""
 
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        """Learns from what the target said, whether or not it was asked about the latest retrieval."""
-        for row, verdict in zip(self._retrieved, verdicts, strict=True):
+    def observe(self, proposal: NgramProposal, verdicts: Sequence[Verdict]) -> None:
+        """Learns from what the target said, whether or not it was asked about what was retrieved."""
+        for row, verdict in zip(proposal.retrieved, verdicts, strict=True):
             if row.nodes:
                 successes, has_failed = _walk(row.nodes, verdict.tokens)
                 accepted, tried = self.hits[row.bucket]
                 self.hits[row.bucket] = [_KEEP * accepted + successes, _KEEP * tried + successes + has_failed]
-        self._retrieved = []
 
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def survival(self, row: int, depth: int) -> list[float]:
-        """How likely this row of the latest retrieval is to be accepted to depth 1, 2, ... `depth`."""
-        retrieved = self._retrieved[row]
+    def survival(self, retrieved: _Retrieved, depth: int) -> list[float]:
+        """Returns how likely this row's draft is to be accepted to depth 1, 2, ... `depth`."""
         accepted, tried = self.hits[retrieved.bucket]
         return [(accepted / tried) ** d if d <= retrieved.depth else 0.0 for d in range(1, depth + 1)]
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
-        tree = self.retrieve(context, strategy, noise_BDV)
-        return self.stop(tree, [self.survival(row, strategy.depth) for row in range(len(context.tokens))])
+    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> NgramProposal:
+        found = self.retrieve(context, strategy, noise_BDV)
+        return self.stop(found, [self.survival(row, strategy.depth) for row in found.retrieved])
 
-    def stop(self, tree: DraftTree, survival: Sequence[Sequence[float]]) -> DraftTree:
-        """A sequence's chain ends where its survival falls below the threshold, and one without a match has no node but the
+    def stop(self, found: NgramProposal, survival: Sequence[Sequence[float]]) -> NgramProposal:
+        """Ends each sequence's chain where its survival falls below the threshold; one without a match keeps no node but the
         root."""
-        if not tree.is_chain:
-            return tree
+        if not found.tree.is_chain:
+            return found
         depths = [sum(p >= self.confidence_threshold and p > 0 for p in row) or int(row[0] > 0) for row in survival]
-        return chain(tree.tokens_BN, [1 + depth for depth in depths])
+        return replace(found, tree=chain(found.tree.tokens_BN, [1 + depth for depth in depths]))
 
-    def retrieve(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
-        """Whole drafts, however likely."""
+    def retrieve(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> NgramProposal:
+        """Returns whole drafts, however likely they are to be accepted."""
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
         self._fetch_noise([trie for trie, _ in tries], noise_BDV)
         rows = [_grow(trie, strategy, self.tau) for trie, _ in tries]
-        self._retrieved = [_Retrieved(_match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True)]
+        retrieved = tuple(_Retrieved(_match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True))
         num_nodes = 1 + max(len(nodes) for nodes in rows)
         tokens_BN, parents_BN = [], []
         for committed, nodes in zip(context.tokens, rows, strict=True):
@@ -281,8 +285,11 @@ class NgramDrafter:
             parents_BN.append([-1, *(parent for _, parent in nodes), *[-1] * missing])
         device = noise_BDV.device
         if strategy.width == 1:
-            return chain(torch.tensor(tokens_BN, device=device))  # with filling, which `stop` cuts off
-        return DraftTree(torch.tensor(tokens_BN, device=device), torch.tensor(parents_BN, device=device))
+            return NgramProposal(
+                chain(torch.tensor(tokens_BN, device=device)), retrieved
+            )  # with filling, which `stop` cuts off
+        tree = DraftTree(torch.tensor(tokens_BN, device=device), torch.tensor(parents_BN, device=device))
+        return NgramProposal(tree, retrieved)
 
     def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[_Node, int]:
         """What followed the longest matches, as a trie (its root has no token), and the length of the longest."""

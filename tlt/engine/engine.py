@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +23,11 @@ from tlt.engine.noise import NoiseBlocks
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Sequence
 from tlt.engine.stats import EngineStats
-from tlt.models.attention import Cached, StoringPrefill, pad, padding_mask
+from tlt.models.attention import StoringPrefill, cached, pad, padding_mask
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.protocol import DraftContext, Drafter
+from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.tree import ancestors, chain, chain_mask, tree_mask
 from tlt.speculative.verify import verify
@@ -82,7 +83,7 @@ class RolloutEngine:
         self.config, self.device = config, torch.device(device)
         self.model = PackedTransformer(config, dtype, self.device)
         self.tuner = tuner
-        self.drafter: Drafter | None = None
+        self.drafter: Drafter[Any] | None = None
         self.scheduler = Scheduler(max_batch_size, config.max_positions)
         self.cache = Cache(config, config.num_layers, dtype, self.device, max_batch_size)
         self.noise = NoiseBlocks(config.vocab_size, max_batch_size, Strategy.MAX_DEPTH if tuner else 0, self.device)
@@ -99,7 +100,7 @@ class RolloutEngine:
         assert self.scheduler.is_idle, "a policy cannot change under running responses"
         self.model.load(tensors, version)
 
-    def load_drafter(self, drafter: Drafter) -> None:
+    def load_drafter(self, drafter: Drafter[Any]) -> None:
         """Attaches a drafter. Without a tuner nothing would ever use it."""
         assert self.scheduler.is_idle, "a drafter is attached between responses"
         if self.tuner is None:
@@ -191,7 +192,8 @@ class RolloutEngine:
         start = time.perf_counter()
         batch = self._batch_state(sum(len(admission.slots) for admission in admissions))
         strategy = self._choose(batch)
-        tree, noise_BDV = self._propose(strategy)
+        proposal, noise_BDV = self._propose(strategy)
+        tree = proposal.tree
         prefixes = [sequence.num_cached for sequence in self.scheduler.running]
         captured_BNF, logits_BNV, noise_BNV = self._forward(tree, prefixes, noise_BDV)
         verdicts = self.verify(tree, logits_BNV, noise_BNV, self._batch_params())
@@ -206,7 +208,9 @@ class RolloutEngine:
             if not strategy.is_off:
                 self.stats.record_verification(min(strategy.depth, drafted[slot]), verdict.num_accepted, num_kept)
         if self.drafter is not None:
-            self._inform_drafter(self.drafter, strategy, tree, captured_BNF, prefixes, verdicts)
+            self._remember(self.drafter, tree, captured_BNF, prefixes, verdicts)
+            if not strategy.is_off:
+                self.drafter.observe(proposal, verdicts)
         end = time.perf_counter()
         accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
         outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start)
@@ -270,12 +274,12 @@ class RolloutEngine:
             self._params = BatchParams([s.request.params for s in self.scheduler.running], self.device)
         return self._params
 
-    def _propose(self, strategy: Strategy) -> tuple[DraftTree, Tensor]:
-        """The draft tree and the noise of the positions after its depths, [B, depth + 1, V]."""
+    def _propose(self, strategy: Strategy) -> tuple[Proposal, Tensor]:
+        """Returns the draft tree and the noise of the positions after its depths, [B, depth + 1, V]."""
         running = self.scheduler.running
         noise_BDV = self.noise.rows([len(s.tokens) for s in running], strategy.depth)
         if strategy.is_off:
-            return chain(torch.tensor([[s.tokens[-1]] for s in running], device=self.device)), noise_BDV
+            return Proposal(chain(torch.tensor([[s.tokens[-1]] for s in running], device=self.device))), noise_BDV
         assert self.drafter is not None
         context = DraftContext([s.tokens for s in running], [s.request for s in running], self._batch_params())
         return self.drafter.propose(context, strategy, noise_BDV), noise_BDV
@@ -301,7 +305,7 @@ class RolloutEngine:
             noise_BNV = noise_BDV[torch.arange(B, device=self.device)[:, None], depths_BN]
             mask = tree_mask(seen_BNN, prefix_B, length, self.model.dtype)
         lengths = [prefix + num_nodes for prefix, num_nodes in zip(prefixes, tree.lengths or [N] * B, strict=True)]
-        attend = Cached(self.config, self.cache.layers, columns_BN, length, mask, lengths, tree.lengths)
+        attend = cached(self.config, self.cache.layers, columns_BN, length, mask, lengths, tree.lengths)
         real_N = attend.real_N
         tokens_N, positions_N = tree.tokens_BN.flatten(), positions_BN.flatten()
         if real_N is not None:
@@ -313,25 +317,17 @@ class RolloutEngine:
         captured_BNF, logits_BNV = padded
         return captured_BNF, logits_BNV, noise_BNV
 
-    def _inform_drafter(
-        self,
-        drafter: Drafter,
-        strategy: Strategy,
-        tree: DraftTree,
-        captured_BNF: Tensor,
-        prefixes: list[int],
-        verdicts: list[Verdict],
+    def _remember(
+        self, drafter: Drafter[Any], tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]
     ) -> None:
-        """Hands the drafter what was captured at the visited nodes, at the positions their tokens now have (the root stays at
-        its prefix, the path follows it), and what became of its proposal."""
+        """Hands the drafter what was captured at the visited nodes, at the positions their tokens now have: the root stays at
+        its prefix, the path follows it."""
         if not tree.is_chain:
             longest = max(len(verdict.path) for verdict in verdicts)
             rows = [[*v.path, *[v.path[-1]] * (longest - len(v.path))] for v in verdicts]
             rows_B1 = torch.arange(len(rows), device=self.device)[:, None]
             captured_BNF = captured_BNF[rows_B1, torch.tensor(rows, device=self.device)]
         drafter.remember(range(len(verdicts)), prefixes, captured_BNF)
-        if not strategy.is_off:
-            drafter.observe(verdicts)
 
     def _broken_policy(self, sequence: Sequence) -> UserError:
         """A log-probability is finite unless a logit is not: the noise is bounded, and the largest logit always stays."""

@@ -61,8 +61,7 @@ class Unrolled(PackedCausal):
         self.own_keys.append(k_NHD)
         self.own_values.append(v_NHD)
         whole = (q_NHD, *self.first_NHD, torch.stack(self.own_keys, dim=1), torch.stack(self.own_values, dim=1))
-        is_fused = q_NHD.device.type == "cpu" and q_NHD.dtype in (torch.float32, torch.float64)
-        attend = cpu_kernels.CausalAndOwn.apply if is_fused else causal_and_own
+        attend = cpu_kernels.CausalAndOwn.apply if cpu_kernels.can_fuse(q_NHD) else causal_and_own
         outputs = []
         for q_THD, k_THD, v_THD, own_k_TIHD, own_v_TIHD in zip(*(x.split(self.lengths) for x in whole), strict=True):
             q_HTD, k_HTD, v_HTD = (x.transpose(0, 1) for x in (q_THD, k_THD, v_THD))
@@ -100,14 +99,33 @@ class StoringPrefill(PackedCausal):
         return super().__call__(layer, qkv_NSD)
 
 
+def cached(
+    config: ModelConfig,
+    layers_SKLD: Sequence[Tensor],
+    columns_BT: Tensor,
+    length: int,
+    mask_BTL: Tensor | None,
+    lengths: Sequence[int],
+    counts: Sequence[int] | None = None,
+) -> Cached:
+    """Returns cached attention for a batch whose sequences may differ in length: in one call for the whole batch or, on a CPU
+    where that would mostly read what nobody may see, in one call for each sequence. The other arguments are `Cached`'s.
+
+    lengths: per sequence, the columns that any of its new tokens may see.
+    """
+    batch, num_new = columns_BT.shape
+    rows = list(zip(counts or [num_new] * batch, lengths, strict=True))
+    if columns_BT.device.type == "cpu" and cpu_kernels.is_ragged(rows, num_new, length, config.num_heads * config.head_dim):
+        return CachedBySequence(config, layers_SKLD, columns_BT, mask_BTL, rows, counts)
+    return Cached(config, layers_SKLD, columns_BT, length, mask_BTL, counts)
+
+
 class Cached:
-    """T new tokens for each of B sequences against their cache; writes the new keys and values first.
+    """Attention of T new tokens for each of B sequences against their cache; writes the new keys and values first.
 
     layers_SKLD: per layer, [slots, 2 × kv heads, length, head dim], keys before values.
-    The sequences lie in slots 0..B-1. `columns_BT` says where the new entries go; `mask_BTL` (additive, or None when
-    every new token may see all of `length`) who sees what. Heads that share keys are folded into the query length.
-    lengths: per sequence, the columns that any of its tokens may see. On a CPU a very ragged batch then goes sequence by
-        sequence instead of paying for its longest one everywhere.
+    The sequences lie in slots 0..B-1. `columns_BT` are the places of the new entries. `mask_BTL` is additive and says which
+    entries each new token sees; None: all of `length`. Heads that share keys are folded into the query length.
     counts: new tokens of each sequence, where some have fewer than T; queries, keys and values then come, and outputs go,
         without padding. None: all have T.
     """
@@ -119,7 +137,6 @@ class Cached:
         columns_BT: Tensor,
         length: int,
         mask_BTL: Tensor | None,
-        lengths: Sequence[int] | None = None,
         counts: Sequence[int] | None = None,
     ) -> None:
         self.layers, self.length = layers_SKLD, length
@@ -133,37 +150,53 @@ class Cached:
             self.real_N = real_tokens(counts, self.num_new, columns_BT.device)
             self.rows = self.real_N // self.num_new
             self.columns = columns_BT.flatten()[self.real_N]
-        self.mask: Tensor | None = None
-        self.by_row: list[tuple[int, int, Tensor | None]] = []  # new tokens, visible columns and mask of each sequence
-        if lengths is not None and columns_BT.device.type == "cpu":
-            counts = counts or [self.num_new] * self.batch
-            num_reads = sum(max(t, cpu_kernels.QUERIES_PER_READ) * n for t, n in zip(counts, lengths, strict=True))
-            wasted = self.batch * max(self.num_new, cpu_kernels.QUERIES_PER_READ) * length - num_reads
-            if wasted * config.num_heads * config.head_dim > cpu_kernels.MIN_WASTE * self.batch:
-                for row, (t, n) in enumerate(zip(counts, lengths, strict=True)):
-                    needs_none = mask_BTL is None or self.num_new == 1
-                    mask = None if mask_BTL is None or needs_none else mask_BTL[row, :t, :n].repeat(self.group, 1)
-                    self.by_row.append((t, n, mask))
-        if mask_BTL is not None and not self.by_row:
-            self.mask = mask_BTL.repeat(1, self.group, 1)[:, None]
+        self.mask = None if mask_BTL is None else mask_BTL.repeat(1, self.group, 1)[:, None]
 
     def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
         cache_SKLD = self.layers[layer]
         q_NHD, new_NKD = qkv_NSD.tensor_split([self.num_heads], dim=1)
         cache_SKLD[self.rows, :, self.columns] = new_NKD.view(*self.columns.shape, *new_NKD.shape[1:])
-        if self.by_row:
-            splits = q_NHD.split([t for t, _, _ in self.by_row])
-            rows = zip(self.by_row, splits, strict=True)
-            return torch.cat([self._attend(q, cache_SKLD[b : b + 1, :, :n], 1, t, m) for b, ((t, n, m), q) in enumerate(rows)])
+        return self._attend(q_NHD, cache_SKLD)
+
+    def _attend(self, q_NHD: Tensor, cache_SKLD: Tensor) -> Tensor:
         B, T = self.batch, self.num_new
-        out_NC = self._attend(pad(q_NHD, self.real_N, B * T), cache_SKLD[:B, :, : self.length], B, T, self.mask)
+        live_BKLD = cache_SKLD[:B, :, : self.length]
+        out_NC = self._attend_block(pad(q_NHD, self.real_N, B * T), live_BKLD, B, T, self.mask)
         return out_NC if self.real_N is None else out_NC.index_select(0, self.real_N)
 
-    def _attend(self, q_NHD: Tensor, live_BKLD: Tensor, B: int, T: int, mask: Tensor | None) -> Tensor:
+    def _attend_block(self, q_NHD: Tensor, live_BKLD: Tensor, B: int, T: int, mask: Tensor | None) -> Tensor:
         K, G = self.num_kv_heads, self.group
         q_BKTD = q_NHD.view(B, T, K, G, -1).permute(0, 2, 3, 1, 4).reshape(B, K, G * T, -1)
         out_BKTD = F.scaled_dot_product_attention(q_BKTD, live_BKLD[:, :K], live_BKLD[:, K:], attn_mask=mask)
         return out_BKTD.view(B, K, G, T, -1).permute(0, 3, 1, 2, 4).reshape(B * T, -1)
+
+
+class CachedBySequence(Cached):
+    """The same attention in one call for each sequence, which reads no entry beyond its own.
+
+    rows: per sequence, its new tokens and the columns that any of them may see.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        layers_SKLD: Sequence[Tensor],
+        columns_BT: Tensor,
+        mask_BTL: Tensor | None,
+        rows: Sequence[tuple[int, int]],
+        counts: Sequence[int] | None = None,
+    ) -> None:
+        super().__init__(config, layers_SKLD, columns_BT, max(n for _, n in rows), None, counts)
+        self.row_shapes = rows
+        self.masks: list[Tensor | None] = [None] * len(rows)
+        if mask_BTL is not None and self.num_new > 1:  # a single token sees all of its columns
+            self.masks = [mask_BTL[row, :t, :n].repeat(self.group, 1) for row, (t, n) in enumerate(rows)]
+
+    def _attend(self, q_NHD: Tensor, cache_SKLD: Tensor) -> Tensor:
+        splits = q_NHD.split([t for t, _ in self.row_shapes])
+        rows = zip(self.row_shapes, self.masks, splits, strict=True)
+        blocks = ((q, cache_SKLD[b : b + 1, :, :n], 1, t, mask) for b, ((t, n), mask, q) in enumerate(rows))
+        return torch.cat([self._attend_block(*block) for block in blocks])
 
 
 def real_tokens(counts: Sequence[int], num_columns: int, device: torch.device) -> Tensor:

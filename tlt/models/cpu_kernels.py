@@ -5,10 +5,20 @@ It knows no model; decoder.py, packed.py and attention.py call it and have a pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+MIN_ROWS = 256
+"""Rows from which laying a weight out anew for every product pays (CPU, float32)."""
+
+
+def can_multiply(x_NI: Tensor) -> bool:
+    """Returns whether `OneDnnProduct` computes a product with this input, and faster than F.linear."""
+    is_fast = x_NI.dtype == torch.float32 and x_NI.device.type == "cpu" and len(x_NI) >= MIN_ROWS
+    return is_fast and torch.backends.mkldnn.is_available()
 
 
 class OneDnnProduct(torch.autograd.Function):
@@ -35,10 +45,13 @@ def _onednn(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
     return product
 
 
-MIN_ROWS = 256
-"""Rows from which laying a weight out anew for every product pays (CPU, float32)."""
 MIN_PRODUCTS = 320_000
 """Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear (docs/log.md)."""
+
+
+def can_fuse(q: Tensor) -> bool:
+    """Returns whether `CausalAndOwn` computes queries like these."""
+    return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
 
 
 class CausalAndOwn(torch.autograd.Function):
@@ -78,3 +91,14 @@ MIN_WASTE = 300_000
 """Multiplications with keys that nobody may see, per sequence, from which a call for each sequence is cheaper (docs/log.md)."""
 QUERIES_PER_READ = 6
 """Reading a key from memory takes as long as so many queries to it."""
+
+
+def is_ragged(rows: Sequence[tuple[int, int]], num_new: int, length: int, query_size: int) -> bool:
+    """Returns whether a call for each sequence is cheaper than one call for the padded batch.
+
+    rows: (new tokens, visible columns) of each sequence; padded, all would have `num_new` and `length`.
+    query_size: heads times head size.
+    """
+    num_reads = sum(max(t, QUERIES_PER_READ) * n for t, n in rows)
+    wasted = len(rows) * max(num_new, QUERIES_PER_READ) * length - num_reads
+    return wasted * query_size > MIN_WASTE * len(rows)

@@ -5,9 +5,8 @@ callable that comes in as an argument, so this file knows neither caches nor mas
 
     token_ids_N ─ embed ─▶ x_NE ─▶ [ qkv ─ rope ─ attend ─ + ─ mlp ─ + ] × layers ─▶ norm ─▶ features_NE ─ head ─▶ logits_NV
 
-Two classes hold the weights of that one computation. `Transformer` is the trainable module; its parameters are separate
-and carry Hugging Face's names. `PackedTransformer` is the engine's: projections that read the same input are one
-matrix, and the weights of the norms are folded into the matrices behind them.
+`Transformer` is the trainable module; its parameters are separate and carry Hugging Face's names. The engine's frozen copy
+(packed.py) runs the same steps on fused matrices.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt.models.cpu_kernels import MIN_ROWS, OneDnnProduct
+from tlt.models import cpu_kernels
 
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
@@ -137,13 +136,12 @@ def run_layer(
 
 
 class Linear(nn.Linear):
-    """nn.Linear; on a CPU in float32 with many rows twice as fast (see PackedLinear)."""
+    """nn.Linear; on a CPU in float32 with many rows twice as fast (see cpu_kernels.py)."""
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        is_fast = x_NI.dtype == torch.float32 and x_NI.device.type == "cpu" and len(x_NI) >= MIN_ROWS
-        if not (is_fast and torch.backends.mkldnn.is_available()):
+        if not cpu_kernels.can_multiply(x_NI):
             return super().forward(x_NI)
-        product: Tensor = OneDnnProduct.apply(x_NI, self.weight)  # type: ignore[no-untyped-call]  # apply has no types in torch
+        product: Tensor = cpu_kernels.OneDnnProduct.apply(x_NI, self.weight)  # type: ignore[no-untyped-call]  # apply has no types in torch
         return product if self.bias is None else product + self.bias
 
 

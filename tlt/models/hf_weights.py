@@ -63,7 +63,7 @@ def load_tensors(path: Path | str, config: ModelConfig, dtype: torch.dtype | Non
     Names and shapes are checked against `expected_shapes(config)` before anything is read. Two kinds of surplus are
     let through and dropped: rotary `inv_freq` buffers, which old versions of transformers stored, and the
     `lm_head.weight` of a tied checkpoint if it equals the embedding. Everything else missing, surplus or misshapen is
-    a UserError.
+    a UserError, and so is a tensor with values that are not finite as `dtype`.
     """
     directory = existing_directory(path)
     files = _weight_files(directory)
@@ -80,12 +80,20 @@ def load_tensors(path: Path | str, config: ModelConfig, dtype: torch.dtype | Non
             for name in (name for name in expected if stored[name].file == file):
                 tensor = opened.get_tensor(name)
                 tensors[name] = tensor if dtype is None else tensor.to(dtype)
+                _check_finite(tensors[name], name, file)
     if has_tied_head and not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
         raise UserError(
             f"{stored['lm_head.weight'].file}: tensor lm_head.weight differs from model.embed_tokens.weight although "
             f"tie_word_embeddings is true; set it to false in {directory / 'config.json'} to keep both"
         )
     return {name: tensors[name] for name in expected if not (has_tied_head and name == "lm_head.weight")}
+
+
+def _check_finite(tensor: Tensor, name: str, file: Path) -> None:
+    # NaN and infinity both reach the smallest or the largest value; isfinite().all() takes twenty times as long on a CPU.
+    if not torch.stack(tensor.aminmax()).isfinite().all():
+        place = f"{file}: tensor {name} holds NaN or infinite values as {str(tensor.dtype).removeprefix('torch.')}"
+        raise UserError(f"{place}; download the checkpoint again, or use one from before its training diverged")
 
 
 def load_stored(path: Path | str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Where the time of each rank went, as spans, and their picture (Chrome trace: chrome://tracing, ui.perfetto.dev).
+"""The time of each rank as spans, and their picture (a Chrome trace: chrome://tracing, ui.perfetto.dev). Knows no work.
 
     rank 0   | step ......................................................... |
              | prefill | decode | speculate                | update           |
@@ -48,11 +48,11 @@ class Timeline:
             _end_torn_line(self._path)
 
     def span(self, name: str) -> _OpenSpan:
-        """`with timeline.span("decode"): …` about 1 µs. Spans may nest."""
+        """Records the body of `with timeline.span("decode"): …`, at a cost of about 1 µs. Spans may nest."""
         return _OpenSpan(self, name)
 
     def add(self, span: Span) -> None:
-        """A span measured elsewhere, on this rank's clock."""
+        """Records a span measured elsewhere, on this rank's clock."""
         self.record(span.name, span.start, span.end)
 
     def record(self, name: str, start: float, end: float) -> None:
@@ -68,7 +68,7 @@ class Timeline:
 
     @property
     def spans(self) -> list[Span]:
-        """What was recorded since the last flush, merged, on this rank's own clock."""
+        """Returns the spans recorded since the last flush, merged, on this rank's own clock."""
         return [Span(name, start, end) for name, start, end, _, _ in self._spans]
 
     def flush(self) -> None:
@@ -103,9 +103,12 @@ def shared_epoch(
     wall: Callable[[], float] = time.time,
     num_rounds: int = 7,
 ) -> float:
-    """What to add to this rank's clock to get rank 0's Unix time. Every rank calls it; `gather` returns every rank's value in
-    the order of ranks, when all have called (a barrier). On one machine the monotonic clock is shared and the answer exact;
-    between machines it is the median over rounds, as exact as the ranks leave `gather` together."""
+    """Returns the seconds to add to this rank's clock to get rank 0's Unix time. Every rank calls it.
+
+    gather: returns every rank's value in the order of ranks, when all have called it (a barrier). On one machine the monotonic
+        clock is shared and the answer exact; between machines it is the median over rounds, as exact as the ranks leave
+        `gather` together.
+    """
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else f"rank {rank}"
     rounds = []
     gather(None)
@@ -127,7 +130,7 @@ def rank_path(directory: str | Path, rank: int) -> Path:
 
 
 def read_spans(directory: str | Path) -> dict[int, list[Span]]:
-    """The flushed spans of every rank of a run, in Unix seconds of rank 0."""
+    """Returns the flushed spans of every rank of a run, in Unix seconds of rank 0."""
     return {rank: [Span(name, start, end) for name, start, end, _, _ in rows] for rank, rows in _read_rows(directory).items()}
 
 
@@ -176,7 +179,7 @@ def _microseconds(seconds: float) -> float:
 def critical_path_share(
     spans_by_rank: Mapping[int, Sequence[Span]], names: str | Collection[str] = DRAFTER_TRAINING, step_name: str = SpanName.STEP
 ) -> float:
-    """What the named work (drafter training) adds to the critical path, as a share of the steps' seconds.
+    """Returns the share of the steps' seconds that the named work (drafter training) adds to the critical path.
 
     In each step (spans named `step_name`, on any one rank): from the end of the last response of all ranks, the seconds that
     some rank still spends in spans of these names; the rank that spends most counts. Before that end the work runs beside the
@@ -206,7 +209,7 @@ def _lies_in(span: Span, others: Sequence[Span]) -> bool:
 
 
 def covered_seconds(spans: Sequence[Span], names: Collection[str], start: float, end: float) -> float:
-    """Seconds of [start, end] within the union of the spans of these names (nested ones count once)."""
+    """Returns the seconds of [start, end] that lie within the union of the spans of these names (nested ones count once)."""
     pieces = sorted((max(span.start, start), min(span.end, end)) for span in spans if span.name in names)
     covered, reached = 0.0, start
     for piece_start, piece_end in pieces:

@@ -1,7 +1,9 @@
 """Who computes what in a policy update, from the lengths of the responses alone. Knows no tensors and no clock.
 
-responses ─ sample_flat ─▶ weighted ─ plan_ranks ─▶ rank 0: responses ─ plan_micro_batches ─▶ [micro-batch] [micro-batch]
-                                                   rank 1: responses                         [micro-batch]
+    responses ─ sample_flat ─▶ weighted ─ plan_ranks ─▶ rank 0: responses ─ plan_micro_batches ─▶ [micro-batch] [micro-batch]
+                                                        rank 1: responses                         [micro-batch]
+
+Every rank plans for all, and comes to the same plan.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from tlt.types import Rollout
 
 @dataclass(frozen=True)
 class Response:
-    """A rollout as the update sees it: with its advantage, whether it needs a backward pass, and for how many responses like
-    itself it stands in the means (0: another one stands for it)."""
+    """A rollout as the update sees it: with its advantage and whether it needs a backward pass. In the means it stands for
+    `weight` responses like itself (0: another one stands for it)."""
 
     rollout: Rollout
     advantage: float
@@ -28,18 +30,18 @@ class Response:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the loss counts: those of the response."""
+        """Counts the tokens of the loss: those of the response."""
         return len(self.rollout.token_ids)
 
     @property
     def length(self) -> int:
-        """Tokens that the model reads; the last one is predicted only."""
+        """Counts the tokens that the model reads; the last one is only predicted."""
         return len(self.rollout.prompt_ids) + len(self.rollout.token_ids) - 1
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """Responses of one forward, all with or all without a backward pass. Itself a key: no other equals it."""
+    """The responses of one forward, all with or all without a backward pass. Compared by identity, so that it can be a key."""
 
     responses: tuple[Response, ...]
 
@@ -49,7 +51,8 @@ class MicroBatch:
 
 
 def sample_flat(responses: Sequence[Response], num_tokens: int) -> list[Response]:
-    """The same responses; of those without a gradient about `num_tokens` tokens keep a weight, so that sums stay unbiased."""
+    """Returns the same responses with weights: of those without a gradient, a sample of about `num_tokens` tokens stands for
+    all, so that sums stay unbiased."""
     flat = [i for i, r in enumerate(responses) if not r.needs_grad]
     num_flat = sum(responses[i].num_tokens for i in flat)
     if num_flat <= num_tokens:
@@ -61,8 +64,8 @@ def sample_flat(responses: Sequence[Response], num_tokens: int) -> list[Response
 
 
 def sequence_cost(length: int, config: ModelConfig) -> float:
-    """Work of one sequence, in tokens of matrix products: T + T² · (cost of attending to one token / that of one token's
-    projections). Attention counts its full square: measured on a CPU, SDPA's causal half runs at half the speed of a
+    """Estimates the work of one sequence, in tokens of matrix products: T + T² · (cost of attending to one token / that of one
+    token's projections). Attention counts its full square: measured on a CPU, SDPA's causal half runs at half the speed of a
     matrix product."""
     c = config
     projections = c.hidden_size * (c.head_dim * (c.num_qkv + c.num_heads) + 3 * c.intermediate_size)
@@ -70,7 +73,8 @@ def sequence_cost(length: int, config: ModelConfig) -> float:
 
 
 def plan_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Longest first, each to the rank with the least so far; ties go to the earlier item and the lower rank."""
+    """Returns each rank's items: the costliest go first, each to the rank with the least so far. Ties go to the earlier item
+    and the lower rank."""
     loads = [0.0] * num_ranks
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -81,7 +85,7 @@ def plan_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
 
 
 def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """First-fit decreasing: every micro-batch holds at most `budget` tokens, or one sequence that is longer alone."""
+    """Packs sequences by first-fit decreasing: a micro-batch holds at most `budget` tokens, or one sequence that is longer."""
     room: list[int] = []
     batches: list[list[int]] = []
     for item in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -95,7 +99,7 @@ def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def plan_share(responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int) -> list[MicroBatch]:
-    """The micro-batches of one rank. Responses that need a gradient share none with those that do not: a forward pass
+    """Returns the micro-batches of one rank. Responses that need a gradient share none with those that do not: a forward pass
     alone costs a third. Those without weight are left out."""
     responses = [r for r in responses if r.weight]
     costs = [sequence_cost(r.length, config) * (1 if r.needs_grad else 1 / 3) for r in responses]

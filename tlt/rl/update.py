@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,8 +40,8 @@ LOGITS_PER_CHUNK = 2**24
 """Elements of logits alive at a time: with a large vocabulary the head runs in chunks, and once more in the backward pass."""
 
 SAMPLED_TOKENS = 4096
-"""Of responses without advantage, whose gradient is exactly 0: about so many tokens, in whole responses drawn at random, stand
-for all of them in the means."""
+"""Responses without advantage have a gradient of exactly 0. About so many of their tokens, in whole responses drawn at random,
+stand for all of them in the means."""
 
 
 class NonFiniteUpdate(ArithmeticError):
@@ -50,9 +50,9 @@ class NonFiniteUpdate(ArithmeticError):
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """One update. Means are over all response tokens of all ranks; `loss`, `grad_norm` (before clipping), `clip_fraction`
-    and `kl` also over the optimizer steps; `entropy` and the gaps are those of the policy before the update; from a
-    sample, unbiased, where there are more than `SAMPLED_TOKENS` tokens without advantage.
+    """One update in numbers. Means are over all response tokens of all ranks; `loss`, `grad_norm` (before clipping),
+    `clip_fraction` and `kl` also over the optimizer steps. `entropy` and the gaps are those of the policy before the update,
+    estimated without bias where more than `SAMPLED_TOKENS` tokens have no advantage.
 
     kl: None when there is no reference policy (its coefficient is 0).
     engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|; `_max` the largest computed.
@@ -72,7 +72,7 @@ class UpdateMetrics:
 
 
 def response_logprobs(model: Transformer, batch: Sequence[Response], temperature: float) -> tuple[Tensor, Tensor]:
-    """(logprobs_T, entropy_T) of the response tokens, sequence after sequence. Gradients flow through the logprobs; the
+    """Returns (logprobs_T, entropy_T) of the response tokens, sequence after sequence. Gradients flow through the logprobs; the
     entropy is a metric. bf16 logits are widened to float32 first."""
     device = model.head_weight.device
     attend = PackedCausal(model.config, [r.length for r in batch])
@@ -126,6 +126,31 @@ class Totals:
         self.gap_max = max(self.gap_max, other.gap_max)
 
 
+def check_batch(rollouts: Sequence[Rollout], rewards: Sequence[Reward], num_minibatches: int, where: str) -> None:
+    """Raises ValueError, beginning with `where`, unless the batch can be trained on."""
+    if not rollouts:
+        raise ValueError(f"{where}: the batch is empty; every step needs at least one response")
+    if len(rewards) != len(rollouts):
+        raise ValueError(f"{where}: {len(rollouts)} rollouts but {len(rewards)} rewards; give one reward per rollout")
+    if len(rollouts) < num_minibatches:
+        raise ValueError(f"{where}: {len(rollouts)} responses cannot fill algorithm.minibatches = {num_minibatches}; lower it")
+    twice = next((key for key, times in Counter(map(_key, rollouts)).items() if times > 1), None)
+    if twice is not None:
+        raise ValueError(f"{where}: response {twice} occurs twice; each (problem id, sample index) must be there once")
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        place = f"{where}: response {_key(rollout)}"
+        if not rollout.prompt_ids or not rollout.token_ids:
+            raise ValueError(f"{place} is empty; prompt and response need at least one token each")
+        if len(rollout.logprobs) != len(rollout.token_ids):
+            raise ValueError(f"{place} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} logprobs")
+        if not math.isfinite(reward.value):
+            raise ValueError(f"{place} has reward {reward.value}; rewards must be finite")
+
+
+def _key(rollout: Rollout) -> tuple[str, int]:
+    return rollout.problem_id, rollout.sample_index
+
+
 Frozen = tuple[Tensor, Tensor]
 """(logprobs_T, entropy_T) of a micro-batch under a policy that does not move."""
 
@@ -168,16 +193,14 @@ class PolicyTrainer:
         )
 
     def update(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> UpdateMetrics:
-        """One policy step on all ranks' rollouts, `rewards[i]` of `rollouts[i]`; afterwards all ranks hold the same weights.
+        """Takes one policy step on all ranks' rollouts, `rewards[i]` of `rollouts[i]`. Then all ranks hold the same weights.
 
         Raises NonFiniteUpdate before the optimizer step that would have been spoilt, ValueError for an empty batch.
         """
         start = time.perf_counter()
-        responses, num_flat_groups = self._responses(rollouts, rewards, step)
-        lr = learning_rate(self.schedule, step, self.num_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
         a = self.algorithm
+        responses, num_flat_groups = self._responses(rollouts, rewards, step)
+        lr = self._set_learning_rate(step)
         responses = sample_flat(responses, SAMPLED_TOKENS)
         minibatches = [responses[i :: a.minibatches] for i in range(a.minibatches)]
         shares = [
@@ -219,41 +242,27 @@ class PolicyTrainer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state and the next step; the weights are saved with the model."""
+        """Returns the optimizer's state and the next step; the weights are saved with the model."""
         return {"optimizer": self.optimizer.state_dict(), "next_step": self.next_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(state["optimizer"])
         self.next_step = state["next_step"]
 
+    def _set_learning_rate(self, step: int) -> float:
+        lr = learning_rate(self.schedule, step, self.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
     def _responses(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> tuple[list[Response], int]:
-        """In canonical order, with advantages; and how many groups had equal rewards."""
-        where = f"policy update of step {step}"
-        if not rollouts:
-            raise ValueError(f"{where}: the batch is empty; every step needs at least one response")
-        if len(rewards) != len(rollouts):
-            raise ValueError(f"{where}: {len(rollouts)} rollouts but {len(rewards)} rewards; give one reward per rollout")
-        if len(rollouts) < self.algorithm.minibatches:
-            raise ValueError(
-                f"{where}: {len(rollouts)} responses cannot fill algorithm.minibatches = {self.algorithm.minibatches}; lower it"
-            )
-        pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: (pair[0].problem_id, pair[0].sample_index))
-        keys = [(rollout.problem_id, rollout.sample_index) for rollout, _ in pairs]
-        if len(set(keys)) < len(keys):
-            twice = next(key for key, following in pairwise(keys) if key == following)
-            raise ValueError(f"{where}: response {twice} occurs twice; each (problem id, sample index) must be there once")
-        for rollout, reward in pairs:
-            place = f"{where}: response {(rollout.problem_id, rollout.sample_index)}"
-            if not rollout.prompt_ids or not rollout.token_ids:
-                raise ValueError(f"{place} is empty; prompt and response need at least one token each")
-            if len(rollout.logprobs) != len(rollout.token_ids):
-                raise ValueError(f"{place} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} logprobs")
-            if not math.isfinite(reward.value):
-                raise ValueError(f"{place} has reward {reward.value}; rewards must be finite")
-        groups = {problem_id: group for group, problem_id in enumerate(dict.fromkeys(key[0] for key in keys))}
+        """Returns the responses in canonical order, with their advantages, and how many groups give none."""
+        check_batch(rollouts, rewards, self.algorithm.minibatches, f"policy update of step {step}")
+        pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: _key(pair[0]))
+        group_of = {problem_id: i for i, problem_id in enumerate(dict.fromkeys(rollout.problem_id for rollout, _ in pairs))}
         advantages = group_advantages(
             torch.tensor([reward.value for _, reward in pairs], dtype=torch.float64),
-            torch.tensor([groups[problem_id] for problem_id, _ in keys]),
+            torch.tensor([group_of[rollout.problem_id] for rollout, _ in pairs]),
             normalize_by_std=self.algorithm.normalize_advantages_by_std,
             is_scored_R=torch.tensor([reward.is_scored for _, reward in pairs]),
         )
@@ -266,11 +275,12 @@ class PolicyTrainer:
 
     @torch.no_grad()
     def _frozen(self, model: Transformer, shares: Sequence[Sequence[MicroBatch]]) -> dict[MicroBatch, Frozen]:
-        """Computed in the very micro-batches of the update: with equal weights, equal to the last bit (ratio 1)."""
+        """Returns what a policy that does not move says of every micro-batch. They are those of the update itself: with equal
+        weights the logprobs are equal to the last bit (ratio 1)."""
         return {batch: response_logprobs(model, batch.responses, self.temperature) for share in shares for batch in share}
 
     def _accumulate(self, batch: MicroBatch, num_tokens: int, old: Frozen | None, reference: Frozen | None) -> Totals:
-        """Forward and backward of one micro-batch; `num_tokens` are those of the minibatch on all ranks.
+        """Runs forward and backward of one micro-batch; `num_tokens` counts the minibatch's on all ranks.
 
         old: None when the policy that sampled is the current one.   reference: None without KL.
         """
@@ -297,7 +307,7 @@ class PolicyTrainer:
 
     @contextmanager
     def _flat_gradient(self) -> Iterator[Tensor]:
-        """One zeroed bucket that all gradients are views of, in the order of the parameters; they are gone afterwards."""
+        """Yields one zeroed bucket that all gradients are views of, in the order of parameters; they are gone at the end."""
         sizes = [p.numel() for p in self.parameters]
         bucket = torch.zeros(sum(sizes), dtype=self.parameters[0].dtype, device=self.parameters[0].device)
         try:
@@ -322,7 +332,7 @@ class PolicyTrainer:
         return reduced
 
     def _optimizer_step(self, loss: float, flat_gradient: Tensor, step: int) -> float:
-        """Clips and steps; the gradient's norm before clipping."""
+        """Clips the gradient and takes the optimizer's step; returns the norm before clipping."""
         grad_norm = float(torch.linalg.vector_norm(flat_gradient))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NonFiniteUpdate(

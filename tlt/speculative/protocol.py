@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -30,7 +30,17 @@ class DraftContext:
     params: BatchParams
 
 
-class Drafter(Protocol):
+@dataclass(frozen=True)
+class Proposal:
+    """What a drafter proposes for one step. A drafter adds what it wants back together with the verdicts."""
+
+    tree: DraftTree
+
+
+P = TypeVar("P", bound=Proposal)
+
+
+class Drafter(Protocol[P]):
     @property
     def kinds(self) -> tuple[str, ...]:
         """What `Strategy.drafter` may name."""
@@ -54,13 +64,13 @@ class Drafter(Protocol):
         """What was captured of the target at T positions from starts[b] on. Rejected drafts may be among them: they lie beyond
         the committed tokens and are overwritten before anything reads them."""
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> DraftTree:
-        """A tree for each sequence. noise_BDV[b, d] is the law's noise of the position d + 1 after the root, which the
+    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> P:
+        """Returns a tree for each sequence. noise_BDV[b, d] is the law's noise of the position d + 1 after the root, which the
         target will use at depth d: candidates may be ranked with it. Ignoring it costs speed, never truth."""
         ...
 
-    def observe(self, verdicts: Sequence[Verdict]) -> None:
-        """What became of the latest proposal, row by row: a drafter may learn from it how far to trust itself."""
+    def observe(self, proposal: P, verdicts: Sequence[Verdict]) -> None:
+        """Tells what became of a proposal, row by row: a drafter may learn from it how far to trust itself."""
 
     def move(self, source: int, target: int) -> None:
         """The sequence of one slot continues in another."""

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
+import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.unit.cli.parts import VOCABULARY, WINDOW, generate, read_lines, refuse, write_lines
+from tlt.cli.engine import Progress, show_progress
 from tlt.cli.generate import response_record
+from tlt.engine.engine import RolloutEngine
 from tlt.types import Rollout
 
 
@@ -106,3 +112,43 @@ def test_generate_refuses_a_missing_model_and_missing_prompts(model: Path, capsy
 def test_a_response_record_of_a_model_without_tokenizer_has_no_text() -> None:
     rollout = Rollout("a", 0, (1,), (2,), (-0.5,), "stop", policy_version=0)
     assert response_record(rollout, None)["text"] is None
+
+
+@pytest.mark.usefixtures("here")
+def test_the_summary_names_the_device_and_the_seconds_of_the_whole_command(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("prompts.jsonl", {"prompt": "1"})
+    summary = generate(capsys, model, "--device", "cpu")
+    assert summary["device"] == "cpu"
+    assert summary["elapsed"] > summary["seconds"]
+
+
+@pytest.mark.usefixtures("here")
+def test_what_is_no_number_is_null_in_the_output(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("prompts.jsonl", {"prompt": "1"})
+    rollout = Rollout("1", 0, (1,), (2, 3), (math.nan, -math.inf), "length", policy_version=0)
+    monkeypatch.setattr(RolloutEngine, "generate", lambda *_: iter([rollout]))
+    generate(capsys, model)
+    assert '"logprobs": [null, null]' in Path("out.jsonl").read_text()
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_progress(lambda: Progress(3, 8, "responses", "40 tokens"), seconds=0.01):
+        time.sleep(0.2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert set(captured.err.splitlines()) == {"tlt: 3 / 8 responses, 40 tokens"}
+
+
+@pytest.mark.usefixtures("here")
+def test_generate_refuses_a_model_whose_weights_are_not_finite(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(model, "broken")
+    tensors = load_file("broken/model.safetensors")
+    tensors["model.norm.weight"][0] = math.nan
+    save_file(tensors, "broken/model.safetensors", metadata={"format": "pt"})
+    write_lines("prompts.jsonl", {"prompt_ids": [2, 3]})
+    message = refuse(capsys, Path("broken"))
+    assert "tensor model.norm.weight holds NaN or infinite values as" in message

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +98,75 @@ def test_score_refuses_a_malformed_line_with_its_place(line: Any, part: str, cap
     write_lines("responses.jsonl", line)
     arguments = ("--problems", "problems.jsonl", "--responses", "responses.jsonl", "--out", "s.jsonl")
     assert part in fail(capsys, "score", "countdown", *arguments)
+
+
+# ── a user's own task ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def write_task(body: str) -> None:
+    """mytask.py in the working directory, both of whose methods begin with `body`."""
+    problems = "[{'problem_id': 'a', 'prompt': 'x'}]"
+    Path("mytask.py").write_text(
+        f"class T:\n    def problems(self, num, seed, **options):\n        {body}\n        return {problems}\n"
+        f"    def score(self, problem, text):\n        {body}\nTASK = T()\n"
+    )
+
+
+@pytest.fixture
+def own_task(here: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a task of one's own, which no other test has imported."""
+    monkeypatch.syspath_prepend(str(here))
+    monkeypatch.delitem(sys.modules, "mytask", raising=False)
+    write_lines("problems.jsonl", {"problem_id": "a", "prompt": "x"})
+    write_lines("responses.jsonl", {"problem_id": "a", "text": "y"})
+    return "mytask:TASK"
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        ("return {'reward': 1.0}", "KeyError: 'solved'"),
+        ("return {'solved': True}", "KeyError: 'reward'"),
+        ("return {'reward': 'high', 'solved': True}", "could not convert"),
+        ("return {'reward': float('nan'), 'solved': True}", "the reward is nan"),
+        ("return None", "TypeError"),
+        ("raise RuntimeError('of its own')", "RuntimeError: of its own"),
+    ],
+)
+def test_whatever_is_wrong_in_a_score_is_one_line_with_its_place(
+    body: str, part: str, own_task: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_task(body)
+    arguments = ("--problems", "problems.jsonl", "--responses", "responses.jsonl", "--out", "s.jsonl")
+    Path("__pycache__").mkdir()
+    message = fail(capsys, "score", own_task, *arguments)
+    assert message.startswith(f"responses.jsonl:1: task {own_task}, problem 'a': score() failed (")
+    assert part in message
+
+
+@pytest.mark.parametrize("body", ["raise RuntimeError('of its own')", "return [{'problem_id': 'a', 'x': {1}}]", "not Python"])
+def test_whatever_is_wrong_in_a_task_is_one_line(body: str, own_task: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_task(body)
+    Path("__pycache__").mkdir()
+    message = fail(capsys, "task", own_task, "--num", "1", "--out", "out.jsonl")
+    assert message.startswith(f"task {own_task}") or message.startswith(f"task {own_task!r}")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_problem_without_problem_id_is_named_by_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines("problems.jsonl", "", {"prompt": "[2,9:7]", "numbers": [2, 9], "target": 7})
+    write_lines("responses.jsonl", {"problem_id": "2", "text": "9-2=7!9-2=7"})
+    summary = succeed(capsys, "score", "countdown", "--problems", "problems.jsonl", "--responses", "responses.jsonl")
+    assert summary["solve_rate"] == 1.0
+
+
+@pytest.mark.usefixtures("here")
+def test_a_full_disk_is_one_line_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full_disk(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full_disk)
+    message = fail(capsys, "task", "countdown", "--num", "1", "--out", "out.jsonl")
+    assert message == "out.jsonl: cannot be written (No space left on device); make room or give another path"

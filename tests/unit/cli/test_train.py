@@ -30,3 +30,17 @@ def test_a_run_is_never_overwritten_and_a_resumed_one_keeps_what_it_computes(mod
         resolve_config(path, [], resume=Path("out"))
     with pytest.raises(UserError, match=r"sampling\.temperature is 0\.5 but the run in out has 1.0"):
         resolve_config(None, ["--sampling.temperature", "0.5"], resume=Path("out"))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_resumed_run_keeps_the_number_of_steps_by_which_its_learning_rate_ends(schedule: str, model: Path) -> None:
+    path = write_run(model)
+    Path("out").mkdir()
+    config = resolve_config(path, ["--optimizer.schedule", schedule, "--run.out_dir", "new"], resume=None)
+    Path("out/config.json").write_text(config.to_json())
+    with pytest.raises(
+        UserError, match=rf"run\.num_steps is 500 but the run in out has 100, .* \(optimizer.schedule is {schedule}\)"
+    ):
+        resolve_config(None, ["--run.num_steps", "500"], resume=Path("out"))
+    assert resolve_config(None, [], resume=Path("out")).run.num_steps == 100
