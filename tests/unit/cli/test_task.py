@@ -161,9 +161,7 @@ def test_a_problem_without_problem_id_is_named_by_its_line(capsys: pytest.Captur
 
 
 @pytest.mark.usefixtures("here")
-def test_a_full_disk_is_one_line_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def full_disk(_: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

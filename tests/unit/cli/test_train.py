@@ -39,8 +39,6 @@ def test_a_resumed_run_keeps_the_number_of_steps_by_which_its_learning_rate_ends
     Path("out").mkdir()
     config = resolve_config(path, ["--optimizer.schedule", schedule, "--run.out_dir", "new"], resume=None)
     Path("out/config.json").write_text(config.to_json())
-    with pytest.raises(
-        UserError, match=rf"run\.num_steps is 500 but the run in out has 100, .* \(optimizer.schedule is {schedule}\)"
-    ):
+    with pytest.raises(UserError, match=rf"num_steps is 500 .* has 100, .*schedule is {schedule}"):
         resolve_config(None, ["--run.num_steps", "500"], resume=Path("out"))
     assert resolve_config(None, [], resume=Path("out")).run.num_steps == 100
