@@ -142,7 +142,7 @@ class Console:
 
     @contextmanager
     def status(self, what: str) -> Iterator[None]:
-        """Says what goes on within, such as "evaluating on 256 held-out problems": in the live line, or else in one of its own."""
+        """Says what goes on within, such as "evaluating on 256 held-out problems": in the live line, or in its own."""
         if not self.is_live:
             self.note(f"{what} …")
         outer, self._what = self._what, what

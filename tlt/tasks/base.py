@@ -1,4 +1,4 @@
-"""What a task is, how to find one by name, and the problems it makes. Knows no model: tasks also run in reward worker processes.
+"""What a task is, how to find one by name, and the problems it makes. Knows no model: tasks run in reward workers, too.
 
 A task is the user's code. Whatever goes wrong in it is said in one line that names the task and the place.
 """
@@ -59,16 +59,12 @@ def get_task(name: str) -> Task:
 def _import(name: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"task {name!r}: cannot be imported ({_describe(error)}); install it, or correct the file"
-            ) from None
-        raise UserError(
-            f"task {name!r} cannot be loaded: no module {error.name!r} in {Path.cwd()} or on PYTHONPATH;"
-            " run the command in the folder of its file, or add that folder to PYTHONPATH"
-        ) from None
     except (Exception, SystemExit) as error:
+        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"task {name!r} cannot be loaded: no module {error.name!r} in {Path.cwd()} or on PYTHONPATH;"
+                " run the command in the folder of its file, or add that folder to PYTHONPATH"
+            ) from None
         raise UserError(f"task {name!r}: cannot be imported ({_describe(error)}); correct the file") from None
 
 

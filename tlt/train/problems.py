@@ -46,8 +46,8 @@ def _records(config: Config, split: str) -> list[tuple[str, Record]]:
 
 
 def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int) -> list[Problem]:
-    """Returns step `step`'s share of an endless sequence of epochs, each shuffled by (seed, epoch). What does not fill a step at
-    the end of an epoch waits for the next."""
+    """Returns step `step`'s share of an endless sequence of epochs, each shuffled by (seed, epoch). What does not fill a step
+    at the end of an epoch waits for the next."""
     steps_per_epoch = len(problems) // num
     epoch, position = divmod(step, steps_per_epoch)
     order = list(range(len(problems)))

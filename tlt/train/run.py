@@ -47,8 +47,9 @@ if TYPE_CHECKING:
 class Run:
     """Holds the objects of one run on one rank, as its last checkpoint left them.
 
-    step: updates done, `first_step` of them by earlier attempts.  drafter: who looks after the learned drafter.
-    metrics: written by the leader alone, None on other ranks.
+    step: updates done; `first_step` of them by earlier attempts.  drafter: who looks after the learned drafter.
+    metrics: None but on the leader.
+
     coordinator: one that runs side by side share.  prints: whether the leader shows the run.
     started_at: Unix time at which the user's command began; None: now.
     """
