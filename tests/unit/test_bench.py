@@ -73,8 +73,8 @@ RECIPE = Path(__file__).parents[2] / "recipes/countdown"
     ("arguments", "part"),
     [
         (["--parts", "all"], "--parts: 'all' is unknown; give some of constant, workload"),
-        (["--batches", "1,x"], "--batches: '1,x' is no list of numbers"),
-        (["--batches", "0"], "--batches: 0 is too small"),
+        (["--batches", "1,x"], "--batches: is x; it must be a valid integer"),
+        (["--batches", "0"], "--batches: is 0; it must be greater than or equal to 1"),
         (["--variants", "fast"], "'fast' is no strategy"),
     ],
 )

@@ -124,9 +124,9 @@ def test_without_a_finished_round_there_is_nothing_to_report(tmp_path: Path) -> 
     [
         (["--variants", "tlt,thawed"], "--variants: 'thawed' is unknown; give some of tlt, frozen"),
         (["--variants", ""], "--variants: is empty"),
-        (["--steps", "0"], "--steps: 0 is too small; give 1 or more"),
-        (["--minutes", "-1"], "--minutes: -1.0 is no length of time"),
-        (["--rollout.speculation", "off"], "rollout.speculation is off, so there is nothing to compare"),
+        (["--steps", "0"], "--steps: is 0; it must be greater than or equal to 1"),
+        (["--minutes", "-1"], "--minutes: is -1; it must be greater than 0"),
+        (["--rollout.speculation", "off"], "rollout.speculation: is off, so nothing can be compared"),
         (["--drafter.train", "false"], "--variants: frozen differs from tlt only where drafter.train is true"),
         (["--out", "nowhere/x"], "nowhere"),
     ],

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from tlt.cli.options import Options
 
-@dataclass(frozen=True)
-class Init:
+
+class Init(Options):
     """Copy a recipe into a folder: its configurations, its model and its drafter."""
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
     """Name of a recipe: countdown."""
     folder: Annotated[Positional[Path], arg(metavar="DIR")]
-    """Where to; a new or an empty folder."""
+    """Where to copy it; a new or an empty folder."""
 
 
 def run(options: Init) -> int:

@@ -37,17 +37,17 @@ class RunSection(Section):
     out_dir: AnyPath = DEFAULT_OUT_DIR
     """Folder of everything the run writes; relative to the working directory."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of sampling, problem order and generated problems: the same seed gives the same run."""
+    """Seed of sampling, problem order and generated problems: the same seed gives the same run."""
     num_steps: PositiveInt = 100
-    """Policy steps: rollout phase, then update."""
+    """Policy steps of the run; each is a rollout phase, then an update."""
     num_ranks: PositiveInt = 2
     """Processes on this machine."""
     threads_per_rank: PositiveInt = 1
     """CPU threads of each process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where every rank can have a device of its own, else cpu."""
+    """Where ranks compute; auto takes GPUs where every rank can have one of its own, else the CPU."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Of the engine's weights and activations."""
+    """Number type of the engine's weights and activations."""
     checkpoint_every: NonNegativeInt = 10
     """Steps between checkpoints; 0: only at the end."""
     time_limit_minutes: PositiveFloat | None = None
@@ -62,7 +62,8 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    """What is trained on. Give `num_problems` or `problems_file`, not both."""
+    """What is trained on: `num_problems` generated problems or those of a `problems_file`. --task.options.KEY VALUE sets an
+    option of the task's own."""
 
     name: Annotated[str, Field(min_length=1)]
     """A registered task such as "countdown", or "package.module:object"."""
@@ -89,6 +90,7 @@ class RolloutSection(Section):
     """How many responses a step generates, and how."""
 
     problems_per_step: PositiveInt = 8
+    """Problems that a step answers."""
     samples_per_problem: Annotated[int, Field(ge=2)] = 4
     """Size of a GRPO group; advantages compare its members, so at least 2."""
     max_batch_size: PositiveInt = 64
@@ -116,13 +118,13 @@ class SamplingSection(Section):
     """How training responses are sampled. RL trains on the law it samples: truncation is off by default."""
 
     temperature: NonNegativeFloat = 1.0
-    """0 is greedy."""
+    """Sampling temperature; at 0 the most probable token is taken."""
     top_k: NonNegativeInt = 0
-    """0 is off."""
+    """Draws from this many of the most probable tokens; 0 keeps all tokens."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """1 is off."""
+    """Draws from the fewest tokens that hold this probability; 1 keeps all tokens."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """0 is off."""
+    """Drops tokens less probable than this share of the most probable one; 0 keeps all tokens."""
     max_tokens: PositiveInt = 2048
     """Longest response, in tokens."""
 
@@ -137,16 +139,17 @@ class DrafterSection(Section):
     preset: Literal["eagle", "hass", "eagle3"] | None = None
     """How it is trained (docs/drafter.md); None: as it was trained before, which its folder says."""
     unrolled_steps: PositiveInt | None = None
-    """Own steps that every pair is trained on. None, here and below: the preset's, whose sources drafting/losses.py names."""
+    """The drafter's own steps that every pair of tokens is trained on; None: the preset's number (drafter/losses.py)."""
     step_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Each step's loss counts so much of the one before."""
+    """Weight of each own step's loss, as a share of the step before; None: the preset's."""
     feature_weight: NonNegativeFloat | None = None
-    """Of Smooth L1 between the drafter's hidden state and the target's feature; eagle3 has no such loss."""
+    """Weight of the Smooth L1 loss between the drafter's hidden state and the target's feature; None: the preset's. eagle3 has
+    no such loss."""
     distribution_weight: PositiveFloat | None = None
-    """Of the cross-entropy between the two distributions."""
+    """Weight of the cross-entropy between the target's distribution and the drafter's; None: the preset's."""
     learning_rate: PositiveFloat = 3e-4
     tokens_per_micro_step: PositiveInt = 1024
-    """At most so many; fewer where a micro-step would take more than half a percent of a step."""
+    """Most tokens of one optimizer step; fewer where it would take more than half a percent of a policy step."""
     buffer_mib: PositiveInt = 512
     """Responses and features kept to train on, per rank; the oldest features go first, then the oldest responses."""
     carry_longest: NonNegativeInt = 8
@@ -155,11 +158,11 @@ class DrafterSection(Section):
     """Within a step a rank trains on at most so many times the response tokens in its buffer, then waits for more: little data
     and much idle time would end in learning by heart. None: no limit."""
     features: Literal["captured", "recomputed"] = "captured"
-    """Whether what the engine captured while generating is trained on, or everything is recomputed when idle."""
+    """What the drafter is trained on: features that the engine captured while generating, or recomputed ones."""
     refresh_during_rollout: bool = False
     """Whether ranks that still generate take up the drafter that idle ones are training."""
     refresh_seconds: PositiveFloat = 1.0
-    """At least so long between two refreshes."""
+    """Least seconds between two refreshes of the drafter during a rollout."""
     clip_grad_norm: PositiveFloat = 1.0
     gate: NonNegativeFloat | None = None
     """Skips training in the step after one whose acceptance (a share) is not lower than after the last training by more than
@@ -214,6 +217,11 @@ class OptimizerSection(Section):
     """After the warm-up; linear and cosine end at 0 with run.num_steps."""
     clip_grad_norm: PositiveFloat = 1.0
 
+    @property
+    def depends_on_num_steps(self) -> bool:
+        """Whether another run.num_steps changes the learning rate of steps that lie before it."""
+        return self.schedule != "constant"
+
 
 class EvaluationSection(Section):
     """Held-out problems, drawn from the task's test split: the same at every evaluation."""
@@ -221,7 +229,7 @@ class EvaluationSection(Section):
     every: NonNegativeInt = 0
     """Steps between evaluations; 0: only before the first step and after the last."""
     num_problems: NonNegativeInt = 256
-    """0: no evaluation."""
+    """Held-out problems of an evaluation; 0: no evaluation."""
     samples_per_problem: PositiveInt = 4
     temperature: NonNegativeFloat = 1.0
     keep_best: bool = True
@@ -234,7 +242,7 @@ class RewardsSection(Section):
     num_workers: NonNegativeInt = 1
     """0: the rank scores by itself and no time-out holds; for a task that is being written, or an object of a notebook."""
     timeout_seconds: PositiveFloat = 10.0
-    """Of one response; past it the reward is 0, with the reason recorded."""
+    """Time limit of scoring one response; past it the response has no score, and the reason is recorded."""
 
 
 class Config(Section):

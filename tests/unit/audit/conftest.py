@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.unit.test_cli import WINDOW, save_tokenizer, write_lines
+from tests.unit.cli.parts import WINDOW, save_tokenizer, write_lines
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_weights import save_model
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_cli import fail, write_lines
+from tests.unit.cli.parts import fail, write_lines
 from tlt.cli import main as cli
 
 
@@ -57,10 +57,10 @@ def test_another_temperature_than_said_is_exit_code_1(model: Path, here: Path, c
         (("--prompts", "prompts.jsonl", "--speculation", "off,off"), "must name every mode once"),
         (("--prompts", "prompts.jsonl", "--plant-fault", "0.1"), "is a fault of speculation"),
         (("--prompts", "prompts.jsonl", "--plant-fault", "1.1"), "--plant-fault: is 1.1"),
-        (("--prompts", "prompts.jsonl", "--alpha", "0"), "--alpha: is 0.0"),
-        (("--prompts", "prompts.jsonl", "--tolerance", "-1"), "--tolerance: is -1.0"),
+        (("--prompts", "prompts.jsonl", "--alpha", "0"), "--alpha: is 0; it must be greater than 0"),
+        (("--prompts", "prompts.jsonl", "--tolerance", "-1"), "--tolerance: is -1; it must be greater than or equal to 0"),
         (("--prompts", "prompts.jsonl", "--samples", "0"), "--samples: is 0"),
-        (("--prompts", "prompts.jsonl", "--temperature", "-1"), "temperature is -1.0"),
+        (("--prompts", "prompts.jsonl", "--temperature", "-1"), "--temperature: is -1; it must be greater than or equal to 0"),
         (("--prompts", "prompts.jsonl", "--out", "no/report.json"), "--out: the folder"),
         (("--task", "countdown", "--num", "0"), "--num: is 0"),
         (("--task", "nonsense"), "unknown task 'nonsense'"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.unit.audit.test_command import run
-from tests.unit.test_cli import fail
+from tests.unit.cli.parts import fail
 from tlt.audit.referee import Referee
 from tlt.audit.server import read_token_ids
 

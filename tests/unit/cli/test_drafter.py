@@ -1,0 +1,89 @@
+"""tlt drafter train: on which responses, and what it writes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.unit.cli.parts import WINDOW, fail, generate, read_lines, succeed, write_lines
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ({"prompt_ids": [3], "token_ids": "x"}, "responses.jsonl:1: token_ids must be a list of whole numbers"),
+        ({"token_ids": [3]}, "responses.jsonl:1: prompt_ids must be a list of whole numbers"),
+        ({"prompt_ids": [3], "token_ids": [61]}, "responses.jsonl:1: token id 61 is outside the vocabulary of 61"),
+        ({"prompt_ids": [3], "token_ids": [4] * WINDOW}, "has 65 tokens but the model's window is 64"),
+        ({"prompt_ids": [3], "token_ids": [4]}, "has no response of three tokens or more"),
+    ],
+)
+def test_drafter_train_refuses_bad_responses(line: Any, part: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines("responses.jsonl", line)
+    assert part in fail(capsys, "drafter", "train", str(model), "--responses", "responses.jsonl", "--out", "drafter")
+
+
+@pytest.mark.usefixtures("here")
+def test_drafter_train_does_not_overwrite(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("drafter").mkdir()
+    message = fail(capsys, "drafter", "train", str(model), "--responses", "r.jsonl", "--out", "drafter")
+    assert message == "--out: drafter exists; give the name of a new folder"
+
+
+@pytest.mark.usefixtures("here")
+def test_a_trained_drafter_drafts_and_changes_no_token(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines("prompts.jsonl", {"prompt": "[2,9:7]"}, {"prompt": "[1:1]"})
+    generate(capsys, model, "--samples", "4", "--dtype", "float64")
+    plain = read_lines("out.jsonl")
+    arguments = ("--responses", "out.jsonl", "--out", "drafter", "--tokens-per-micro-step", "32")
+    summary = succeed(capsys, "drafter", "train", str(model), *arguments)
+    assert summary["steps"] >= 1
+    for speculation in ("2x1x2", "3x2x5", "adaptive"):
+        options = ("--speculation", speculation, "--drafter", "drafter", "--samples", "4", "--dtype", "float64")
+        summary = generate(capsys, model, *options)
+        if speculation != "adaptive":  # whether that one ever speculates is decided by the clock
+            assert summary["accept_length"] >= 1
+        assert [r["token_ids"] for r in read_lines("out.jsonl")] == [r["token_ids"] for r in plain]
+
+
+@pytest.mark.usefixtures("here")
+def test_a_drafter_trained_from_prompts_is_the_one_trained_from_their_responses(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("prompts.jsonl", {"prompt": "[2,9:7]"}, {"prompt": "[1:1]"})
+    generate(capsys, model, "--samples", "4", "--max-tokens", "20")
+    common = ("--tokens-per-micro-step", "32")
+    succeed(capsys, "drafter", "train", str(model), "--responses", "out.jsonl", "--out", "a", *common)
+    answering = ("--prompts", "prompts.jsonl", "--samples", "4", "--max-tokens", "20")
+    summary = succeed(capsys, "drafter", "train", str(model), *answering, "--out", "b", *common)
+    assert summary["responses"] == 8
+    one, other = (load_file(Path(name) / "model.safetensors") for name in "ab")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("arguments", [(), ("--responses", "r.jsonl", "--prompts", "p.jsonl")])
+def test_a_drafter_is_trained_on_responses_or_on_answers_to_prompts(
+    arguments: tuple[str, ...], model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = fail(capsys, "drafter", "train", str(model), "--out", "drafter", *arguments)
+    assert message.endswith("given; give one of them")
+
+
+def test_a_drafter_to_start_from_brings_its_vocabulary_and_its_preset(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("responses.jsonl", {"prompt_ids": [2, 3], "token_ids": [4, 5, 6, 7, 1]})
+    common = ["--responses", "responses.jsonl", "--tokens-per-micro-step", "16"]
+    succeed(capsys, "drafter", "train", str(model), *common, "--out", "first", "--preset", "eagle")
+    message = fail(capsys, "drafter", "train", str(model), *common, "--out", "x", "--init", "first", "--draft-vocab", "20")
+    assert "--draft-vocab: 20 given, but the drafter of --init brings its own" in message
+    for index, (given, expected) in enumerate([([], "eagle"), (["--preset", "hass"], "hass")]):
+        succeed(capsys, "drafter", "train", str(model), *common, "--out", str(index), "--init", "first", *given)
+        assert json.loads((here / str(index) / "config.json").read_text())["tlt"]["preset"] == expected

@@ -1,0 +1,154 @@
+"""tlt generate: one line per response, the same tokens for the same seed, nothing half-written."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests.unit.cli.parts import VOCABULARY, WINDOW, generate, read_lines, refuse, write_lines
+from tlt.cli.engine import Progress, show_progress
+from tlt.cli.generate import response_record
+from tlt.engine.engine import RolloutEngine
+from tlt.types import Rollout
+
+
+@pytest.mark.usefixtures("here")
+def test_generate_writes_one_line_per_response_in_order(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines(
+        "prompts.jsonl", {"problem_id": "b", "prompt": "[2,9:7]"}, "", {"prompt_ids": [3, 4]}, {"problem_id": 7, "prompt": "1"}
+    )
+    summary = generate(capsys, model, "--samples", "3", "--seed", "5")
+    records = read_lines("out.jsonl")
+    assert [(r["problem_id"], r["sample_index"]) for r in records] == [(p, s) for p in ("b", "3", "7") for s in range(3)]
+    assert list(records[0]) == ["problem_id", "sample_index", "prompt_ids", "token_ids", "text", "logprobs", "finish_reason"]
+    assert records[0]["prompt_ids"] == [VOCABULARY.index(character) for character in "[2,9:7]"]
+    assert records[3]["prompt_ids"] == [3, 4]
+    assert all(len(r["logprobs"]) == len(r["token_ids"]) <= 8 for r in records)
+    assert all((r["token_ids"][-1] == 1) == (r["finish_reason"] == "stop") for r in records)
+    assert summary["tokens"] == sum(len(r["token_ids"]) for r in records)
+    assert summary["seconds"] > 0
+    assert summary["accept_length"] is None
+
+
+@pytest.mark.usefixtures("here")
+def test_generate_gives_the_same_tokens_for_the_same_seed_only(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines("prompts.jsonl", {"prompt": "[2,9:7]"}, {"prompt": "[1:1]"})
+    tokens = []
+    for seed, batch in (("1", "64"), ("1", "1"), ("2", "64")):
+        generate(capsys, model, "--seed", seed, "--max-batch-size", batch, "--samples", "4", "--dtype", "float64")
+        tokens.append([record["token_ids"] for record in read_lines("out.jsonl")])
+    assert tokens[0] == tokens[1]
+    assert tokens[0] != tokens[2]
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("line", "part"),
+    [
+        ("{'prompt': 1}", "prompts.jsonl:1: not valid JSON"),
+        ({}, "prompts.jsonl:1 (problem '1'): has none of them; give exactly one of prompt"),
+        ({"prompt": "1", "prompt_ids": [2]}, "has prompt and prompt_ids; give exactly one"),
+        ({"prompt": 3}, "prompt is 3; it must be text"),
+        ({"prompt": ""}, "prompt is ''; it must be text"),
+        ({"prompt": "[2,9;7]"}, "has no token for ';' (column 5); remove it"),
+        ({"prompt_ids": [2, 61]}, "token id 61 is outside the vocabulary of 61"),
+        ({"prompt_ids": [2.5]}, "prompt_ids must be a list of whole numbers"),
+        ({"prompt_ids": []}, "the prompt is empty; give at least one token"),
+        ({"messages": [{"role": "user", "content": "1"}]}, "has no chat template; give prompt (text) or prompt_ids"),
+        ({"messages": ["1"]}, "messages must be a list of objects"),
+        (
+            {"problem_id": "long", "prompt": "1" * WINDOW},
+            "(problem 'long'): the prompt has 64 tokens but the model's window is 64",
+        ),
+        ({"problem_id": None, "prompt": "1"}, "problem_id is None; it must be text"),
+    ],
+)
+def test_generate_refuses_a_bad_prompt_with_its_place(
+    line: Any, part: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("prompts.jsonl", line)
+    assert part in refuse(capsys, model)
+
+
+@pytest.mark.usefixtures("here")
+def test_generate_refuses_the_same_problem_twice(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines("prompts.jsonl", {"problem_id": "2", "prompt": "1"}, {"prompt": "2"})
+    assert refuse(capsys, model) == "prompts.jsonl:2: problem_id '2' was given at prompts.jsonl:1 already; make it unique"
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--speculation", "learned:4x1x4"], "speculation: 'learned:4x1x4' needs a drafter of kind learned; there is ngram"),
+        (["--speculation", "fast"], "speculation: 'fast' is no strategy"),
+        (["--speculation", "adaptive", "--drafter", "no"], "--drafter: no does not exist"),
+        (["--top-p", "0"], "--top-p: is 0; it must be greater than 0"),
+        (["--temperature", "-1"], "--temperature: is -1; it must be greater than or equal to 0"),
+        (["--samples", "0"], "--samples: is 0; it must be greater than or equal to 1"),
+        (["--seed", "-1"], "--seed: is -1; it must be greater than or equal to 0"),
+    ],
+)
+def test_generate_refuses_options_in_one_line(
+    arguments: list[str], part: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("prompts.jsonl", {"prompt": "1"})
+    assert part in refuse(capsys, model, *arguments)
+
+
+@pytest.mark.usefixtures("here")
+def test_generate_refuses_a_missing_model_and_missing_prompts(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--prompts: prompts.jsonl does not exist" in refuse(capsys, model)
+    write_lines("prompts.jsonl", {"prompt": "1"})
+    assert refuse(capsys, Path("nowhere")).startswith("nowhere: ")
+
+
+def test_a_response_record_of_a_model_without_tokenizer_has_no_text() -> None:
+    rollout = Rollout("a", 0, (1,), (2,), (-0.5,), "stop", policy_version=0)
+    assert response_record(rollout, None)["text"] is None
+
+
+@pytest.mark.usefixtures("here")
+def test_the_summary_names_the_device_and_the_seconds_of_the_whole_command(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("prompts.jsonl", {"prompt": "1"})
+    summary = generate(capsys, model, "--device", "cpu")
+    assert summary["device"] == "cpu"
+    assert summary["elapsed"] > summary["seconds"]
+
+
+@pytest.mark.usefixtures("here")
+def test_what_is_no_number_is_null_in_the_output(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("prompts.jsonl", {"prompt": "1"})
+    rollout = Rollout("1", 0, (1,), (2, 3), (math.nan, -math.inf), "length", policy_version=0)
+    monkeypatch.setattr(RolloutEngine, "generate", lambda *_: iter([rollout]))
+    generate(capsys, model)
+    assert '"logprobs": [null, null]' in Path("out.jsonl").read_text()
+
+
+def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with show_progress(lambda: Progress(3, 8, "responses", "40 tokens"), seconds=0.01):
+        time.sleep(0.2)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert set(captured.err.splitlines()) == {"tlt: 3 / 8 responses, 40 tokens"}
+
+
+@pytest.mark.usefixtures("here")
+def test_generate_refuses_a_model_whose_weights_are_not_finite(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.copytree(model, "broken")
+    tensors = load_file("broken/model.safetensors")
+    tensors["model.norm.weight"][0] = math.nan
+    save_file(tensors, "broken/model.safetensors", metadata={"format": "pt"})
+    write_lines("prompts.jsonl", {"prompt_ids": [2, 3]})
+    message = refuse(capsys, Path("broken"))
+    assert "tensor model.norm.weight holds NaN or infinite values as" in message

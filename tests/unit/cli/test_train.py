@@ -1,0 +1,44 @@
+"""tlt train: which configuration a new or a continued run has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tlt.cli.train import resolve_config
+from tlt.types import UserError
+
+
+def write_run(model: Path) -> Path:
+    Path("run.toml").write_text(f'[model]\npath = "{model}"\n[task]\nname = "countdown"\n[run]\nout_dir = "out"\n')
+    return Path("run.toml")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_run_is_never_overwritten_and_a_resumed_one_keeps_what_it_computes(model: Path) -> None:
+    path = write_run(model)
+    config = resolve_config(path, ["--run.seed", "4"], resume=None)
+    Path("out").mkdir()
+    Path("out/config.json").write_text(config.to_json())
+    with pytest.raises(UserError, match="holds a run already; continue it with --resume"):
+        resolve_config(path, [], resume=None)
+    assert resolve_config(None, [], resume=Path("out")) == config
+    longer = resolve_config(None, ["--run.num_steps", "500"], resume=Path("out"))
+    assert (longer.run.num_steps, longer.run.seed) == (500, 4)
+    with pytest.raises(UserError, match=r"run\.seed is 0 but the run in out has 4"):
+        resolve_config(path, [], resume=Path("out"))
+    with pytest.raises(UserError, match=r"sampling\.temperature is 0\.5 but the run in out has 1.0"):
+        resolve_config(None, ["--sampling.temperature", "0.5"], resume=Path("out"))
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_resumed_run_keeps_the_number_of_steps_by_which_its_learning_rate_ends(schedule: str, model: Path) -> None:
+    path = write_run(model)
+    Path("out").mkdir()
+    config = resolve_config(path, ["--optimizer.schedule", schedule, "--run.out_dir", "new"], resume=None)
+    Path("out/config.json").write_text(config.to_json())
+    with pytest.raises(UserError, match=rf"num_steps is 500 .* has 100, .*schedule is {schedule}"):
+        resolve_config(None, ["--run.num_steps", "500"], resume=Path("out"))
+    assert resolve_config(None, [], resume=Path("out")).run.num_steps == 100

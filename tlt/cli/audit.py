@@ -1,0 +1,265 @@
+"""`tlt audit`: whose responses are judged, and how the verdict is shown. Knows no statistics: tlt.audit does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field, model_validator
+from tyro.conf import OmitArgPrefixes, Positional, arg
+
+from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, make_engine, make_requests
+from tlt.cli.options import File, Names, Options, PositiveInt
+from tlt.cli.responses import response_ids
+from tlt.config.mistakes import mistake
+from tlt.files import check_output_file, dumps, get_id, read_jsonl, write_atomically
+from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
+
+if TYPE_CHECKING:
+    from tlt.audit.referee import Referee
+    from tlt.audit.report import AuditReport
+    from tlt.models.tokenizer import Tokenizer
+
+
+class Audit(Options):
+    """Judge whether an engine samples what the model says: exit 0 lossless, 1 not.
+
+    The engine is ours, once per --speculation, or that of --responses or --url.
+
+    Its tokens are held against the probabilities of transformers' own model.
+    """
+
+    model: Annotated[Positional[Path], arg(metavar="MODEL")]
+    """Hugging Face checkpoint folder of the model that the engine should follow."""
+    prompts: File = None
+    """JSONL of prompts to answer: prompt (text), prompt_ids or messages (chat), and optionally problem_id."""
+    task: Annotated[str | None, arg(metavar="NAME")] = None
+    """A task, such as countdown, whose test problems are answered instead of --prompts."""
+    num: PositiveInt = 64
+    """How many problems of --task are answered."""
+    responses: File = None
+    """Judges this JSONL of responses with prompt_ids and token_ids. It must hold all that were asked for."""
+    url: Annotated[str | None, arg(metavar="URL")] = None
+    """Judges an OpenAI-compatible server such as http://localhost:8000/v1, with --max-batch-size requests in flight."""
+    engine_model: Annotated[str | None, arg(metavar="NAME")] = None
+    """The name by which the server at --url serves the model."""
+    speculation: Annotated[Names, arg(metavar=SPECULATION + "[,...]")] = ("off",)
+    """Modes of our engine, each judged alone: off, adaptive, or fixed shapes such as 4x1x4 (see tlt generate --help)."""
+    plant_fault: Annotated[float, Field(ge=0, le=1), arg(metavar="PROBABILITY")] = 0.0
+    """Makes our engine accept a rejected draft with this probability: the audit must find it."""
+    alpha: Annotated[float, Field(gt=0, lt=1)] = 1e-4
+    """How often a lossless engine may be convicted."""
+    tolerance: Annotated[float, Field(ge=0, le=1)] = 1e-3
+    """How far, in nats, the engine's rounding may move a log-probability; at temperature 0, how near a near-tie is."""
+    referee_dtype: Literal["float32", "float64"] = "float32"
+    """Number type of the referee, which runs on the CPU."""
+    out: File = None
+    """JSON to write, with the whole reports."""
+    sampling: Annotated[SamplingOptions, OmitArgPrefixes] = SamplingOptions(samples=8, max_tokens=512)
+    """What our engine or the server is told, or what the engine of --responses was told."""
+    engine: Annotated[EngineOptions, OmitArgPrefixes] = EngineOptions()
+    """What our engine computes with."""
+
+    @model_validator(mode="after")
+    def _names_one_engine(self) -> Audit:
+        if self.responses is not None and self.url is not None:
+            raise mistake("--responses and --url: name two engines; give one of them")
+        if self.responses is None and (self.prompts is None) == (self.task is None):
+            raise mistake("--prompts: give the prompts to answer, as --prompts FILE or --task NAME, one of the two")
+        for name, value in (("--responses", self.responses), ("--url", self.url)):
+            if value is not None and (self.speculation != ("off",) or self.engine.drafter or self.plant_fault):
+                raise mistake(f"{name}: {value} is another engine; leave --speculation, --drafter and --plant-fault out")
+        if (self.url is None) != (self.engine_model is None):
+            raise mistake("--url and --engine-model belong together: the server's address and the name it serves the model by")
+        if self.responses is not None and (self.prompts is not None or self.task is not None):
+            raise mistake("--responses: the file holds its prompts itself; leave --prompts and --task out")
+        if len(set(self.speculation)) < len(self.speculation):
+            raise mistake(f"--speculation: {','.join(self.speculation)!r} must name every mode once")
+        if self.plant_fault and set(self.speculation) == {"off"}:
+            raise mistake("--plant-fault: is a fault of speculation; give --speculation DEPTHxWIDTHxBUDGET and --drafter DIR")
+        return self
+
+
+def run(options: Audit) -> int:
+    """Judges every mode, prints and writes the reports; returns 0 where all are lossless, else 1."""
+    import torch
+
+    from tlt.audit.referee import Referee
+    from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
+
+    for speculation in options.speculation:
+        options.engine.check(speculation)
+    if options.out is not None:
+        check_output_file(options.out, "--out")
+    torch.set_num_threads(options.engine.threads)
+    referee = Referee(options.model, resolve_dtype(options.referee_dtype))
+    tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
+    params = options.sampling.params(tokenizer.stop_ids if tokenizer is not None else read_stop_ids(options.model))
+    reports = []
+    for mode, rollouts in _modes(options, params, referee, tokenizer):
+        report = _judge(options, mode, rollouts, params, referee, tokenizer)
+        reports.append(report)
+        _print_report(report)
+    if options.out is not None:
+        _write_reports(options, options.out, reports)
+    summary = {
+        "lossless": all(report.is_lossless for report in reports),
+        "modes": {report.mode: {"lossless": report.is_lossless, "log10_e": report.max_log10_e} for report in reports},
+    }
+    if options.responses is None and options.url is None:
+        summary["device"] = str(options.engine.choose_device())
+    print(dumps(summary), flush=True)
+    return 0 if summary["lossless"] else 1
+
+
+def _judge(
+    options: Audit,
+    mode: str,
+    rollouts: Sequence[Rollout],
+    params: SamplingParams,
+    referee: Referee,
+    tokenizer: Tokenizer | None,
+) -> AuditReport:
+    from tlt.audit.verdict import Auditor
+
+    auditor = Auditor(
+        params,
+        referee.vocab_size,
+        referee.window,
+        alpha=options.alpha,
+        tolerance=options.tolerance,
+        limit=None if options.responses is not None else params.max_tokens,
+        seed=params.seed,
+    )
+    for rollout in rollouts:
+        if rollout.finish_reason == "stop" and rollout.token_ids[-1] not in params.stop_ids:
+            raise UserError(
+                f"{mode}: problem {rollout.problem_id!r}, sample {rollout.sample_index} has finish_reason stop but does not"
+                f" end with a stop token {params.stop_ids}; keep the token that ended it"
+            )
+        auditor.observe(rollout, referee.logits(rollout.prompt_ids, rollout.token_ids))
+    report = auditor.report(mode)
+    return report if tokenizer is None else _with_texts(report, tokenizer)
+
+
+def _with_texts(report: AuditReport, tokenizer: Tokenizer) -> AuditReport:
+    def text(token_id: int) -> str:
+        return str(tokenizer.hf.convert_ids_to_tokens(token_id))
+
+    offenders = tuple(
+        replace(offender, text=text(offender.token_id), expected_text=text(offender.expected_id))
+        for offender in report.offenders
+    )
+    return replace(report, offenders=offenders)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Whose responses
+
+
+def _modes(
+    options: Audit, params: SamplingParams, referee: Referee, tokenizer: Tokenizer | None
+) -> Iterator[tuple[str, Sequence[Rollout]]]:
+    """Yields each engine that is to be judged: its name and its responses, in the order they were asked for."""
+    if options.responses is not None:
+        yield options.responses.name, _read_responses(options.responses, referee)
+        return
+    from tlt.models.prompts import encode_prompts
+    from tlt.tasks.base import make_problems
+
+    if options.prompts is not None:
+        records = read_jsonl(options.prompts, "--prompts")
+    else:
+        assert options.task is not None
+        problems = make_problems(options.task, options.num, params.seed, {"split": "test"})
+        records = [(f"task {options.task}", problem) for problem in problems]
+    prompts = encode_prompts(records, tokenizer, vocab_size=referee.vocab_size, window=referee.window)
+    requests = make_requests(prompts, params, options.sampling.samples)
+    if options.url is not None:
+        from tlt.audit.server import complete
+
+        assert options.engine_model is not None
+        yield options.url, list(complete(options.url, options.engine_model, requests, options.engine.max_batch_size))
+        return
+    print(f"tlt: our engine computes on {options.engine.choose_device()}", file=sys.stderr, flush=True)
+    for speculation in options.speculation:
+        is_faulty = options.plant_fault and speculation != "off"
+        name = f"{speculation}, {options.plant_fault:g} planted" if is_faulty else speculation
+        yield name, _generate(options, speculation, requests)
+
+
+def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
+    from tlt.audit.fault import PlantedFault
+    from tlt.build import load_model
+
+    verify = PlantedFault(options.plant_fault, options.sampling.seed) if options.plant_fault else None
+    engine = make_engine(options.engine, speculation, load_model(options.model), verify)
+    return generate_in_order(engine, requests)
+
+
+def _read_responses(path: Path, referee: Referee) -> list[Rollout]:
+    """Reads responses of any engine. `finish_reason` and `logprobs` are used where they are there."""
+    rollouts = []
+    for index, (place, record) in enumerate(read_jsonl(path, "--responses")):
+        prompt_ids, token_ids = response_ids(place, record, vocab_size=referee.vocab_size, window=referee.window)
+        if not prompt_ids or not token_ids:
+            raise UserError(f"{place}: prompt_ids and token_ids need at least one token each; remove the line")
+        logprobs = record.get("logprobs") or ()
+        if logprobs and len(logprobs) != len(token_ids):
+            raise UserError(f"{place}: has {len(token_ids)} token_ids but {len(logprobs)} logprobs; give one each, or none")
+        sample_index = record.get("sample_index")
+        rollouts.append(
+            Rollout(
+                get_id(place, record, default=f"line {index + 1}"),
+                sample_index if isinstance(sample_index, int) else 0,
+                prompt_ids,
+                token_ids,
+                tuple(logprobs),
+                "stop" if record.get("finish_reason") == "stop" else "length",
+                policy_version=0,
+            )
+        )
+    return rollouts
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The verdict
+
+
+def _print_report(report: AuditReport) -> None:
+    print(f"{report.mode}: {describe(report)}", flush=True)
+    for offender in () if report.is_lossless else report.offenders[:5]:
+        print(
+            f"  response {offender.response} ({offender.problem_id}), token {offender.position}: {offender.token_id}"
+            f" {offender.text!r} with p = {offender.p:.2g}; expected {offender.expected_id} {offender.expected_text!r}"
+            f" with p = {offender.expected_p:.2g}"
+        )
+
+
+def describe(report: AuditReport) -> str:
+    """Returns the report as one line."""
+    size = f"{report.num_tokens} tokens in {report.num_responses} responses (mean {report.mean_tokens:.1f})"
+    verdict = "lossless" if report.is_lossless else f"NOT lossless: {'; '.join(report.reasons)}"
+    if report.max_log10_e is None:
+        return f"{verdict}; {size}; {report.num_near_ties} near-ties"
+    surprise, share = report.surprise, report.elsewhere
+    assert surprise is not None
+    assert share is not None
+    power = ", ".join(f"{name}: {tokens or 'over 5 million'}" for name, tokens in report.tokens_for_power.items())
+    return (
+        f"{verdict}; {size};"
+        f" e-value 10^{report.log10_e:.1f}, at most 10^{report.max_log10_e:.1f} (convicts at {1 / report.alpha:g});"
+        f" mean log p + entropy {surprise.value:+.4f} [{surprise.low:+.4f}, {surprise.high:+.4f}] nats;"
+        f" from elsewhere {share.value:.2%} [{share.low:.2%}, {share.high:.2%}] ({report.elsewhere_source});"
+        f" tokens for 95 % power: {power}"
+    )
+
+
+def _write_reports(options: Audit, out: Path, reports: Sequence[AuditReport]) -> None:
+    modes = [{**asdict(report), "mean_tokens": report.mean_tokens} for report in reports]
+    record = {"command": " ".join(["tlt", *sys.argv[1:]]), "options": options.model_dump(mode="json"), "modes": modes}
+    with write_atomically(out) as file:
+        file.write(dumps(record, indent=1) + "\n")

@@ -1,0 +1,267 @@
+"""`tlt drafter`: a drafter from responses to a folder, from a folder to other engines, and its measure.
+
+responses ──train──▶ drafter/ ──export──▶ a folder that vLLM or SGLang serves
+                             └──eval────▶ how often its guesses are accepted, where, and what that is worth here
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+from tyro.conf import Positional, arg
+
+from tlt.cli.engine import Progress, generate_in_order, make_requests, show_progress
+from tlt.cli.options import File, Folder, NonNegativeInt, Options, PositiveFloat, PositiveInt, Seed
+from tlt.cli.responses import read_responses
+from tlt.config.mistakes import mistake
+from tlt.files import Record, check_new_folder, check_output_file, dumps, write_atomically
+from tlt.types import Rollout, SamplingParams, Strategy, UserError
+
+_ANSWERS_AT_A_TIME = 64
+
+Temperature = Annotated[float, Field(ge=0)]
+
+
+class DrafterTrain(Options):
+    """Train a drafter for a model on its own responses."""
+
+    model: Annotated[Positional[Path], arg(metavar="MODEL")]
+    """Hugging Face checkpoint folder of the model to draft for."""
+    out: Annotated[Path, arg(metavar="DIR")]
+    """Folder to write the drafter to; must not exist yet."""
+    responses: File = None
+    """JSONL of responses with prompt_ids and token_ids, as tlt generate writes it."""
+    prompts: File = None
+    """JSONL of prompts, as for tlt generate, which the model answers first; instead of --responses."""
+    samples: PositiveInt = 1
+    """Responses to every prompt of --prompts."""
+    max_tokens: PositiveInt = 2048
+    """Length at which a response to --prompts is cut off, in tokens."""
+    temperature: Temperature = 1.0
+    """Sampling temperature of the responses to --prompts."""
+    init: Folder = None
+    """Drafter folder to start from, instead of a random drafter."""
+    preset: Annotated[Literal["eagle", "hass", "eagle3"] | None, arg(metavar="{eagle,hass,eagle3}")] = None
+    """Form of the drafter and how it is trained (docs/drafter.md); by default that of --init, else hass."""
+    draft_vocab: Annotated[Annotated[int, Field(ge=2)] | None, arg(metavar="N")] = None
+    """Lets an eagle3 drafter propose only the N most frequent tokens of the responses."""
+    epochs: PositiveFloat = 1.0
+    """Passes over the responses; fractions are allowed."""
+    learning_rate: PositiveFloat = 1e-3
+    """Highest learning rate: it rises over the first 5 % of the tokens and falls over the second half."""
+    tokens_per_micro_step: PositiveInt = 512
+    """Tokens per optimizer step."""
+    seed: Seed = 0
+    """Seed of the initial weights, of the order of the responses, and of the sampling with --prompts."""
+    threads: PositiveInt = 1
+    """CPU threads to compute with."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> DrafterTrain:
+        if (self.responses is None) == (self.prompts is None):
+            given = "neither" if self.responses is None else "both"
+            raise mistake(f"--responses, --prompts: {given} given; give one of them")
+        if self.draft_vocab is not None and self.init is not None:
+            raise mistake(f"--draft-vocab: {self.draft_vocab} given, but the drafter of --init brings its own; leave one out")
+        if self.draft_vocab is not None and self.preset != "eagle3":
+            raise mistake(f"--draft-vocab: {self.draft_vocab} needs --preset eagle3; other drafters use the target's head")
+        return self
+
+
+class DrafterExport(Options):
+    """Write a drafter as vLLM or SGLang loads it, with the command that serves it."""
+
+    drafter: Annotated[Positional[Path], arg(metavar="DIR")]
+    """Drafter folder, of tlt or of another trainer."""
+    target: Annotated[Path, arg(metavar="MODEL")]
+    """Hugging Face checkpoint folder of the model it drafts for; EAGLE-3 drafters carry rows of its head along."""
+    to: Annotated[Path, arg(metavar="DIR")]
+    """Folder to write; must not exist yet."""
+    format: Literal["vllm-eagle", "vllm-eagle3", "sglang-eagle3", "speculators"]
+    """Who is to load it: vllm-eagle for eagle and hass drafters, the others for eagle3 drafters."""
+
+
+class DrafterEval(Options):
+    """Measure how often a drafter's guesses are accepted, and where."""
+
+    drafter: Annotated[Positional[Path], arg(metavar="DIR")]
+    """Drafter folder, of tlt or of another trainer."""
+    model: Annotated[Path, arg(metavar="MODEL")]
+    """Hugging Face checkpoint folder of the model it drafts for."""
+    prompts: Annotated[Path, arg(metavar="FILE")]
+    """JSONL of prompts: prompt (text), prompt_ids or messages (chat), and optionally problem_id."""
+    out: File = None
+    """JSON to write, with the whole result."""
+    depth: Annotated[int, Field(ge=1, le=Strategy.MAX_DEPTH)] = 3
+    """Guesses per verification, in a chain: what vLLM calls num_speculative_tokens."""
+    temperature: Temperature = 0.0
+    """Sampling temperature of the responses; at 0 the most probable token is taken."""
+    samples: PositiveInt = 1
+    """Responses to every prompt."""
+    max_tokens: PositiveInt = 512
+    """Length at which a response is cut off, in tokens."""
+    seed: Seed = 0
+    """Seed of the sampling."""
+    max_batch_size: PositiveInt = 8
+    """Sequences that are decoded at a time."""
+    rounds: NonNegativeInt = 2
+    """Timed rollouts with and without the drafter, in turns; 0 leaves them out."""
+    threads: PositiveInt = 1
+    """CPU threads to compute with."""
+
+
+def train(options: DrafterTrain) -> Record:
+    """Trains a drafter on responses of the model, given or made from prompts, and writes it to a new folder."""
+    import torch
+
+    from tlt.drafter.buffer import is_trainable
+    from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
+    from tlt.drafter.losses import PRESETS
+    from tlt.drafter.model import DraftModel
+    from tlt.drafter.offline import OfflineSettings, new_drafter, train_offline
+    from tlt.models.hf_config import load_model_config
+    from tlt.models.hf_weights import content_hash, load_tensors
+    from tlt.models.packed import PackedTransformer
+
+    check_new_folder(options.out, "--out")
+    config = load_model_config(options.model)
+    if options.draft_vocab is not None and options.draft_vocab >= config.vocab_size:
+        raise UserError(f"--draft-vocab: {options.draft_vocab} must be less than the vocabulary, {config.vocab_size}")
+    tensors = load_tensors(options.model, config)
+    stored = None if options.init is None else load_drafter(options.init, config, tensors)
+    preset = PRESETS[options.preset or "hass"] if stored is None else choose_preset(options.preset, stored)
+    torch.set_num_threads(options.threads)
+    if options.responses is not None:
+        rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
+    else:
+        rollouts = _answer(options)
+    target = PackedTransformer(config, torch.float32)
+    target.load(tensors, version=0)
+    if not any(map(is_trainable, rollouts)):
+        source = "--prompts: they have" if options.responses is None else f"--responses: {options.responses} has"
+        raise UserError(f"{source} no response of three tokens or more; give longer ones")
+    if stored is None:
+        model = new_drafter(config, preset, options.draft_vocab, rollouts, options.seed)
+    else:
+        model = DraftModel(stored.config)
+        model.load_state_dict(stored.tensors)
+    settings = OfflineSettings(
+        options.epochs, options.learning_rate, options.tokens_per_micro_step, options.seed, options.temperature
+    )
+    progress = Progress(0, 100, "% of the tokens", "reading the responses")
+
+    def on_progress(share: float, loss: float) -> None:
+        nonlocal progress
+        progress = Progress(100 * share, 100, "% of the tokens", f"loss {loss:.4f}")
+
+    with show_progress(lambda: progress):
+        summary = train_offline(model, target, preset, rollouts, settings, on_progress)
+    about = {
+        "preset": preset.name,
+        "target": content_hash(tensors),
+        "num_tokens": summary.tokens,
+        "init": str(options.init or "random"),
+    }
+    save_drafter(options.out, model, torch.bfloat16, about)
+    return {"responses": len(rollouts), **asdict(summary), "out": str(options.out)}
+
+
+def _answer(options: DrafterTrain) -> list[Rollout]:
+    """Returns the model's own responses to the prompts, made by adaptive speculation without a learned drafter."""
+    from tlt.build import EngineSettings, build_engine, load_model
+    from tlt.models.prompts import read_prompts
+
+    assert options.prompts is not None, "responses or prompts are given"
+    model = load_model(options.model)
+    vocab_size, window = model.config.vocab_size, model.config.max_positions
+    prompts = read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
+    params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
+    engine = build_engine(model.config, model.tensors, EngineSettings("adaptive", max_batch_size=_ANSWERS_AT_A_TIME))
+    return generate_in_order(engine, make_requests(prompts, params, options.samples))
+
+
+def export(options: DrafterExport) -> Record:
+    """Writes the new folder (see drafter/formats.py), and warns of weights that do not belong together."""
+    from tlt.drafter.folder import load_drafter
+    from tlt.drafter.formats import FORMATS, Target, export_drafter, mismatch
+    from tlt.models.hf_config import config_to_hf, load_model_config
+    from tlt.models.hf_weights import content_hash, load_tensors
+
+    check_new_folder(options.to, "--to")
+    config = load_model_config(options.target)
+    tensors = load_tensors(options.target, config)
+    drafter = load_drafter(options.drafter, config, tensors)
+    (architecture,) = config_to_hf(config, drafter.tensors["fc.weight"].dtype)["architectures"]
+    head_VE = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+    target = Target(str(options.target), architecture, head_VE, content_hash(tensors))
+    if (warning := mismatch(drafter, target)) is not None:
+        print(f"tlt drafter export: warning: {warning}", file=sys.stderr)
+    export_drafter(drafter, options.format, target, options.to)
+    return {"format": options.format, "engine": FORMATS[options.format].engine, "out": str(options.to)}
+
+
+def evaluate(options: DrafterEval) -> Record:
+    """Generates responses with chains of guesses, and reports what became of the guesses (bench/acceptance.py)."""
+    import torch
+
+    from tlt.bench.acceptance import observe, speedup
+    from tlt.build import load_model
+    from tlt.drafter.folder import load_drafter
+    from tlt.models.prompts import read_prompts
+
+    if options.out is not None:
+        check_output_file(options.out, "--out")
+    model = load_model(options.model)
+    config, policy = model.config, model.tensors
+    drafter = load_drafter(options.drafter, config, policy)
+    prompts = read_prompts(options.prompts, model.tokenizer, vocab_size=config.vocab_size, window=config.max_positions)
+    params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
+    requests = make_requests(prompts, params, options.samples)
+    torch.set_num_threads(options.threads)
+    acceptance = observe(config, policy, drafter, requests, options.depth, options.max_batch_size)
+    summary: Record = {
+        "form": drafter.config.method,
+        "depth": options.depth,
+        "temperature": options.temperature,
+        "responses": len(requests),
+        **asdict(acceptance),
+    }
+    if options.rounds:
+        ratio, num_different = speedup(config, policy, drafter, requests, options.depth, options.max_batch_size, options.rounds)
+        summary["speedup"] = asdict(ratio) | {"batch_size": options.max_batch_size, "num_different": num_different}
+    if options.out is not None:
+        with write_atomically(options.out) as file:
+            file.write(dumps(summary, indent=1) + "\n")
+    _print_evaluation(summary)
+    return summary
+
+
+def _print_evaluation(summary: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from tlt.bench.report import number, ratio_text
+
+    console = Console(highlight=False)
+    console.print(
+        f"{summary['form']} drafter, chains of {summary['depth']}, temperature {summary['temperature']:g}: accept length "
+        f"{summary['accept_length']:.2f} over {summary['num_verifications']} verifications of {summary['responses']} responses"
+    )
+    if (speed := summary.get("speedup")) is not None:
+        console.print(f"speed over none, batch {speed['batch_size']}: {ratio_text(speed)}")
+    positions = Table("position", "accepted", title="all guesses up to here", title_justify="left")
+    for position, share in enumerate(summary["by_position"], start=1):
+        positions.add_row(str(position), f"{share:.3f}")
+    console.print(positions)
+    error = f"confidence (mean error {summary['calibration_error']:.3f})"
+    for key, title in (("by_entropy", "target's entropy, nats"), ("by_confidence", error)):
+        table = Table("from", "to", "mean", "guesses", "accepted", title=title, title_justify="left")
+        for bucket in summary[key]:
+            bounds = (number(bucket[name]) for name in ("low", "high", "mean"))
+            table.add_row(*bounds, str(bucket["num_guesses"]), f"{bucket['accepted']:.3f}")
+        console.print(table)

@@ -1,0 +1,175 @@
+"""What the commands that generate share: how to sample, what to compute on, the engine made of it, and the progress shown."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from tlt.cli.options import Folder, NonNegativeInt, Options, PositiveInt, Seed
+from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import ConsoleRenderable
+
+    from tlt.build import Model
+    from tlt.engine.engine import RolloutEngine, Verify
+    from tlt.models.prompts import Prompt
+
+SPECULATION = "off|adaptive|[DRAFTER:]DEPTHxWIDTHxBUDGET"
+
+
+class SamplingOptions(Options):
+    """How tokens are drawn."""
+
+    samples: PositiveInt = 1
+    """Responses to every prompt."""
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Sampling temperature; at 0 the most probable token is taken."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Draws from the fewest tokens that hold this probability; 1 keeps all tokens."""
+    top_k: NonNegativeInt = 0
+    """Draws from this many of the most probable tokens; 0 keeps all tokens."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Drops tokens less probable than this share of the most probable one; 0 keeps all tokens."""
+    max_tokens: PositiveInt = 2048
+    """Length at which a response is cut off, in tokens."""
+    seed: Seed = 0
+    """Seed of the sampling: the same seed gives the same tokens, whatever the speculation."""
+
+    def params(self, stop_ids: tuple[int, ...]) -> SamplingParams:
+        """Returns the law that responses are drawn by."""
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            max_tokens=self.max_tokens,
+            stop_ids=stop_ids,
+            seed=self.seed,
+        )
+
+
+class EngineOptions(Options):
+    """What the engine computes with."""
+
+    drafter: Folder = None
+    """Folder of a learned drafter, as tlt drafter train writes it. Speculation by retrieval (ngram) needs none."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Number type of the engine's weights and activations."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the engine computes; auto takes a GPU where there is one."""
+    max_batch_size: PositiveInt = 64
+    """Sequences that are decoded at a time."""
+    threads: PositiveInt = 1
+    """CPU threads to compute with."""
+
+    def check(self, speculation: str) -> None:
+        """Refuses, before anything is loaded, an engine that could not be made."""
+        import torch
+
+        from tlt.drafter.hybrid import drafter_kinds
+        from tlt.tuning.tuner import make_tuner
+
+        make_tuner(speculation, drafter_kinds(self.drafter is not None))
+        if self.drafter is not None and not self.drafter.is_dir():
+            raise UserError(f"--drafter: {self.drafter} does not exist; give a drafter folder")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise UserError("--device: cuda is not available here; give --device cpu or auto")
+
+    def choose_device(self) -> torch.device:
+        """Returns the device that `auto` means on this machine."""
+        import torch
+
+        return torch.device("cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def make_engine(options: EngineOptions, speculation: str, model: Model, verify: Verify | None = None) -> RolloutEngine:
+    """Returns an engine that holds the model. verify: takes the place of the engine's own verification."""
+    from tlt.build import EngineSettings, build_engine
+    from tlt.drafter.folder import load_drafter
+    from tlt.speculative.verify import verify as verify_by_the_law
+
+    settings = EngineSettings(
+        speculation,
+        dtype=resolve_dtype(options.dtype),
+        device=options.choose_device(),
+        max_batch_size=options.max_batch_size,
+    )
+    drafter = None
+    if options.drafter is not None and speculation != "off":
+        drafter = load_drafter(options.drafter, model.config, model.tensors)
+    return build_engine(model.config, model.tensors, settings, drafter, verify=verify or verify_by_the_law)
+
+
+def make_requests(prompts: Iterable[Prompt], params: SamplingParams, samples: int) -> list[Request]:
+    """Returns a request for every sample of every prompt, in their order."""
+    return [
+        Request(prompt.problem_id, sample_index, prompt.prompt_ids, params, purpose="generate")
+        for prompt in prompts
+        for sample_index in range(samples)
+    ]
+
+
+def generate_in_order(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout]:
+    """Returns the responses in the order of the requests, and shows on stderr how far it is."""
+    answered: dict[tuple[str, int], Rollout] = {}
+    with show_progress(lambda: Progress(len(answered), len(requests), "responses", f"{engine.stats.num_tokens} tokens")):
+        for rollout in engine.generate(requests):
+            answered[rollout.problem_id, rollout.sample_index] = rollout
+    return [answered[request.problem_id, request.sample_index] for request in requests]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Progress
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How much of something is done. note: what else to say of it."""
+
+    done: float
+    total: float
+    unit: str
+    note: str
+
+    def __str__(self) -> str:
+        return f"{self.done:.0f} / {self.total:.0f} {self.unit}, {self.note}"
+
+
+@contextlib.contextmanager
+def show_progress(read: Callable[[], Progress], seconds: float = 10.0) -> Iterator[None]:
+    """Shows on stderr what `read` returns: a bar on a terminal, elsewhere a line every so many seconds."""
+    if sys.stderr.isatty():
+        from rich.console import Console
+        from rich.live import Live
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        def draw() -> ConsoleRenderable:
+            progress, row = read(), Table.grid(padding=(0, 1))
+            row.add_row(ProgressBar(total=progress.total, completed=progress.done, width=40), str(progress))
+            return row
+
+        with Live(get_renderable=draw, console=Console(stderr=True), transient=True, refresh_per_second=2):
+            yield
+        return
+    is_over = threading.Event()
+
+    def report() -> None:
+        while not is_over.wait(seconds):
+            print(f"tlt: {read()}", file=sys.stderr, flush=True)
+
+    reporter = threading.Thread(target=report, daemon=True)
+    reporter.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        reporter.join()

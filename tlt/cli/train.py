@@ -1,0 +1,86 @@
+"""`tlt train`: a new run, or a continued one. Decides which configuration that is; the run itself is tlt.train's."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, arg
+
+from tlt.cli.options import Folder, WithOverrides
+from tlt.config.load import load_config
+from tlt.config.schema import Config
+from tlt.types import UserError
+
+MAY_CHANGE_ON_RESUME = frozenset(
+    {"out_dir", "num_steps", "num_ranks", "threads_per_rank", "device", "checkpoint_every", "time_limit_minutes"}
+)
+"""Keys of [run] that say how long and on what a run runs, not what it computes."""
+
+
+class Train(WithOverrides):
+    """Train a policy with RL.
+
+    A new run: tlt train CONFIG [--section.key VALUE ...]
+
+    A continued run: tlt train --resume DIR [--run.num_steps N]
+
+    Every key of the configuration is listed below; `none` unsets an optional one.
+    """
+
+    config: Annotated[Positional[Path | None], arg(metavar="[CONFIG]")] = None
+    """TOML configuration, or the name of a recipe such as countdown; may be left out with --resume."""
+    resume: Folder = None
+    """Continues the run in this folder. Its configuration stays, but for how long and on what it runs (keys of run)."""
+
+
+class TrainHelp(Train, Config):
+    """What the help of `tlt train` lists: its options, and every key of the configuration."""
+
+
+def run(options: Train) -> int:
+    """Checks everything that can be checked, starts the ranks, and returns the exit code of the run."""
+    started_at = time.time()
+    config = resolve_config(options.config, options.overrides, options.resume)
+    from tlt.training.start import start
+
+    return start(config, started_at)
+
+
+def resolve_config(path: Path | None, overrides: Sequence[str], resume: Path | None) -> Config:
+    """Returns the configuration of a new run, or with `resume` of the run in that folder, refusing to mix the two up."""
+    if resume is None:
+        if path is None:
+            raise UserError("train: no configuration given; write tlt train CONFIG.toml, or --resume DIR to continue a run")
+        config = load_config(path, overrides)
+        if (config.run.out_dir / "config.json").exists():
+            raise UserError(
+                f"run.out_dir: {config.run.out_dir} holds a run already;"
+                f" continue it with --resume {config.run.out_dir}, or give another --run.out_dir"
+            )
+        return config
+    written = resume / "config.json"
+    if not written.is_file():
+        raise UserError(f"--resume: {resume} holds no run (no config.json); give the folder that the run wrote")
+    config = load_config(path or written, [*overrides, "--run.out_dir", str(resume)])
+    _refuse_changes(load_config(written), config, resume)
+    return config
+
+
+def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
+    if now.optimizer.depends_on_num_steps and now.run.num_steps != before.run.num_steps:
+        raise UserError(
+            f"--resume: run.num_steps is {now.run.num_steps} but the run in {folder} has {before.run.num_steps}, by which"
+            f" its learning rate ends (optimizer.schedule is {now.optimizer.schedule}): remove the change, or start a new run"
+        )
+    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
+    for section, values in old.items():
+        for key, value in values.items():
+            may_change = section == "run" and key in MAY_CHANGE_ON_RESUME
+            if not may_change and new[section][key] != value:
+                raise UserError(
+                    f"--resume: {section}.{key} is {new[section][key]!r} but the run in {folder} has {value!r};"
+                    " a resumed run keeps its configuration: remove the change, or start a new run"
+                )
