@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -35,8 +36,8 @@ from tlt.files import Record
 from tlt.models.prompts import encode_prompts
 from tlt.models.tokenizer import Tokenizer
 from tlt.tasks.base import Task
-from tlt.training.loop import main
-from tlt.training.start import preflight
+from tlt.training.loop import describe_run, main
+from tlt.training.start import prepare
 from tlt.types import FinishReason, Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
 
 # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -247,8 +248,9 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
         folder = config.run.out_dir
         if (folder / "config.json").exists():
             raise UserError(f"run.out_dir: {folder} holds a run already; give another, or tlt train --resume {folder}")
-        preflight(config)
-        is_finished = _run_here(config) if _is_one_process(config) else _run_ranks(config)
+        started_at = time.time()
+        prepare(config)
+        is_finished = _run_here(config, started_at) if _is_one_process(config) else _run_ranks(config, started_at)
     path = folder / "evaluations.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return TrainingResult(folder, tuple(Evaluation(line["step"], line["solve_rate"]) for line in lines), is_finished)
@@ -259,22 +261,21 @@ def _is_one_process(config: Config) -> bool:
     return config.run.num_ranks == 1 or "RANK" in os.environ
 
 
-def _run_here(config: Config) -> bool:
+def _run_here(config: Config, started_at: float) -> bool:
     """Runs this process's rank. Errors are the caller's, and torch's threads are again as they were."""
     stop, threads = StopRequest(), torch.get_num_threads()
     hears_signals = threading.current_thread() is threading.main_thread()
     try:
         with handling_stop_signals(stop) if hears_signals else nullcontext():
-            main(config.to_json(), stop)
+            main(describe_run(config, started_at), stop)
     finally:
         torch.set_num_threads(threads)
     return not stop.is_set()
 
 
-def _run_ranks(config: Config) -> bool:
-    code = launch(
-        config.to_json(), config.run.num_ranks, "tlt.training.loop:main", threads_per_rank=config.run.threads_per_rank
-    )
+def _run_ranks(config: Config, started_at: float) -> bool:
+    run = config.run
+    code = launch(describe_run(config, started_at), run.num_ranks, "tlt.training.loop:main", run.threads_per_rank)
     if code == EXIT_USER_ERROR:
         raise UserError(f"{config.run.out_dir}: a rank has stopped; the line on stderr says what to correct")
     if 0 < code < 128:

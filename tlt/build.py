@@ -34,9 +34,10 @@ from tlt.models.hf_weights import load_tensors
 from tlt.models.packed import PackedTransformer
 from tlt.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
 from tlt.rl.update import PolicyTrainer
+from tlt.spans import Span
 from tlt.speculative.verify import verify as verify_by_the_law
 from tlt.tuning.tuner import make_tuner
-from tlt.types import Span, StrategyTuner, resolve_dtype
+from tlt.types import StrategyTuner, resolve_dtype
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -263,34 +262,6 @@ class Reward:
     @property
     def is_scored(self) -> bool:
         return not self.error
-
-
-class SpanName(StrEnum):
-    """All that a rank's time is recorded under, in the order in which a table shows it. Steps and evaluations hold others;
-    `preempt` says how late drafter training ended, which lies within it."""
-
-    STEP = "step"
-    PREFILL = "prefill"
-    DECODE = "decode"
-    SPECULATE = "speculate"
-    TRAIN_DRAFTER = "train drafter"
-    PREEMPT = "preempt"
-    SCORE = "score"
-    WAIT = "wait"
-    CHECK_DRAFTER = "check drafter"
-    UPDATE = "update"
-    PUBLISH = "publish"
-    EVALUATE = "evaluate"
-    CHECKPOINT = "checkpoint"
-
-
-@dataclass(frozen=True)
-class Span:
-    """A stretch of time on one rank; seconds on that process's monotonic clock."""
-
-    name: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)

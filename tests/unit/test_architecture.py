@@ -16,7 +16,7 @@ import tlt
 ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "config", "files", "recipes"}),
+    frozenset({"types", "spans", "config", "files", "recipes"}),
     frozenset({"models", "speculative", "tasks"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"build"}),

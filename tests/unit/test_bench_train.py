@@ -19,7 +19,8 @@ from tlt.cli.main import main
 from tlt.config.load import load_config
 from tlt.report.metrics import MetricsWriter
 from tlt.report.timeline import Timeline, rank_path
-from tlt.types import Span, SpanName, UserError
+from tlt.spans import Span, SpanName
+from tlt.types import UserError
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "countdown"
 

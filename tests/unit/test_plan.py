@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tlt.config.schema import OptimizerSection
 from tlt.rl.plan import plan_micro_batches, plan_ranks
-from tlt.rl.schedule import learning_rate, schedule_depends_on_num_steps
+from tlt.rl.schedule import learning_rate
 
 
 @given(st.lists(st.integers(1, 300), max_size=40), st.integers(1, 400))
@@ -49,4 +49,4 @@ def test_only_the_constant_schedule_is_the_same_whatever_the_number_of_steps(sch
     """So only with that one may a run be resumed with another number."""
     config = OptimizerSection(learning_rate=1.0, schedule=schedule, warmup_steps=2)
     short, long = ([learning_rate(config, step, num_steps) for step in range(8)] for num_steps in (8, 16))
-    assert schedule_depends_on_num_steps(config) == (short != long)
+    assert config.depends_on_num_steps == (short != long)

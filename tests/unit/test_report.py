@@ -17,7 +17,8 @@ from tlt.files import dumps, write_jsonl
 from tlt.report.console import WIDTH, Console, Progress, duration
 from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test, percentile, read_metrics
 from tlt.report.timeline import Timeline, critical_path_share, merge_timelines, rank_path, read_spans, shared_epoch
-from tlt.types import Span, UserError
+from tlt.spans import Span
+from tlt.types import UserError
 
 ISSUE_FIELDS = """step, reward_mean, solve_rate, response_tokens, truncated_share, zero_variance_groups, loss, grad_norm,
 entropy, clip_fraction, kl, lr, engine_trainer_logprob_gap, rollout_seconds, update_seconds, step_seconds, cpu_seconds,

@@ -239,7 +239,7 @@ def test_a_step_without_any_score_is_the_users_mistake_and_says_the_first_error(
 
 def test_workers_import_nothing_heavy(task: str) -> None:
     with RewardPool(task, 1, timeout_seconds=30) as pool:
-        pool.submit(("imports", 0), {}, "modules torch,numpy,pytest,transformers,tlt.types")
+        pool.submit(("imports", 0), {}, "modules torch,numpy,pytest,transformers,pydantic")
         assert pool.drain() == {("imports", 0): Reward(0.0, False)}
 
 

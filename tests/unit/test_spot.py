@@ -32,8 +32,9 @@ from tlt.drafter.spot import MICRO_STEP_SHARE, MIN_TOKENS, FeatureRecompute, Mic
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.hf_weights import content_hash
 from tlt.models.packed import PackedTransformer
+from tlt.spans import Span
 from tlt.tuning.tuner import Fixed
-from tlt.types import DrafterReport, Span, Strategy
+from tlt.types import DrafterReport, Strategy
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 128])

@@ -28,10 +28,11 @@ from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import World, init_process_group_from_env, shutdown
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import critical_path_share, read_spans
+from tlt.spans import SpanName
 from tlt.training.phase import PhaseResult
 from tlt.training.problems import problems_of_step
 from tlt.training.run import Run, device_name
-from tlt.types import Rollout, SpanName
+from tlt.types import Rollout
 
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest

@@ -16,7 +16,8 @@ from tlt.bench.measure import Ratio
 from tlt.bench.report import number, provenance, ratio_text, table
 from tlt.report.metrics import StepRecord, read_metrics
 from tlt.report.timeline import covered_seconds, critical_path_share, read_spans
-from tlt.types import Span, SpanName, UserError
+from tlt.spans import Span, SpanName
+from tlt.types import UserError
 
 
 @dataclass(frozen=True)

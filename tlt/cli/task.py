@@ -15,10 +15,10 @@ from tyro.constructors import PrimitiveConstructorSpec
 from tlt.cli.options import File, Options, PositiveInt, Seed
 from tlt.config.mistakes import mistake
 from tlt.files import Record, check_output_file, get_id, line_number, read_jsonl, write_jsonl
-from tlt.types import UserError
+from tlt.types import Reward, UserError
 
 if TYPE_CHECKING:
-    from tlt.rl import rewards
+    pass
 
 TaskName = Annotated[Positional[str], arg(metavar="NAME")]
 
@@ -119,7 +119,7 @@ def score(options: Score) -> Record:
         check_output_file(options.out, "--out")
     task = get_task(options.name)
     problems = _read_problems(options.problems)
-    scores: dict[str, list[rewards.Score]] = {problem_id: [] for problem_id in problems}
+    scores: dict[str, list[Reward]] = {problem_id: [] for problem_id in problems}
     scored: list[Record] = []
     for place, response in read_jsonl(options.responses, "--responses"):
         problem_id, text = get_id(place, response), response.get("text")
@@ -148,7 +148,7 @@ def _read_problems(path: Path) -> dict[str, Record]:
     return problems
 
 
-def _summarize(by_problem: Mapping[str, Sequence[rewards.Score]]) -> Record:
+def _summarize(by_problem: Mapping[str, Sequence[Reward]]) -> Record:
     scores = [
         ProblemScore(
             problem_id,

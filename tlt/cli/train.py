@@ -1,4 +1,4 @@
-"""`tlt train`: a new run, or a continued one. Decides which configuration that is; the run itself is tlt.train's."""
+"""`tlt train`: a new run, or a continued one. Decides which configuration that is; the run itself is tlt.training's."""
 
 from __future__ import annotations
 

@@ -25,8 +25,9 @@ from tlt.drafter.model import DraftModel
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.attention import Cached
 from tlt.models.packed import PackedTransformer
+from tlt.spans import Span, SpanName
 from tlt.speculative.tree import chain_mask
-from tlt.types import DrafterReport, Rollout, Span, SpanName
+from tlt.types import DrafterReport, Rollout
 
 MIN_TOKENS = 128
 """Smallest size of a micro-step, and the size before anything is measured."""

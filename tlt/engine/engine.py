@@ -27,6 +27,7 @@ from tlt.models.attention import StoringPrefill, cached, pad
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.packed import PackedTransformer
+from tlt.spans import Span, SpanName
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.tree import TreeLayout, chain, layout
@@ -37,8 +38,6 @@ from tlt.types import (
     Finished,
     Request,
     Rollout,
-    Span,
-    SpanName,
     StepOutcome,
     Strategy,
     StrategyTuner,

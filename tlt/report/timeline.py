@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.files import write_atomically
-from tlt.types import Span, SpanName
+from tlt.spans import Span, SpanName
 
 GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
 DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})

@@ -7,9 +7,9 @@
 A response that cannot be scored says why in `Reward.error`. The update leaves it out, `summarize` counts it for the step's
 record, and `check_scorable` ends a run in which none can be scored.
 
-Workers import this module, so it imports no torch at the top, and `tlt.types` (which does) only where the parent runs.
-They are plain programs rather than multiprocessing's children, which would import the parent's main module again: torch
-and more, for each. One pipe per worker tells which response a dead worker had.
+Workers import this module, so it imports nothing heavy: no torch. They are plain programs rather than multiprocessing's
+children, which would import the parent's main module again, torch and more, for each. One pipe per worker tells which response
+a dead worker had.
 """
 
 from __future__ import annotations
@@ -28,12 +28,10 @@ from dataclasses import dataclass
 from itertools import islice
 from multiprocessing.connection import Connection, Pipe
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tlt.tasks.base import Task, get_task
-
-if TYPE_CHECKING:
-    from tlt.types import Reward
+from tlt.types import Reward, UserError
 
 START_SECONDS = 120.0
 """How long a worker may take to start and to import its task."""
@@ -44,8 +42,8 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class RewardSummary:
-    """A step's rewards together. The means are over the responses that were scored, NaN where none was. `num_errors` counts the
-    others; `first_error` says why the first of them was not scored, and is empty where there is none."""
+    """Holds a step's rewards together. The means are over the responses that were scored, NaN where none was. `num_errors`
+    counts the others; `first_error` says why the first of them was not scored, and is empty where there is none."""
 
     mean: float
     solve_rate: float
@@ -54,6 +52,7 @@ class RewardSummary:
 
 
 def summarize(rewards: Sequence[Reward]) -> RewardSummary:
+    """Returns the means over the responses that were scored, and how many were not."""
     scored = [reward for reward in rewards if reward.is_scored]
     errors = [reward.error for reward in rewards if not reward.is_scored]
     mean = sum(reward.value for reward in scored) / len(scored) if scored else math.nan
@@ -63,22 +62,12 @@ def summarize(rewards: Sequence[Reward]) -> RewardSummary:
 
 def check_scorable(rewards: Sequence[Reward], task: str, step: int) -> None:
     """Raises UserError where not one response of a step could be scored: the task is at fault, and nothing can be learned."""
-    from tlt.types import UserError  # imports torch, which a worker must not
-
     summary = summarize(rewards)
     if rewards and summary.num_errors == len(rewards):
         raise UserError(
             f"task {task}: none of the {len(rewards)} responses of step {step} could be scored; the first says "
             f"{summary.first_error!r}; correct the task's score"
         )
-
-
-class Score(NamedTuple):
-    """What a worker sends back; the fields of `Reward`."""
-
-    value: float
-    is_solved: bool
-    error: str = ""
 
 
 class Job(NamedTuple):
@@ -100,7 +89,7 @@ class RewardPool:
         self.task_spec, self.timeout_seconds = task_spec, timeout_seconds
         self._pending: dict[Key, Job] = {}
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
-        self._done: SimpleQueue[tuple[Job, Score | Exception]] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Job, Reward | Exception]] = SimpleQueue()
         self._lock = threading.Lock()  # of the next two: no worker starts after close
         self._workers: dict[int, Worker] = {}
         self._is_closed = False
@@ -134,8 +123,6 @@ class RewardPool:
         return rewards
 
     def _too_slow(self, patience: float) -> Exception:
-        from tlt.types import UserError  # imports torch, which a worker must not
-
         first = ", ".join(f"{problem} sample {sample}" for problem, sample in islice(self._pending, 3))
         return UserError(
             f"task {self.task_spec}: {len(self._pending)} responses were not scored within {patience:g} s, and the other ranks "
@@ -172,15 +159,13 @@ class RewardPool:
 
     def _next(self, timeout: float | None) -> dict[Key, Reward]:
         """Waits for the next result; nothing where it was abandoned. Raises Empty after `timeout` seconds (None: never)."""
-        from tlt.types import Reward  # imports torch, which a worker must not
-
         job, result = self._done.get(timeout=timeout)
         if self._pending.get(job.key) is not job:
             return {}
         del self._pending[job.key]
         if isinstance(result, Exception):
             raise result
-        return {job.key: Reward(*result)}
+        return {job.key: result}
 
     def _serve(self, index: int) -> None:
         """One thread with one worker: started ahead of the first job, and again whenever it was killed or died."""
@@ -189,12 +174,12 @@ class RewardPool:
             try:
                 worker = worker or self._start(index)
             except OSError as error:  # the system has no room for a process; the next response tries again
-                self._done.put((job, Score(0.0, False, f"no worker could be started: {error}")))
+                self._done.put((job, Reward(0.0, False, f"no worker could be started: {error}")))
                 continue
             if worker is None:
                 return
             try:
-                result: Score | Exception = worker.score(job, self.timeout_seconds)
+                result: Reward | Exception = worker.score(job, self.timeout_seconds)
             except Exception as error:  # ours, or an unpicklable problem: raised where rewards are asked for
                 result = error
             self._done.put((job, result))
@@ -234,27 +219,28 @@ class Worker:
         theirs.close()
         self.is_ready = self.is_killed = False
 
-    def score(self, job: Job, timeout_seconds: float) -> Score:
+    def score(self, job: Job, timeout_seconds: float) -> Reward:
         """Afterwards the worker is either ready for the next job or killed."""
         try:
             if not self.is_ready:
                 if not self.pipe.poll(START_SECONDS):
                     self.kill()
-                    return Score(0.0, False, f"the worker did not start within {START_SECONDS:g} s")
+                    return Reward(0.0, False, f"the worker did not start within {START_SECONDS:g} s")
                 if reason := self.pipe.recv():
                     self.kill()
-                    return Score(0.0, False, f"the worker could not start: {reason}")
+                    return Reward(0.0, False, f"the worker could not start: {reason}")
                 self.is_ready = True
             self.pipe.send((job.problem, job.text))
             if not self.pipe.poll(timeout_seconds):
                 self.kill()
-                return Score(0.0, False, f"time-out: not scored within {timeout_seconds:g} s")
-            return Score(*self.pipe.recv())
+                return Reward(0.0, False, f"time-out: not scored within {timeout_seconds:g} s")
+            reward: Reward = self.pipe.recv()
+            return reward
         except (EOFError, BrokenPipeError, ConnectionResetError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(1.0)  # its own exit code says more than our signal
             self.kill()
-            return Score(0.0, False, f"the worker died with exit code {self.process.returncode}")
+            return Reward(0.0, False, f"the worker died with exit code {self.process.returncode}")
 
     def kill(self) -> None:
         """Idempotent, and callable from another thread: whoever waits on the pipe sees its end."""
@@ -286,10 +272,10 @@ def work() -> None:
             problem, text = pipe.recv()
         except EOFError:
             return
-        pipe.send(tuple(score(task, problem, text)))
+        pipe.send(score(task, problem, text))
 
 
-def score(task: Task, problem: dict[str, Any], text: str) -> Score:
+def score(task: Task, problem: dict[str, Any], text: str) -> Reward:
     """A task is the user's code: whatever it raises becomes the error of this one response."""
     try:
         result = task.score(problem, text)
@@ -297,8 +283,8 @@ def score(task: Task, problem: dict[str, Any], text: str) -> Score:
         if not math.isfinite(value):
             raise ValueError(f"the reward is {value}")
     except (Exception, SystemExit) as error:
-        return Score(0.0, False, _one_line(error))
-    return Score(value, is_solved)
+        return Reward(0.0, False, _one_line(error))
+    return Reward(value, is_solved)
 
 
 def _one_line(error: BaseException) -> str:

@@ -29,7 +29,8 @@ from tlt.drafter.model import DraftModel
 from tlt.drafter.service import DrafterWatch
 from tlt.drafter.spot import SpotTrainer
 from tlt.report.timeline import Timeline
-from tlt.types import DrafterCheck, DrafterReport, Finished, Rollout, SpanName, UserError
+from tlt.spans import SpanName
+from tlt.types import DrafterCheck, DrafterReport, Finished, Rollout, UserError
 
 
 class DrafterSide:

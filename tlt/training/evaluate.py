@@ -15,8 +15,9 @@ from tlt.files import write_jsonl
 from tlt.report.console import Progress
 from tlt.report.metrics import paired_sign_flip_test
 from tlt.rl.rewards import check_scorable
+from tlt.spans import SpanName
 from tlt.training.phase import PhaseResult
-from tlt.types import SpanName, UserError
+from tlt.types import UserError
 
 if TYPE_CHECKING:
     from tlt.training.run import Run

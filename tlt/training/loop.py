@@ -10,7 +10,7 @@ The same program runs on every rank; what rank 0 does besides is write files and
 from __future__ import annotations
 
 import errno
-import os
+import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,30 +24,34 @@ from tlt.models.hf_weights import content_hash
 from tlt.report.console import near
 from tlt.report.timeline import merge_timelines
 from tlt.rl.rewards import check_scorable
+from tlt.spans import SpanName
 from tlt.training.evaluate import evaluate
 from tlt.training.phase import PhaseResult, StopRequested
 from tlt.training.problems import problems_of_step
 from tlt.training.record import record
 from tlt.training.run import Run, device_name
-from tlt.types import SpanName, UserError
+from tlt.types import UserError
 
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest
 
 
-STARTED_AT = "TLT_STARTED_AT"
-"""Environment variable by which the ranks learn the Unix time at which the user's command began."""
-
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
-def main(config_json: str, stop: StopRequest) -> None:
+def describe_run(config: Config, started_at: float) -> str:
+    """Returns what the ranks have to know, for `main` to read. started_at: Unix time at which the user's command began."""
+    return json.dumps({"config": config.to_json(), "started_at": started_at})
+
+
+def main(description: str, stop: StopRequest) -> None:
     """Runs on every rank; `launch` calls it."""
-    config = Config.from_json(config_json)
+    described = json.loads(description)
+    config = Config.from_json(described["config"])
     torch.set_num_threads(config.run.threads_per_rank)
     world = init_process_group_from_env(device_name(config))
     try:
-        run = Run(config, world, stop, started_at=float(os.environ.get(STARTED_AT, time.time())))
+        run = Run(config, world, stop, started_at=described["started_at"])
         try:
             train(run)
         finally:

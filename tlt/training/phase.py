@@ -24,19 +24,10 @@ from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
+from tlt.spans import SpanName
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.work import Work
-from tlt.types import (
-    DrafterCheck,
-    DrafterReport,
-    Problem,
-    Purpose,
-    Request,
-    Reward,
-    Rollout,
-    SamplingParams,
-    SpanName,
-)
+from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams
 
 POLL_SECONDS = 0.002
 

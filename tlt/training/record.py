@@ -9,8 +9,8 @@ from tlt.distributed.world import gather_objects
 from tlt.report.metrics import LengthStats, StepRecord
 from tlt.rl.rewards import summarize
 from tlt.rl.update import UpdateMetrics
+from tlt.spans import SpanName
 from tlt.training.phase import PhaseResult
-from tlt.types import SpanName
 
 if TYPE_CHECKING:
     from tlt.training.run import Run

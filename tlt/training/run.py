@@ -32,13 +32,14 @@ from tlt.report.console import Console
 from tlt.report.metrics import MetricsWriter
 from tlt.report.timeline import Timeline, rank_path, shared_epoch
 from tlt.rl.rewards import RewardPool
+from tlt.spans import SpanName
 from tlt.training.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint
 from tlt.training.drafter_side import DrafterSide, WatchedDrafter, connect_refresh
 from tlt.training.evaluate import Evaluations
 from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase
 from tlt.training.problems import load_problems
-from tlt.types import SamplingParams, SpanName, resolve_dtype
+from tlt.types import SamplingParams, resolve_dtype
 
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest

@@ -4,7 +4,6 @@ says what will be trained."""
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
 from tlt.report.console import Console, near
 from tlt.training.lock import FolderLock
-from tlt.training.loop import STARTED_AT
+from tlt.training.loop import describe_run
 from tlt.training.problems import load_problems
 from tlt.training.run import device_of
 
@@ -31,16 +30,20 @@ class Findings:
     num_held_out: int
 
 
-def start(config: Config, started_at: float | None = None) -> int:
-    """Trains on ranks of their own; returns the command's exit code. started_at: Unix time at which the user's command began;
-    None: now."""
-    os.environ[STARTED_AT] = str(time.time() if started_at is None else started_at)
+def start(config: Config, started_at: float) -> int:
+    """Trains on ranks of their own; returns the exit code. started_at: Unix time at which the user's command began."""
+    prepare(config)
+    description, run = describe_run(config, started_at), config.run
+    return launch(description, run.num_ranks, "tlt.training.loop:main", run.threads_per_rank)
+
+
+def prepare(config: Config) -> None:
+    """Refuses what can be refused now, and prints the header."""
     findings = preflight(config)
     FolderLock(config.run.out_dir).release()
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this command once for every rank
     with Console(enabled=is_first) as console:
         console.header(describe(config, findings))
-    return launch(config.to_json(), config.run.num_ranks, "tlt.training.loop:main", config.run.threads_per_rank)
 
 
 def preflight(config: Config) -> Findings:
