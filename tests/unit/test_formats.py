@@ -129,7 +129,7 @@ def test_an_export_that_meets_a_full_disk_leaves_nothing(tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tlt.drafter.formats._readme", full)  # after the weights have been written
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(UserError, match=r"out: cannot be written \(No space left on device\)"):
         export(tmp_path / "out", "vllm-eagle")
     assert list(tmp_path.iterdir()) == []
 
