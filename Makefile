@@ -57,7 +57,7 @@ unit: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests/unit $(ARGS)
 
 vllm-check: $(DEV_STAMP)
-	$(BIN)/python benchmarks/vllm_check.py $(if $(VLLM_PYTHON),--vllm $(VLLM_PYTHON),--setup .venv-vllm) $(ARGS)
+	$(BIN)/python -m benchmarks.vllm_check $(if $(VLLM_PYTHON),--vllm $(VLLM_PYTHON),--setup .venv-vllm) $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
