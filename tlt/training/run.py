@@ -26,6 +26,7 @@ from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.measure import Subject
 from tlt.drafter.ngram import count_retrieved
 from tlt.drafter.service import DrafterWatch, Ranks
+from tlt.files import write_atomically
 from tlt.models.decoder import Transformer
 from tlt.models.hf_weights import save_model
 from tlt.report.console import Console
@@ -68,7 +69,8 @@ class Run:
         self.started_at = time.time() if started_at is None else started_at
         self.lock = FolderLock(self.out_dir) if world.is_leader else None
         if world.is_leader:
-            (self.out_dir / "config.json").write_text(config.to_json())
+            with write_atomically(self.out_dir / "config.json") as file:  # a resumed run writes it again
+                file.write(config.to_json())
         epoch = shared_epoch(world.rank, partial(gather_objects, world))
         self.timeline = Timeline(world.rank, rank_path(self.out_dir, world.rank), epoch)
         self.console = Console(enabled=prints and world.is_leader, num_steps=config.run.num_steps)
