@@ -115,7 +115,7 @@ def cached(
     """
     batch, num_new = columns_BT.shape
     rows = list(zip(counts or [num_new] * batch, lengths, strict=True))
-    if columns_BT.device.type == "cpu" and cpu_kernels.is_ragged(rows, num_new, length, config.num_heads * config.head_dim):
+    if cpu_kernels.is_ragged(rows, columns_BT, length, config.num_heads * config.head_dim):
         return CachedBySequence(config, layers_SKLD, columns_BT, mask_BTL, rows, counts)
     return Cached(config, layers_SKLD, columns_BT, length, mask_BTL, counts)
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.models.cpu_kernels import MIN_PRODUCTS
+from tlt.models import cpu_kernels
 from tlt.models.decoder import INPUT_NORM, Attend, ModelConfig, Rope, Transformer, run_layer
 
 
@@ -37,9 +37,8 @@ class PackedNorm:
 
 
 class PackedLinear:
-    """A frozen matrix, y = x Wᵀ + bias. On a CPU in float32, large products run oneDNN's kernel on a copy of the matrix in
-    oneDNN's own layout: twice as fast as MKL, which keeps to AVX2 on processors that are not Intel's. A matrix so large
-    that all its products are large exists in that layout alone."""
+    """A frozen matrix, y = x Wᵀ + bias. Where a CPU multiplies faster by a copy in a layout of its own (cpu_kernels.py), large
+    products take that copy. A matrix so large that all its products are large exists as that copy alone."""
 
     def __init__(
         self,
@@ -51,15 +50,16 @@ class PackedLinear:
         has_bias: bool = False,
         storage: Tensor | None = None,
     ) -> None:
-        """storage: the matrix lies here already, for others to read, and is not copied where its own layout serves."""
+        """Allocates the matrix, empty.
+
+        storage: where the matrix lies already, for others to read; it is not copied where its own layout serves.
+        """
         self.shape = (num_out, num_in)
-        self.can_pack = dtype == torch.float32 and device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self.is_always_packed = self.can_pack and num_in * num_out >= MIN_PRODUCTS
+        self.cpu_copy = cpu_kernels.onednn_matrix(num_in, num_out, dtype, device)
         self.weight: Tensor | None = None
-        if not self.is_always_packed:
+        if self.cpu_copy is None or self.cpu_copy.min_rows > 0:
             self.weight = torch.empty(num_out, num_in, dtype=dtype, device=device) if storage is None else storage
         self.weight_t = None if self.weight is None else self.weight.t()
-        self.packed: Tensor | None = None
         self.bias = torch.empty(num_out, dtype=dtype, device=device) if has_bias else None
 
     def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -68,27 +68,22 @@ class PackedLinear:
             raise RuntimeError(f"a matrix of shape {list(weight.shape)} arrived where {list(self.shape)} was expected")
         if self.weight is not None and self.weight is not weight:
             self.weight.copy_(weight)
-        if self.can_pack:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous())
+        if self.cpu_copy is not None:
+            self.cpu_copy.load(weight)
         if self.bias is not None:
             assert bias is not None
             self.bias.copy_(bias)
 
-    def _runs_packed(self, x_NI: Tensor) -> bool:
-        return self.packed is not None and (self.weight is None or x_NI.shape[0] * self.weight.numel() >= MIN_PRODUCTS)
-
     def __call__(self, x_NI: Tensor) -> Tensor:
-        if self._runs_packed(x_NI):
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self.packed, self.bias, "none", [], "")
-            return product
+        if self.cpu_copy is not None and x_NI.shape[0] >= self.cpu_copy.min_rows:
+            return self.cpu_copy.multiply(x_NI, self.bias)
         assert self.weight is not None
         return F.linear(x_NI, self.weight, self.bias)
 
     def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """residual + y, for a matrix without bias."""
-        if self._runs_packed(x_NI):
-            added: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x_NI, residual_NO, self.packed, None, "add")
-            return added
+        """Returns residual + x Wᵀ, for a matrix without bias."""
+        if self.cpu_copy is not None and x_NI.shape[0] >= self.cpu_copy.min_rows:
+            return self.cpu_copy.add_to(residual_NO, x_NI)
         assert self.weight_t is not None
         return torch.addmm(residual_NO, x_NI, self.weight_t)
 
