@@ -89,14 +89,22 @@ def rope_inverse_frequencies(config: ModelConfig) -> Tensor:
 class Rope:
     """Cosines and signed sines for every position of the window: rotate(x) = x·cos + roll(x, D/2)·sin."""
 
-    def __init__(self, config: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float64, device="cpu"), rope_inverse_frequencies(config))
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        positions = torch.arange(config.max_positions, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, rope_inverse_frequencies(config))
         sin = angles.sin()
         self.cos_P1D = torch.cat([angles.cos()] * 2, dim=-1)[:, None].to(device=device, dtype=dtype)
         self.sin_P1D = torch.cat([-sin, sin], dim=-1)[:, None].to(device=device, dtype=dtype)
 
     def at(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         return self.cos_P1D[positions_N], self.sin_P1D[positions_N]
+
+    @staticmethod
+    def matching(x: Tensor, config: ModelConfig, known: Rope | None) -> Rope:
+        """Returns tables of x's dtype and device: the known ones where they have both, else new ones."""
+        if known is not None and (known.cos_P1D.dtype, known.cos_P1D.device) == (x.dtype, x.device):
+            return known
+        return Rope(config, x.dtype, x.device)
 
 
 def apply_rope(qkv_NSD: Tensor, num_rotated: int, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
@@ -265,8 +273,7 @@ class Transformer(nn.Module):
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Features_NE: the output of the final norm, what the head and the drafter read."""
         x_NE = self.model.embed_tokens(token_ids_N)
-        if self._rope is None or self._rope.cos_P1D.dtype != x_NE.dtype or self._rope.cos_P1D.device != x_NE.device:
-            self._rope = Rope(self.config, self.config.max_positions, x_NE.dtype, x_NE.device)
+        self._rope = Rope.matching(x_NE, self.config, self._rope)
         rope = self._rope.at(positions_N)
         for index, layer in enumerate(self.model.layers):
             x_NE = run_layer(layer, index, x_NE, rope, attend)  # type: ignore[arg-type]  # ModuleList yields Module

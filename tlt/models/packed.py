@@ -160,7 +160,7 @@ class PackedTransformer:
         self.head_linear = PackedLinear(config.hidden_size, config.vocab_size, dtype, self.device, storage=self.head_VE)
         self.final_norm = PackedNorm(config.hidden_size, config.rms_norm_eps, dtype, self.device)
         self.final_gain_E = torch.empty(config.hidden_size, dtype=dtype, device=self.device)
-        self.rope = Rope(config, config.max_positions, dtype, self.device)
+        self.rope = Rope(config, dtype, self.device)
         self.version = -1
 
     @torch.no_grad()
