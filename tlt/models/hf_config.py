@@ -5,7 +5,6 @@ A refusal is one line that says which file, which value and what to do. This fil
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from tlt.models.decoder import Architecture, ModelConfig, RopeScaling
+from tlt.models.hf_files import existing_directory, read_json
 from tlt.types import UserError
 
 ARCHITECTURES: dict[str, Architecture] = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -205,32 +205,3 @@ class _Fields:
 def _refusal(source: str, name: str, value: Any, remedy: str) -> UserError:
     shown = repr(value)
     return UserError(f"{source}: {name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {remedy}")
-
-
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def existing_directory(path: Path | str) -> Path:
-    directory = Path(path)
-    if not directory.is_dir():
-        interrupted = directory.with_name(f".{directory.name}.old") if directory.name else directory
-        if interrupted.is_dir():
-            raise UserError(f"{directory}: is missing, a save was interrupted; rename {interrupted} to {directory.name}")
-        raise UserError(f"{directory}: is no directory; give a local checkpoint (hf download MODEL --local-dir {directory})")
-    return directory
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        raise UserError(f"{file}: is missing; give a directory with a whole Hugging Face checkpoint")
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # names no file by itself
-        raise UserError(f"{file}: is no JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{file}: holds a JSON {type(value).__name__}, not an object; download it again")
-    return value
-
-
-def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from tlt.files import replace_folder
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf_config import TOKEN_IDS, config_to_hf, existing_directory, read_json, write_json
+from tlt.models.hf_config import TOKEN_IDS, config_to_hf
+from tlt.models.hf_files import existing_directory, read_json, write_json
 from tlt.types import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"

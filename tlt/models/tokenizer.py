@@ -5,12 +5,12 @@ The only place that imports transformers' tokenizers. Everything is read from th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt.models.hf_files import existing_directory, read_json
 from tlt.types import UserError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -92,7 +92,7 @@ def read_stop_ids(path: str | Path) -> tuple[int, ...]:
     """The ids that end a response: of generation_config.json, else of config.json; empty when neither names any."""
     path = Path(path)
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
+        value = read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -132,24 +132,11 @@ def _check_coverage(hf: Any, text: str, offsets: Sequence[tuple[int, int]], plac
 
 
 def _vocab_size(path: Path) -> int:
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder; give a Hugging Face checkpoint folder")
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path}: has no config.json; give a Hugging Face checkpoint folder")
-    vocab_size = _read_json(path / "config.json").get("vocab_size")
+    file = existing_directory(path) / "config.json"
+    vocab_size = read_json(file).get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
-        raise UserError(f"{path / 'config.json'}: vocab_size is {vocab_size!r}; it must be the number of rows of the embedding")
+        raise UserError(f"{file}: vocab_size is {vocab_size!r}; it must be the number of rows of the embedding")
     return vocab_size
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}; copy the model's file there again") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: holds a {type(values).__name__}, not an object; copy the model's file there again")
-    return values
 
 
 def _one_line(error: Exception, limit: int = 160) -> str:
