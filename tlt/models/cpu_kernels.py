@@ -1,4 +1,4 @@
-"""Everything that is private to the CPU: oneDNN's products, the flash kernel, and from which sizes on they pay.
+"""Everything that is private to the CPU: oneDNN's products, the flash kernel, and from which sizes on each is faster.
 
 It knows no model; decoder.py, packed.py and attention.py call it and have a plain path beside each call.
 """
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 MIN_ROWS = 256
-"""Rows from which laying a weight out anew for every product pays (CPU, float32)."""
+"""Rows of an input from which oneDNN is faster even though it lays the weight out anew for every product."""
 
 
 def can_multiply(x_NI: Tensor) -> bool:
-    """Returns whether `OneDnnProduct` computes a product with this input, and faster than F.linear."""
+    """Returns whether `OneDnnProduct` takes this input and is faster than F.linear."""
     is_fast = x_NI.dtype == torch.float32 and x_NI.device.type == "cpu" and len(x_NI) >= MIN_ROWS
     return is_fast and torch.backends.mkldnn.is_available()
 
 
 class OneDnnProduct(torch.autograd.Function):
-    """x Wᵀ whose forward and input gradient run oneDNN's kernel. The weight's gradient, a product of two activations, was not
-    faster there and stays with the BLAS (docs/log.md)."""
+    """The product x Wᵀ, whose forward and input gradient run oneDNN's kernel. The weight's gradient, a product of two
+    activations, was not faster there and stays with the BLAS (docs/log.md)."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -82,14 +82,14 @@ class OneDnnMatrix:
 
 
 def can_fuse(q: Tensor) -> bool:
-    """Returns whether `CausalAndOwn` computes queries like these."""
+    """Returns whether `CausalAndOwn` takes queries of this device and dtype."""
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
 
 
 class CausalAndOwn(torch.autograd.Function):
-    """`causal_and_own` without its T x T matrices: the flash kernel handles the first keys, and the own ones join by
-    log-sum-exp. Its backward takes output and log-sum-exp of the whole, with which its probabilities and its correction
-    term (Dao, arXiv 2307.08691, §2.3) are those of the whole softmax."""
+    """`causal_and_own` (attention.py) without its T x T matrices: the flash kernel handles the first keys, and the own ones
+    join by log-sum-exp. The kernel's backward is given the output and the log-sum-exp over all keys; with them its
+    probabilities and its correction term (Dao, arXiv 2307.08691, §2.3) are those of the softmax over all keys."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ class CausalAndOwn(torch.autograd.Function):
 
 
 MIN_WASTE = 300_000
-"""Multiplications with keys that nobody may see, per sequence, from which a call for each sequence is cheaper (docs/log.md)."""
+"""Multiplications with hidden keys, per sequence, from which a call for each sequence is cheaper (docs/log.md)."""
 QUERIES_PER_READ = 6
-"""Reading a key from memory takes as long as so many queries to it."""
+"""To read a key from memory takes as long as to multiply it with so many queries."""
 
 
 def is_ragged(rows: Sequence[tuple[int, int]], columns_BT: Tensor, length: int, query_size: int) -> bool:

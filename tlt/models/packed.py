@@ -1,5 +1,8 @@
-"""The engine's copy of a decoder, for inference alone: projections that read the same input are one matrix, and the weights of
-the norms are folded into the matrices behind them. It computes what decoder.py's trainable module computes."""
+"""The engine's copy of a decoder, for inference alone. It computes what decoder.py's trainable module computes, faster:
+projections that read the same input are one matrix, and a norm's weight is folded into the matrix behind the norm.
+
+It knows neither caches nor schedules, and of the CPU no more than that cpu_kernels.py may multiply faster.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,8 @@ from tlt.models.decoder import INPUT_NORM, Attend, ModelConfig, Rope, Transforme
 
 
 class PackedNorm:
-    """x / sqrt(mean(x²) + eps). In float32 and float64 the weight is folded into the next matrix, together with the
-    factor sqrt(E): three small kernels are left, where F.rms_norm takes seven on a CPU. In bf16, where folding would
+    """RMSNorm, x / sqrt(mean(x²) + eps) · weight. In float32 and float64 the weight is folded into the next matrix, together
+    with the factor sqrt(E): three small kernels are left, where F.rms_norm takes seven on a CPU. In bf16, where folding would
     round the weights once more, F.rms_norm runs as it is."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
@@ -26,7 +29,7 @@ class PackedNorm:
         self.weight = torch.ones(size, dtype=dtype, device=device)
 
     def load(self, weight_E: Tensor) -> Tensor:
-        """Returns what the rows of the next matrix are to be multiplied with (wider than the weights' own dtype)."""
+        """Sets the weight, and returns the float64[E] by which the columns of the next matrix are to be multiplied."""
         self.weight.copy_(weight_E)
         return weight_E.double() * math.sqrt(self.size) if self.is_folded else torch.ones_like(weight_E).double()
 
@@ -63,7 +66,7 @@ class PackedLinear:
         self.bias = torch.empty(num_out, dtype=dtype, device=device) if has_bias else None
 
     def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copies [num_out, num_in] in, of any floating type; RuntimeError for another shape."""
+        """Copies the weight [num_out, num_in] in, from any floating type; RuntimeError for another shape."""
         if tuple(weight.shape) != self.shape:
             raise RuntimeError(f"a matrix of shape {list(weight.shape)} arrived where {list(self.shape)} was expected")
         if self.weight is not None and self.weight is not weight:
@@ -89,7 +92,7 @@ class PackedLinear:
 
 
 class PackedLayer:
-    """The same layer as `DecoderLayer`, for a frozen copy of its weights."""
+    """A frozen copy of a `DecoderLayer`, computed with fused matrices."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, norms: Sequence[str] = INPUT_NORM
@@ -107,7 +110,7 @@ class PackedLayer:
         self.down_linear = PackedLinear(c.intermediate_size, c.hidden_size, dtype, device)
 
     def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
-        """Copies a layer in, by its Hugging Face names below `prefix`. Missing tensors raise KeyError."""
+        """Copies a layer's tensors in, whose Hugging Face names begin with `prefix`; KeyError where one is missing."""
 
         def cat(*names: str) -> Tensor:
             return torch.cat([tensors[prefix + name].detach() for name in names])
@@ -165,7 +168,7 @@ class PackedTransformer:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copies a policy in by its Hugging Face names. Everything must arrive: KeyError or RuntimeError otherwise."""
+        """Copies a policy in by its Hugging Face names. KeyError where a tensor is missing, RuntimeError for another shape."""
         for index, layer in enumerate(self.layers):
             layer.load(tensors, f"model.layers.{index}.")
         self.embedding_VE.copy_(tensors["model.embed_tokens.weight"].detach())
@@ -182,14 +185,17 @@ class PackedTransformer:
         return packed
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Features_NE, as `Transformer.forward`."""
+        """Returns features_NE, as `Transformer.forward` does."""
         return self.forward_capturing(token_ids_N, positions_N, attend, ())[0]
 
     def forward_capturing(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, capture: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """(features_NE, captured_NF): beside the features, the inputs of the layers in `capture` one after the other
-        (residual sums before any norm); the number of layers stands for the features themselves."""
+        """Returns (features_NE, captured_NF): beside the features, the inputs of the layers in `capture`, side by side.
+
+        A layer's input is the residual sum before any norm. The number of layers stands for the features themselves. An empty
+        `capture` returns the features in both places.
+        """
         x_NE = F.embedding(token_ids_N, self.embedding_VE)
         rope = self.rope.at(positions_N)
         captured = {}
@@ -209,5 +215,5 @@ class PackedTransformer:
         return F.embedding(token_ids, self.embedding_VE)
 
     def logits(self, features: Tensor) -> Tensor:
-        """[..., V]"""
+        """Returns logits [..., V]."""
         return self.head_linear(features.view(-1, self.config.hidden_size)).view(*features.shape[:-1], -1)
