@@ -221,8 +221,7 @@ class DraftModel(nn.Module):
 
     def forward(self, embeddings_ME: Tensor, hidden_ME: Tensor, positions_M: Tensor, attend: Attend) -> Tensor:
         """Returns the drafter's next hidden_ME: its prediction of the features of the tokens that were embedded."""
-        if self._rope is None or self._rope.cos_P1D.dtype != hidden_ME.dtype or self._rope.cos_P1D.device != hidden_ME.device:
-            self._rope = Rope(self.config.layer, self.config.layer.max_positions, hidden_ME.dtype, hidden_ME.device)
+        self._rope = Rope.matching(hidden_ME, self.config.layer, self._rope)
         rope, pair = self._rope.at(positions_M), torch.cat([embeddings_ME, hidden_ME], dim=-1)
         if self.config.method == "eagle":
             return run_layer(self.layers[0], 0, self.fc(pair), rope, attend)  # type: ignore[arg-type]  # ModuleList yields Module
@@ -267,7 +266,7 @@ class PackedDrafter:
         has_rows = config.owns_head or config.is_reduced
         self.head = PackedLinear(size, config.draft_vocab_size, dtype, self.device) if has_rows else None
         self.token_ids: Tensor | None = None
-        self.rope = Rope(config.layer, config.layer.max_positions, dtype, self.device)
+        self.rope = Rope(config.layer, dtype, self.device)
         self.version = -1
         self._head_version = -1
 

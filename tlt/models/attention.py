@@ -1,7 +1,7 @@
-"""Who looks at whom: attention for packed sequences and for cached ones, plain SDPA throughout.
+"""Which token attends to which: attention within packed sequences and over a cache, by PyTorch's own SDPA.
 
-Each object here is an `Attend` (see decoder.py) made for one forward. Faster kernels stand beside these and must
-agree with them.
+Each object here is an `Attend` (see decoder.py) made for one forward. It knows no weights. Faster kernels lie in
+cpu_kernels.py and must agree with what is here.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tlt.models.decoder import ModelConfig
 
 
 class PackedCausal:
-    """Several sequences in one flat batch, each causal and blind to the others (training, recomputation, prefill).
+    """Causal attention for several sequences in one flat batch, none of which sees another (training, recomputation, prefill).
 
-    Attention runs sequence by sequence: no mask, no padding, and "packed equals unpacked" holds by construction.
+    It runs sequence by sequence: no mask, no padding, and a sequence's result does not depend on the others by construction.
     """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
@@ -40,10 +40,12 @@ class PackedCausal:
 
 
 class Unrolled(PackedCausal):
-    """Packed causal attention of a drafter that is trained on several of its own steps, one call per step: in the first,
-    pair t sees the pairs up to t of its sequence; in later ones it is the successor of what it was in the step before, and
-    sees what it saw at first and itself in every step since. So each pair lives through what a draft from there would see
-    (HASS, arXiv 2408.15766, §3.2; EAGLE-3, arXiv 2503.01840, §3.2)."""
+    """Packed causal attention of a drafter that is trained on several of its own steps, with one call per step.
+
+    In the first step pair t sees the pairs up to t of its sequence. In each later step it continues its own draft: it sees
+    those first pairs, and itself in every later step up to this one. That is what a draft from position t sees
+    (HASS, arXiv 2408.15766, §3.2; EAGLE-3, arXiv 2503.01840, §3.2).
+    """
 
     def __init__(self, config: ModelConfig, lengths: Sequence[int]) -> None:
         super().__init__(config, lengths)
@@ -72,7 +74,7 @@ class Unrolled(PackedCausal):
 
 
 def causal_and_own(q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, own_k_IHTD: Tensor, own_v_IHTD: Tensor) -> Tensor:
-    """Query t sees the keys up to t, and the keys at t of each of the I own steps."""
+    """Returns attention [H, T, D] in which query t sees the keys up to t, and the keys at t of each of the I own steps."""
     q_HTD = q_HTD * q_HTD.shape[-1] ** -0.5
     length = q_HTD.shape[1]
     future_TT = torch.ones(length, length, dtype=torch.bool, device=q_HTD.device).triu_(1)
@@ -84,7 +86,7 @@ def causal_and_own(q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, own_k_IHTD: Tens
 
 
 class StoringPrefill(PackedCausal):
-    """Packed causal attention that also leaves keys and values in cache slots, from position 0 on."""
+    """Packed causal attention that also writes the keys and values of sequence i to cache slot slots[i], from position 0 on."""
 
     def __init__(
         self, config: ModelConfig, lengths: Sequence[int], layers_SKLD: Sequence[Tensor], slots: Sequence[int]
@@ -109,25 +111,27 @@ def cached(
     counts: Sequence[int] | None = None,
 ) -> Cached:
     """Returns cached attention for a batch whose sequences may differ in length: in one call for the whole batch or, on a CPU
-    where that would mostly read what nobody may see, in one call for each sequence. The other arguments are `Cached`'s.
+    where that would mostly read what no token may see, in one call for each sequence. The other arguments are `Cached`'s.
 
     lengths: per sequence, the columns that any of its new tokens may see.
     """
     batch, num_new = columns_BT.shape
     rows = list(zip(counts or [num_new] * batch, lengths, strict=True))
-    if columns_BT.device.type == "cpu" and cpu_kernels.is_ragged(rows, num_new, length, config.num_heads * config.head_dim):
+    if cpu_kernels.is_ragged(rows, columns_BT, length, config.num_heads * config.head_dim):
         return CachedBySequence(config, layers_SKLD, columns_BT, mask_BTL, rows, counts)
     return Cached(config, layers_SKLD, columns_BT, length, mask_BTL, counts)
 
 
 class Cached:
-    """Attention of T new tokens for each of B sequences against their cache; writes the new keys and values first.
+    """Attention of T new tokens for each of B sequences over their cache, to which it adds their keys and values first.
 
-    layers_SKLD: per layer, [slots, 2 × kv heads, length, head dim], keys before values.
-    The sequences lie in slots 0..B-1. `columns_BT` are the places of the new entries. `mask_BTL` is additive and says which
-    entries each new token sees; None: all of `length`. Heads that share keys are folded into the query length.
-    counts: new tokens of each sequence, where some have fewer than T; queries, keys and values then come, and outputs go,
-        without padding. None: all have T.
+    layers_SKLD: per layer, [slots, 2 × kv heads, length, head dim], keys before values. The sequences lie in slots 0..B-1.
+    columns_BT: the places of the new entries.
+    length: entries that are read of each sequence.
+    mask_BTL: is added to the scores and says which entries each new token sees; None: all of `length`.
+    counts: new tokens of each sequence, where some have fewer than T; input and output then have no padding. None: all have T.
+
+    Query heads that share keys are folded into the query length.
     """
 
     def __init__(
@@ -172,9 +176,9 @@ class Cached:
 
 
 class CachedBySequence(Cached):
-    """The same attention in one call for each sequence, which reads no entry beyond its own.
+    """`Cached` attention in one call for each sequence, which reads no entry beyond the sequence's own.
 
-    rows: per sequence, its new tokens and the columns that any of them may see.
+    rows: per sequence, the number of its new tokens and of the columns that any of them may see.
     """
 
     def __init__(
@@ -200,18 +204,18 @@ class CachedBySequence(Cached):
 
 
 def real_tokens(counts: Sequence[int], num_columns: int, device: torch.device) -> Tensor:
-    """Where the first counts[b] of `num_columns` tokens of each sequence lie in a flat batch: int64[sum of counts]."""
+    """Returns int64[sum of counts]: where the first counts[b] of `num_columns` tokens of sequence b lie in a flat batch."""
     return torch.tensor([b * num_columns + i for b, count in enumerate(counts) for i in range(count)], device=device)
 
 
 def pad(x_NX: Tensor, real_N: Tensor | None, num_tokens: int) -> Tensor:
-    """Zeros for the tokens of a flat batch that are not real."""
+    """Returns the flat batch [num_tokens, X]: the rows of x at the places `real_N`, zeros elsewhere; None: x as it is."""
     if real_N is None:
         return x_NX
     return x_NX.new_zeros(num_tokens, *x_NX.shape[1:]).index_copy_(0, real_N, x_NX)
 
 
 def padding_mask(lengths_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Additive [B, 1, length]: a decoding token sees the first `lengths_B` entries, its own included."""
+    """Returns a mask to add, [B, 1, length], by which one new token sees the first `lengths_B` entries, its own included."""
     hidden = torch.arange(length, device=lengths_B.device) >= lengths_B[:, None]
     return torch.zeros(hidden.shape, dtype=dtype, device=lengths_B.device).masked_fill_(hidden, float("-inf"))[:, None]

@@ -1,4 +1,4 @@
-"""Everything that is private to the CPU: oneDNN's products, the flash kernel, and from which sizes on they pay.
+"""Everything that is private to the CPU: oneDNN's products, the flash kernel, and from which sizes on each is faster.
 
 It knows no model; decoder.py, packed.py and attention.py call it and have a plain path beside each call.
 """
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 MIN_ROWS = 256
-"""Rows from which laying a weight out anew for every product pays (CPU, float32)."""
+"""Rows of an input from which oneDNN is faster even though it lays the weight out anew for every product."""
 
 
 def can_multiply(x_NI: Tensor) -> bool:
-    """Returns whether `OneDnnProduct` computes a product with this input, and faster than F.linear."""
+    """Returns whether `OneDnnProduct` takes this input and is faster than F.linear."""
     is_fast = x_NI.dtype == torch.float32 and x_NI.device.type == "cpu" and len(x_NI) >= MIN_ROWS
     return is_fast and torch.backends.mkldnn.is_available()
 
 
 class OneDnnProduct(torch.autograd.Function):
-    """x Wᵀ whose forward and input gradient run oneDNN's kernel. The weight's gradient, a product of two activations, was not
-    faster there and stays with the BLAS (docs/log.md)."""
+    """The product x Wᵀ, whose forward and input gradient run oneDNN's kernel. The weight's gradient, a product of two
+    activations, was not faster there and stays with the BLAS (docs/log.md)."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -49,15 +49,47 @@ MIN_PRODUCTS = 320_000
 """Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear (docs/log.md)."""
 
 
+def onednn_matrix(num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) -> OneDnnMatrix | None:
+    """Returns a copy, still empty, of a frozen matrix for oneDNN; None where oneDNN does not compute its products."""
+    if dtype != torch.float32 or device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return None
+    return OneDnnMatrix(num_in * num_out)
+
+
+class OneDnnMatrix:
+    """A frozen matrix in oneDNN's own layout, laid out once for many products. These are twice as fast as MKL's, which keeps to
+    AVX2 on processors that are not Intel's.
+
+    min_rows: rows of the input from which it is the faster one; 0: it always is, so that no other copy is needed.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.min_rows = 0 if size >= MIN_PRODUCTS else -(-MIN_PRODUCTS // size)
+        self.packed: Tensor | None = None
+
+    def load(self, weight_OI: Tensor) -> None:
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.float().contiguous())
+
+    def multiply(self, x_NI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """Returns x Wᵀ + bias."""
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self.packed, bias_O, "none", [], "")
+        return product
+
+    def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
+        """Returns residual + x Wᵀ."""
+        added: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x_NI, residual_NO, self.packed, None, "add")
+        return added
+
+
 def can_fuse(q: Tensor) -> bool:
-    """Returns whether `CausalAndOwn` computes queries like these."""
+    """Returns whether `CausalAndOwn` takes queries of this device and dtype."""
     return q.device.type == "cpu" and q.dtype in (torch.float32, torch.float64)
 
 
 class CausalAndOwn(torch.autograd.Function):
-    """`causal_and_own` without its T x T matrices: the flash kernel handles the first keys, and the own ones join by
-    log-sum-exp. Its backward takes output and log-sum-exp of the whole, with which its probabilities and its correction
-    term (Dao, arXiv 2307.08691, §2.3) are those of the whole softmax."""
+    """`causal_and_own` (attention.py) without its T x T matrices: the flash kernel handles the first keys, and the own ones
+    join by log-sum-exp. The kernel's backward is given the output and the log-sum-exp over all keys; with them its
+    probabilities and its correction term (Dao, arXiv 2307.08691, §2.3) are those of the softmax over all keys."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -88,17 +120,20 @@ class CausalAndOwn(torch.autograd.Function):
 
 
 MIN_WASTE = 300_000
-"""Multiplications with keys that nobody may see, per sequence, from which a call for each sequence is cheaper (docs/log.md)."""
+"""Multiplications with hidden keys, per sequence, from which a call for each sequence is cheaper (docs/log.md)."""
 QUERIES_PER_READ = 6
-"""Reading a key from memory takes as long as so many queries to it."""
+"""To read a key from memory takes as long as to multiply it with so many queries."""
 
 
-def is_ragged(rows: Sequence[tuple[int, int]], num_new: int, length: int, query_size: int) -> bool:
-    """Returns whether a call for each sequence is cheaper than one call for the padded batch.
+def is_ragged(rows: Sequence[tuple[int, int]], columns_BT: Tensor, length: int, query_size: int) -> bool:
+    """Returns whether a call for each sequence is cheaper than one call for the padded batch, which it never is on a GPU.
 
-    rows: (new tokens, visible columns) of each sequence; padded, all would have `num_new` and `length`.
+    rows: (new tokens, visible columns) of each sequence; padded, all would have the T of `columns_BT` and `length`.
     query_size: heads times head size.
     """
+    if columns_BT.device.type != "cpu":
+        return False
+    num_new = columns_BT.shape[1]
     num_reads = sum(max(t, QUERIES_PER_READ) * n for t, n in rows)
     wasted = len(rows) * max(num_new, QUERIES_PER_READ) * length - num_reads
     return wasted * query_size > MIN_WASTE * len(rows)

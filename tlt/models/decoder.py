@@ -1,7 +1,7 @@
 """One decoder for the Llama, Qwen2 and Qwen3 families: training, prefill, decode and tree verification.
 
-Every caller runs the same code on a flat batch of N tokens; who may look at whom is the business of the `Attend`
-callable that comes in as an argument, so this file knows neither caches nor masks:
+Every caller runs the same code on a flat batch of N tokens. Which token attends to which is decided by an `Attend`, an
+argument, so this file knows neither caches nor masks:
 
     token_ids_N ─ embed ─▶ x_NE ─▶ [ qkv ─ rope ─ attend ─ + ─ mlp ─ + ] × layers ─▶ norm ─▶ features_NE ─ head ─▶ logits_NV
 
@@ -25,7 +25,7 @@ from tlt.models import cpu_kernels
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
 Attend = Callable[[int, Tensor], Tensor]
-"""(layer index, rotated qkv_NSD with S = H + 2K) -> attention output_N(HD)"""
+"""Maps (layer index, rotated qkv_NSD with S = H + 2K) to the attention output [N, H·D]."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The shape of a decoder. `max_positions` is the window: prompt and response together."""
+    """The shape of a decoder. `max_positions` is the window: how many tokens prompt and response may have together."""
 
     architecture: Architecture
     vocab_size: int
@@ -66,7 +66,7 @@ class ModelConfig:
 
     @property
     def num_qkv(self) -> int:
-        """S: rows of heads in a fused projection, queries first, then keys, then values."""
+        """S, the number of heads in a fused projection: queries first, then keys, then values."""
         return self.num_heads + 2 * self.num_kv_heads
 
 
@@ -74,7 +74,7 @@ class ModelConfig:
 
 
 def rope_inverse_frequencies(config: ModelConfig) -> Tensor:
-    """float64[D/2]. With llama3 scaling, long wavelengths are stretched and the middle band is interpolated
+    """Returns float64[D/2]. With llama3 scaling, long wavelengths are stretched and the middle band is interpolated
     (the rule published with Llama 3.1)."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64, device="cpu") / config.head_dim
     frequencies = config.rope_theta**-exponents
@@ -89,8 +89,9 @@ def rope_inverse_frequencies(config: ModelConfig) -> Tensor:
 class Rope:
     """Cosines and signed sines for every position of the window: rotate(x) = x·cos + roll(x, D/2)·sin."""
 
-    def __init__(self, config: ModelConfig, num_positions: int, dtype: torch.dtype, device: torch.device) -> None:
-        angles = torch.outer(torch.arange(num_positions, dtype=torch.float64, device="cpu"), rope_inverse_frequencies(config))
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        positions = torch.arange(config.max_positions, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, rope_inverse_frequencies(config))
         sin = angles.sin()
         self.cos_P1D = torch.cat([angles.cos()] * 2, dim=-1)[:, None].to(device=device, dtype=dtype)
         self.sin_P1D = torch.cat([-sin, sin], dim=-1)[:, None].to(device=device, dtype=dtype)
@@ -98,9 +99,16 @@ class Rope:
     def at(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
         return self.cos_P1D[positions_N], self.sin_P1D[positions_N]
 
+    @staticmethod
+    def matching(x: Tensor, config: ModelConfig, known: Rope | None) -> Rope:
+        """Returns tables of x's dtype and device: the known ones where they have both, else new ones."""
+        if known is not None and (known.cos_P1D.dtype, known.cos_P1D.device) == (x.dtype, x.device):
+            return known
+        return Rope(config, x.dtype, x.device)
+
 
 def apply_rope(qkv_NSD: Tensor, num_rotated: int, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
-    """Rotates the query and key heads; without autograd in place, so that keys and values stay one tensor."""
+    """Returns qkv with its first heads, queries and keys, rotated. Without autograd it happens in place, without a copy."""
     qk = qkv_NSD[:, :num_rotated]
     rolled = qk.roll(qk.shape[-1] // 2, -1)
     if torch.is_grad_enabled():
@@ -114,7 +122,7 @@ def apply_rope(qkv_NSD: Tensor, num_rotated: int, cos_N1D: Tensor, sin_N1D: Tens
 
 
 class Layer(Protocol):
-    """One decoder layer as three residual steps; trainable and packed layers both have this shape."""
+    """One decoder layer in three steps, as trainable and packed layers both have them. Attention runs between the first two."""
 
     num_rotated: int
 
@@ -126,7 +134,10 @@ class Layer(Protocol):
 def run_layer(
     layer: Layer, index: int, x_NE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, read_NI: Tensor | None = None
 ) -> Tensor:
-    """x_NE: the residual stream.  read_NI: what attention reads, where that is more than the stream (EAGLE-3's drafter)."""
+    """Returns the residual stream x_NE behind the layer.
+
+    read_NI: what attention reads, where that is more than the stream (EAGLE-3's drafter).
+    """
     qkv_NSD = apply_rope(layer.qkv(x_NE if read_NI is None else read_NI), layer.num_rotated, *rope)
     x_NE = layer.add_attention(x_NE, attend(index, qkv_NSD))
     return layer.add_mlp(x_NE)
@@ -136,7 +147,7 @@ def run_layer(
 
 
 class Linear(nn.Linear):
-    """nn.Linear; on a CPU in float32 with many rows twice as fast (see cpu_kernels.py)."""
+    """An nn.Linear that is twice as fast on a CPU, in float32 with many rows (see cpu_kernels.py)."""
 
     def forward(self, x_NI: Tensor) -> Tensor:
         if not cpu_kernels.can_multiply(x_NI):
@@ -194,8 +205,8 @@ INPUT_NORM = ("input_layernorm",)
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and gated MLP. Attention reads one vector per name in `norms`, each with a norm of that name;
-    without names it reads its input raw (EAGLE's drafter)."""
+    """Pre-norm attention and gated MLP. Attention reads one vector per name in `norms`, each through a norm of that name;
+    without names it reads its input as it is (EAGLE's drafter)."""
 
     def __init__(self, config: ModelConfig, *, norms: Sequence[str] = INPUT_NORM) -> None:
         super().__init__()
@@ -224,7 +235,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderStack(nn.Module):
-    """Embedding, layers and final norm: what Hugging Face calls `model`."""
+    """Embedding, layers and final norm, which Hugging Face calls `model`."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -245,7 +256,7 @@ class Transformer(nn.Module):
         self._rope: Rope | None = None
 
     def initialize(self, seed: int, std: float = 0.02) -> Transformer:
-        """Random weights that depend on the seed alone: normal matrices, unit norms, zero biases."""
+        """Sets random weights by the seed alone (normal matrices, unit norms, zero biases), and returns the model."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.parameters():
@@ -259,14 +270,13 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, E]"""
+        """The matrix [V, E] behind `logits`; in a tied model, that of the embedding."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Features_NE: the output of the final norm, what the head and the drafter read."""
+        """Returns features_NE: the output of the final norm, which the head and the drafter read."""
         x_NE = self.model.embed_tokens(token_ids_N)
-        if self._rope is None or self._rope.cos_P1D.dtype != x_NE.dtype or self._rope.cos_P1D.device != x_NE.device:
-            self._rope = Rope(self.config, self.config.max_positions, x_NE.dtype, x_NE.device)
+        self._rope = Rope.matching(x_NE, self.config, self._rope)
         rope = self._rope.at(positions_N)
         for index, layer in enumerate(self.model.layers):
             x_NE = run_layer(layer, index, x_NE, rope, attend)  # type: ignore[arg-type]  # ModuleList yields Module

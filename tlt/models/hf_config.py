@@ -1,11 +1,10 @@
-"""config.json ↔ ModelConfig: reading, writing, and refusing what this package would compute differently from transformers.
+"""config.json ↔ ModelConfig: read, written, and refused where we would compute something else than transformers does.
 
 A refusal is one line that says which file, which value and what to do. This file knows no tensors.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 from tlt.models.decoder import Architecture, ModelConfig, RopeScaling
+from tlt.models.hf_files import existing_directory, read_json
 from tlt.types import UserError
 
 ARCHITECTURES: dict[str, Architecture] = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
@@ -29,7 +29,7 @@ def load_model_config(path: Path | str) -> ModelConfig:
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
-    """The pure part of `load_model_config`; `source` is the place that errors name.
+    """Returns the configuration that a config.json describes; `source` is the place that errors name.
 
     Reads the layout of transformers 4 (rope_theta, rope_scaling) and of 5 (rope_parameters). Keys that are absent mean
     what they mean to transformers; where its default depends on the family (kv heads, head size), they are required.
@@ -66,7 +66,7 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The config.json of `config`, in the layout of transformers 4, which 5, vLLM and SGLang read as well (4 would
+    """Returns the config.json of `config`, in the layout of transformers 4, which 5, vLLM and SGLang read as well (4 would
     overlook the rope_parameters of 5). `extra` adds keys, such as the token ids; ids not given are null, because
     absent ones would become the family's defaults (Llama: eos 2)."""
     scaling = config.rope_scaling
@@ -122,7 +122,7 @@ def _architecture(fields: _Fields) -> Architecture:
 
 
 def _refuse_other_computations(fields: _Fields, architecture: Architecture) -> None:
-    """Raises for every key under which transformers would compute something else than transformer.py."""
+    """Raises UserError for every key by which transformers would compute something else than decoder.py."""
     raw = fields.raw
     if raw.get("quantization_config") is not None:
         raise fields.refusal("quantization_config", "quantized weights cannot be trained, use the unquantized checkpoint")
@@ -137,7 +137,7 @@ def _refuse_other_computations(fields: _Fields, architecture: Architecture) -> N
 
 
 def _refuse_sliding_windows(fields: _Fields, num_layers: int, max_positions: int) -> None:
-    """A window that never hides anything (switched off, or as long as the model's own) is let through. Without
+    """Raises UserError for a sliding window, unless it hides nothing (switched off, or as long as the model's own). Without
     layer_types, transformers lets the layers from max_window_layers on slide."""
     raw = fields.raw
     window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
@@ -154,7 +154,7 @@ def _refuse_sliding_windows(fields: _Fields, num_layers: int, max_positions: int
 
 
 def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling). Precedence is transformers': a rope_scaling before rope_parameters, theta inside before outside."""
+    """Returns (theta, scaling). As in transformers, rope_scaling goes before rope_parameters, theta inside before outside."""
     named = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = raw.get(named) or {}
     if any(isinstance(value, dict) for value in given.values()):
@@ -180,7 +180,7 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | Non
 
 @dataclass(frozen=True)
 class _Fields:
-    """Typed reading of a JSON object; null counts as absent."""
+    """A JSON object whose values are read with a check of their type; null counts as absent."""
 
     raw: Mapping[str, Any]
     source: str
@@ -205,32 +205,3 @@ class _Fields:
 def _refusal(source: str, name: str, value: Any, remedy: str) -> UserError:
     shown = repr(value)
     return UserError(f"{source}: {name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {remedy}")
-
-
-# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def existing_directory(path: Path | str) -> Path:
-    directory = Path(path)
-    if not directory.is_dir():
-        interrupted = directory.with_name(f".{directory.name}.old") if directory.name else directory
-        if interrupted.is_dir():
-            raise UserError(f"{directory}: is missing, a save was interrupted; rename {interrupted} to {directory.name}")
-        raise UserError(f"{directory}: is no directory; give a local checkpoint (hf download MODEL --local-dir {directory})")
-    return directory
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        raise UserError(f"{file}: is missing; give a directory with a whole Hugging Face checkpoint")
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # names no file by itself
-        raise UserError(f"{file}: is no JSON ({error}); download it again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{file}: holds a JSON {type(value).__name__}, not an object; download it again")
-    return value
-
-
-def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

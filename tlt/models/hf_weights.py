@@ -1,11 +1,10 @@
-"""Hugging Face checkpoint directories: config.json ↔ ModelConfig, safetensors ↔ tensors by name.
+"""Hugging Face checkpoint directories: safetensors ↔ tensors by name, and a content hash of them.
 
-Our names are the checkpoint's names, so nothing is renamed here; what this file adds is the refusal. A directory whose
-model we would compute differently from transformers, or whose tensors are not exactly those of its config.json, ends in
-one line that says which file, which value and what to do. This file knows neither engines nor ranks: sharded trainers
-hand in whole tensors, one at a time if `tensors` is a lazy mapping.
+Our names are the checkpoint's names, so nothing is renamed here. What this file adds is the refusal: tensors that are not
+exactly those of config.json end in one line that says which file, which tensor and what to do. It knows neither engines nor
+ranks: sharded trainers hand in whole tensors, one at a time if `tensors` is a lazy mapping.
 
-    DIR/config.json ── parse_config ──▶ ModelConfig ── expected_shapes ──▶ {name: shape} ──┐
+    DIR/config.json ── hf_config.py ──▶ ModelConfig ── expected_shapes ──▶ {name: shape} ──┐
     DIR/model*.safetensors ───────────────────── header check ◀────────────────────────────┘──▶ {name: tensor}
 """
 
@@ -27,7 +26,8 @@ from torch import Tensor
 
 from tlt.files import replace_folder
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf_config import TOKEN_IDS, config_to_hf, existing_directory, read_json, write_json
+from tlt.models.hf_config import TOKEN_IDS, config_to_hf
+from tlt.models.hf_files import existing_directory, read_json, write_json
 from tlt.types import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -42,23 +42,23 @@ COMPANIONS = (
     "additional_chat_templates",
     "generation_config.json",
 )
-"""What `save_model` copies beside the weights."""
+"""Patterns of the files that `save_model` copies from the checkpoint that the new one descends from."""
 
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
-"""What weights may be stored as; anything else is a quantization."""
+"""Number formats, by their safetensors names, in which weights may be stored; any other is a quantization."""
 
 
 # ── tensors in ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Names and shapes of every tensor of a checkpoint, in the order of the layers. Allocates nothing."""
+    """Returns the shape of every tensor of a checkpoint by its name, in the order of the layers. Allocates nothing."""
     with torch.device("meta"):
         return {name: parameter.shape for name, parameter in Transformer(config).state_dict().items()}
 
 
 def load_tensors(path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """All tensors of the checkpoint in `path`, on the CPU, as `dtype` (None: as stored).
+    """Returns all tensors of the checkpoint in `path`, on the CPU, as `dtype` (None: as stored).
 
     Names and shapes are checked against `expected_shapes(config)` before anything is read. Two kinds of surplus are
     let through and dropped: rotary `inv_freq` buffers, which old versions of transformers stored, and the
@@ -97,7 +97,8 @@ def _check_finite(tensor: Tensor, name: str, file: Path) -> None:
 
 
 def load_stored(path: Path | str) -> dict[str, Tensor]:
-    """Whatever the safetensors in `path` hold, whole or in shards, as stored; names and shapes are the caller's affair."""
+    """Returns all tensors of the safetensors in `path`, whole or in shards, as stored. Only the files are checked: names,
+    shapes and values are left to the caller."""
     directory = existing_directory(path)
     tensors: dict[str, Tensor] = {}
     for file in _weight_files(directory):
@@ -212,7 +213,7 @@ def save_model(
 
 
 def plan_shards(shapes: Mapping[str, torch.Size], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
-    """Consecutive names, as many to a shard as fit; a tensor larger than a shard gets one of its own."""
+    """Returns the names of each shard: consecutive ones, as many as fit; a tensor larger than a shard gets one of its own."""
     shards: list[list[str]] = [[]]
     filled = 0
     for name, shape in shapes.items():
@@ -255,7 +256,7 @@ def _copy_companions(origin: Path, directory: Path) -> None:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Replacing a directory deletes what is in it, so it must hold nothing but files that a checkpoint has."""
+    """Raises UserError where something else than a checkpoint lies; to replace a directory deletes all that is in it."""
     if not target.exists():
         return
     if not target.is_dir():
@@ -270,7 +271,7 @@ def _check_replaceable(target: Path) -> None:
 
 
 def content_hash(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 (hex) over names, dtypes, shapes and bytes; the order of the mapping does not matter."""
+    """Returns a SHA-256 (hex) over names, dtypes, shapes and bytes; the order of the mapping does not matter."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         tensor = tensors[name].detach().cpu().contiguous()

@@ -17,15 +17,14 @@ from tlt.models.decoder import ModelConfig
 T = TypeVar("T")
 
 _BLOCK = 128
-"""Granularity of lengths, in tokens."""
-
+"""A slot's length grows in multiples of so many tokens."""
 
 _PREFILL_TOKENS = 8192
-"""Per forward: prompts are short, but responses that come from other engines need not be."""
+"""Bound on a forward that fills the cache: prompts are short, but responses that come from other engines need not be."""
 
 
 def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields what enters a cache by one forward: in order, of at most `_PREFILL_TOKENS` tokens or a single item."""
+    """Yields the items, in order, in groups for one forward each: of at most `_PREFILL_TOKENS` tokens, or a single item."""
     group: list[T] = []
     total = 0
     for item in items:
@@ -39,18 +38,14 @@ def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterat
 
 
 class Cache:
-    """`layers[i]` is [slots, 2 × kv heads, length, head dim], keys before values. Entries beyond a sequence's length are
-    finite rubbish: rejected drafts, or zeros."""
+    """Storage whose `layers[i]` is [slots, 2 × kv heads, length, head dim], keys before values. Entries beyond a sequence's
+    length are finite but mean nothing: rejected drafts, or zeros."""
 
     def __init__(self, config: ModelConfig, num_layers: int, dtype: torch.dtype, device: torch.device, max_slots: int) -> None:
         self.max_slots = max_slots
         heads, dim = 2 * config.num_kv_heads, config.head_dim
         self.storage_ISKLD = torch.zeros(num_layers, 0, heads, _BLOCK, dim, dtype=dtype, device=device)
         self.layers: list[Tensor] = []
-
-    @property
-    def num_bytes(self) -> int:
-        return self.storage_ISKLD.nbytes
 
     def reserve(self, num_slots: int, length: int) -> None:
         """Makes room for the `num_slots` running sequences, the longest of `length` tokens. Growing in length gives up the
@@ -71,15 +66,15 @@ class Cache:
         self.layers = list(grown)
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """The first `length` entries of one slot, copied to others: a prompt shared by its samples."""
+        """Copies the first `length` entries of one slot to others, which must be neighbours: a prompt shared by its samples."""
         if targets:
             first, last = targets[0], targets[-1] + 1
             assert list(targets) == list(range(first, last)), "forks are admitted into neighbouring slots"
             self.storage_ISKLD[:, first:last, :, :length] = self.storage_ISKLD[:, source, None, :, :length]
 
     def commit(self, slot: int, start: int, path: Sequence[int]) -> None:
-        """Keeps the entries at start + path[i] as start + i: the accepted branch of a draft tree. A path that is a
-        prefix (a chain always is) costs nothing."""
+        """Moves the entries at start + path[i] to start + i: the accepted branch of a draft tree closes up behind the sequence.
+        A path 0, 1, 2, … (a chain always is one) costs nothing."""
         if any(column != i for i, column in enumerate(path)):
             columns = torch.tensor(path, device=self.storage_ISKLD.device) + start
             kept = self.storage_ISKLD[:, slot].index_select(2, columns)

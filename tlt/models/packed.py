@@ -1,5 +1,8 @@
-"""The engine's copy of a decoder, for inference alone: projections that read the same input are one matrix, and the weights of
-the norms are folded into the matrices behind them. It computes what decoder.py's trainable module computes."""
+"""The engine's copy of a decoder, for inference alone. It computes what decoder.py's trainable module computes, faster:
+projections that read the same input are one matrix, and a norm's weight is folded into the matrix behind the norm.
+
+It knows neither caches nor schedules, and of the CPU no more than that cpu_kernels.py may multiply faster.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.models.cpu_kernels import MIN_PRODUCTS
+from tlt.models import cpu_kernels
 from tlt.models.decoder import INPUT_NORM, Attend, ModelConfig, Rope, Transformer, run_layer
 
 
 class PackedNorm:
-    """x / sqrt(mean(x²) + eps). In float32 and float64 the weight is folded into the next matrix, together with the
-    factor sqrt(E): three small kernels are left, where F.rms_norm takes seven on a CPU. In bf16, where folding would
+    """RMSNorm, x / sqrt(mean(x²) + eps) · weight. In float32 and float64 the weight is folded into the next matrix, together
+    with the factor sqrt(E): three small kernels are left, where F.rms_norm takes seven on a CPU. In bf16, where folding would
     round the weights once more, F.rms_norm runs as it is."""
 
     def __init__(self, size: int, eps: float, dtype: torch.dtype, device: torch.device) -> None:
@@ -26,7 +29,7 @@ class PackedNorm:
         self.weight = torch.ones(size, dtype=dtype, device=device)
 
     def load(self, weight_E: Tensor) -> Tensor:
-        """Returns what the rows of the next matrix are to be multiplied with (wider than the weights' own dtype)."""
+        """Sets the weight, and returns the float64[E] by which the columns of the next matrix are to be multiplied."""
         self.weight.copy_(weight_E)
         return weight_E.double() * math.sqrt(self.size) if self.is_folded else torch.ones_like(weight_E).double()
 
@@ -37,9 +40,8 @@ class PackedNorm:
 
 
 class PackedLinear:
-    """A frozen matrix, y = x Wᵀ + bias. On a CPU in float32, large products run oneDNN's kernel on a copy of the matrix in
-    oneDNN's own layout: twice as fast as MKL, which keeps to AVX2 on processors that are not Intel's. A matrix so large
-    that all its products are large exists in that layout alone."""
+    """A frozen matrix, y = x Wᵀ + bias. Where a CPU multiplies faster by a copy in a layout of its own (cpu_kernels.py), large
+    products take that copy. A matrix so large that all its products are large exists as that copy alone."""
 
     def __init__(
         self,
@@ -51,50 +53,46 @@ class PackedLinear:
         has_bias: bool = False,
         storage: Tensor | None = None,
     ) -> None:
-        """storage: the matrix lies here already, for others to read, and is not copied where its own layout serves."""
+        """Allocates the matrix, empty.
+
+        storage: where the matrix lies already, for others to read; it is not copied where its own layout serves.
+        """
         self.shape = (num_out, num_in)
-        self.can_pack = dtype == torch.float32 and device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self.is_always_packed = self.can_pack and num_in * num_out >= MIN_PRODUCTS
+        self.cpu_copy = cpu_kernels.onednn_matrix(num_in, num_out, dtype, device)
         self.weight: Tensor | None = None
-        if not self.is_always_packed:
+        if self.cpu_copy is None or self.cpu_copy.min_rows > 0:
             self.weight = torch.empty(num_out, num_in, dtype=dtype, device=device) if storage is None else storage
         self.weight_t = None if self.weight is None else self.weight.t()
-        self.packed: Tensor | None = None
         self.bias = torch.empty(num_out, dtype=dtype, device=device) if has_bias else None
 
     def load(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Copies [num_out, num_in] in, of any floating type; RuntimeError for another shape."""
+        """Copies the weight [num_out, num_in] in, from any floating type; RuntimeError for another shape."""
         if tuple(weight.shape) != self.shape:
             raise RuntimeError(f"a matrix of shape {list(weight.shape)} arrived where {list(self.shape)} was expected")
         if self.weight is not None and self.weight is not weight:
             self.weight.copy_(weight)
-        if self.can_pack:
-            self.packed = torch.ops.mkldnn._reorder_linear_weight(weight.float().contiguous())
+        if self.cpu_copy is not None:
+            self.cpu_copy.load(weight)
         if self.bias is not None:
             assert bias is not None
             self.bias.copy_(bias)
 
-    def _runs_packed(self, x_NI: Tensor) -> bool:
-        return self.packed is not None and (self.weight is None or x_NI.shape[0] * self.weight.numel() >= MIN_PRODUCTS)
-
     def __call__(self, x_NI: Tensor) -> Tensor:
-        if self._runs_packed(x_NI):
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x_NI, self.packed, self.bias, "none", [], "")
-            return product
+        if self.cpu_copy is not None and x_NI.shape[0] >= self.cpu_copy.min_rows:
+            return self.cpu_copy.multiply(x_NI, self.bias)
         assert self.weight is not None
         return F.linear(x_NI, self.weight, self.bias)
 
     def add_to(self, residual_NO: Tensor, x_NI: Tensor) -> Tensor:
-        """residual + y, for a matrix without bias."""
-        if self._runs_packed(x_NI):
-            added: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x_NI, residual_NO, self.packed, None, "add")
-            return added
+        """Returns residual + x Wᵀ, for a matrix without bias."""
+        if self.cpu_copy is not None and x_NI.shape[0] >= self.cpu_copy.min_rows:
+            return self.cpu_copy.add_to(residual_NO, x_NI)
         assert self.weight_t is not None
         return torch.addmm(residual_NO, x_NI, self.weight_t)
 
 
 class PackedLayer:
-    """The same layer as `DecoderLayer`, for a frozen copy of its weights."""
+    """A frozen copy of a `DecoderLayer`, computed with fused matrices."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, norms: Sequence[str] = INPUT_NORM
@@ -112,7 +110,7 @@ class PackedLayer:
         self.down_linear = PackedLinear(c.intermediate_size, c.hidden_size, dtype, device)
 
     def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
-        """Copies a layer in, by its Hugging Face names below `prefix`. Missing tensors raise KeyError."""
+        """Copies a layer's tensors in, whose Hugging Face names begin with `prefix`; KeyError where one is missing."""
 
         def cat(*names: str) -> Tensor:
             return torch.cat([tensors[prefix + name].detach() for name in names])
@@ -165,12 +163,12 @@ class PackedTransformer:
         self.head_linear = PackedLinear(config.hidden_size, config.vocab_size, dtype, self.device, storage=self.head_VE)
         self.final_norm = PackedNorm(config.hidden_size, config.rms_norm_eps, dtype, self.device)
         self.final_gain_E = torch.empty(config.hidden_size, dtype=dtype, device=self.device)
-        self.rope = Rope(config, config.max_positions, dtype, self.device)
+        self.rope = Rope(config, dtype, self.device)
         self.version = -1
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
-        """Copies a policy in by its Hugging Face names. Everything must arrive: KeyError or RuntimeError otherwise."""
+        """Copies a policy in by its Hugging Face names. KeyError where a tensor is missing, RuntimeError for another shape."""
         for index, layer in enumerate(self.layers):
             layer.load(tensors, f"model.layers.{index}.")
         self.embedding_VE.copy_(tensors["model.embed_tokens.weight"].detach())
@@ -187,14 +185,17 @@ class PackedTransformer:
         return packed
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Features_NE, as `Transformer.forward`."""
+        """Returns features_NE, as `Transformer.forward` does."""
         return self.forward_capturing(token_ids_N, positions_N, attend, ())[0]
 
     def forward_capturing(
         self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, capture: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        """(features_NE, captured_NF): beside the features, the inputs of the layers in `capture` one after the other
-        (residual sums before any norm); the number of layers stands for the features themselves."""
+        """Returns (features_NE, captured_NF): beside the features, the inputs of the layers in `capture`, side by side.
+
+        A layer's input is the residual sum before any norm. The number of layers stands for the features themselves. An empty
+        `capture` returns the features in both places.
+        """
         x_NE = F.embedding(token_ids_N, self.embedding_VE)
         rope = self.rope.at(positions_N)
         captured = {}
@@ -214,5 +215,5 @@ class PackedTransformer:
         return F.embedding(token_ids, self.embedding_VE)
 
     def logits(self, features: Tensor) -> Tensor:
-        """[..., V]"""
+        """Returns logits [..., V]."""
         return self.head_linear(features.view(-1, self.config.hidden_size)).view(*features.shape[:-1], -1)

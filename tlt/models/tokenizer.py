@@ -5,12 +5,12 @@ The only place that imports transformers' tokenizers. Everything is read from th
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt.models.hf_files import existing_directory, read_json
 from tlt.types import UserError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -28,14 +28,14 @@ class Tokenizer:
     stop_ids: tuple[int, ...]
 
     def encode_text(self, text: str, place: str = "prompt") -> tuple[int, ...]:
-        """The ids of a text prompt, with the special tokens that the tokenizer itself defines for it (such as <bos>)."""
+        """Returns the ids of a text prompt, with the special tokens that the tokenizer itself adds (such as <bos>)."""
         encoded = self.hf(text, return_offsets_mapping=self.hf.is_fast)
         if self.hf.is_fast:
             _check_coverage(self.hf, text, encoded["offset_mapping"], place, self.path)
         return self._checked(encoded["input_ids"], place)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], place: str = "messages") -> tuple[int, ...]:
-        """The ids of chat messages through the tokenizer's template, ready for the assistant's turn."""
+        """Returns the ids of chat messages in the tokenizer's template, up to where the assistant's turn begins."""
         if not self.hf.chat_template:
             raise UserError(f"{place}: {self.path} has no chat template; give prompt (text) or prompt_ids instead")
         try:
@@ -46,7 +46,7 @@ class Tokenizer:
         return self._checked(ids, place)
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of a response, without special tokens."""
+        """Returns the text of a response, without special tokens."""
         text: str = self.hf.decode(list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return text
 
@@ -57,7 +57,7 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer of the checkpoint folder `path`.
+    """Loads the tokenizer of the checkpoint folder `path`.
 
     Raises UserError when the folder or its tokenizer is missing or broken, and when the tokenizer has more tokens than
     the model's embedding has rows.
@@ -89,10 +89,10 @@ def has_tokenizer(path: str | Path) -> bool:
 
 
 def read_stop_ids(path: str | Path) -> tuple[int, ...]:
-    """The ids that end a response: of generation_config.json, else of config.json; empty when neither names any."""
+    """Returns the ids that end a response, from generation_config.json, else from config.json; () when neither names any."""
     path = Path(path)
     for name in ("generation_config.json", "config.json"):
-        value = _read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
+        value = read_json(path / name).get("eos_token_id") if (path / name).is_file() else None
         if value is None:
             continue
         ids = value if isinstance(value, list) else [value]
@@ -105,7 +105,7 @@ def read_stop_ids(path: str | Path) -> tuple[int, ...]:
 
 
 def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, window: int) -> None:
-    """Refuses ids the model has no embedding for, and a prompt that leaves no room for one token of response."""
+    """Raises UserError for ids the model has no embedding for, and for a prompt that leaves no room for one response token."""
     if not prompt_ids:
         raise UserError(f"{place}: the prompt is empty; give at least one token")
     if bad := next((token for token in prompt_ids if not 0 <= token < vocab_size), None):
@@ -120,7 +120,7 @@ def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, wind
 
 
 def _check_coverage(hf: Any, text: str, offsets: Sequence[tuple[int, int]], place: str, path: Path) -> None:
-    """A tokenizer without an unknown token drops what it does not know, in silence; a prompt must not change that way.
+    """Raises UserError where the tokenizer drops a character: one without an unknown token does so in silence.
 
     Offsets tell cheaply that something may be missing; they do not tell what, so then every character is tried alone.
     """
@@ -132,24 +132,11 @@ def _check_coverage(hf: Any, text: str, offsets: Sequence[tuple[int, int]], plac
 
 
 def _vocab_size(path: Path) -> int:
-    if not path.is_dir():
-        raise UserError(f"{path}: no such folder; give a Hugging Face checkpoint folder")
-    if not (path / "config.json").is_file():
-        raise UserError(f"{path}: has no config.json; give a Hugging Face checkpoint folder")
-    vocab_size = _read_json(path / "config.json").get("vocab_size")
+    file = existing_directory(path) / "config.json"
+    vocab_size = read_json(file).get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
-        raise UserError(f"{path / 'config.json'}: vocab_size is {vocab_size!r}; it must be the number of rows of the embedding")
+        raise UserError(f"{file}: vocab_size is {vocab_size!r}; it must be the number of rows of the embedding")
     return vocab_size
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}; copy the model's file there again") from None
-    if not isinstance(values, dict):
-        raise UserError(f"{path}: holds a {type(values).__name__}, not an object; copy the model's file there again")
-    return values
 
 
 def _one_line(error: Exception, limit: int = 160) -> str:
