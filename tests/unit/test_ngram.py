@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -315,7 +316,7 @@ def test_rows_of_a_hybrid_batch_draft_each_in_their_own_way(width: int, threshol
     engine = make_engine(make_policy(), Fixed(Strategy("hybrid", 4, width, 8)))
     hybrid = engine.drafter
     assert isinstance(hybrid, HybridDrafter)
-    hybrid.learned.confidence_threshold = threshold
+    hybrid.learned.settings = replace(hybrid.learned.settings, confidence_threshold=threshold)
     hybrid.ngram.hits = [[98.0, 100.0]] * len(hybrid.ngram.hits)
     retrieve, choose = hybrid.ngram.retrieve, hybrid.propose
     retrieved: list[DraftTree] = []
