@@ -23,7 +23,7 @@ from tlt.config.schema import Config, DrafterSection
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter, choose_preset
 from tlt.drafter.hybrid import drafter_kinds, make_drafter
-from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.model import DraftModel, PackedDrafter
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
@@ -121,16 +121,14 @@ def build_learned(engine: RolloutEngine, drafter: StoredDrafter, settings: Engin
     """Returns the drafter at work beside the engine's target. It remembers what training matches only where it is trained."""
     drafting = settings.drafting
     packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
-    return LearnedDrafter(
-        packed,
-        engine.model,
-        settings.max_batch_size,
+    learned = LearnedSettings(
         ranking=drafting.ranking,
         tau=drafting.coupling_temperature,
         confidence_threshold=drafting.confidence_threshold,
         window=drafting.feature_window,
         keep_targets=drafting.train and drafting.features == "captured",
     )
+    return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned)
 
 
 def build_policy_trainer(config: Config, model: Model, device: torch.device, group: ProcessGroup | None) -> PolicyTrainer:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tlt.drafter.hybrid import make_drafter
-from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
@@ -33,7 +34,7 @@ def make_engine(
     drafter: str = "learned",
     dtype: torch.dtype = torch.float64,
     max_batch_size: int = 8,
-    ranking: str = "coupled",
+    ranking: Literal["coupled", "top-k"] = "coupled",
     window: int = 4096,
     confidence_threshold: float = 0.0,
 ) -> RolloutEngine:
@@ -43,14 +44,8 @@ def make_engine(
         if drafter == "learned":
             model = DraftModel(drafter_shape(policy.config)).initialize(2)
             packed = PackedDrafter.from_tensors(model.config, model.state_dict(), dtype)
-            learned = LearnedDrafter(
-                packed,
-                engine.model,
-                max_batch_size,
-                ranking=ranking,
-                window=window,
-                confidence_threshold=confidence_threshold,
-            )
+            settings = LearnedSettings(ranking=ranking, window=window, confidence_threshold=confidence_threshold)
+            learned = LearnedDrafter(packed, engine.model, max_batch_size, settings)
             engine.load_drafter(make_drafter(learned, max_batch_size, confidence_threshold=confidence_threshold))
         elif drafter == "ngram":
             engine.load_drafter(make_drafter(None, max_batch_size, confidence_threshold=confidence_threshold))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, make_policy
 from tlt.drafter.buffer import PackedBatch, TrajectoryBuffer
-from tlt.drafter.learned import LearnedDrafter, LearnedProposal
+from tlt.drafter.learned import LearnedDrafter, LearnedProposal, LearnedSettings
 from tlt.drafter.losses import PRESETS, Preset, draft_loss
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, drafter_shape
 from tlt.drafter.spot import SpotTrainer
@@ -49,7 +49,8 @@ def make_drafter(
     max_slots: int = 4, target: PackedTransformer = TARGET, tau: float = 0.7, window: int = 4096, threshold: float = 0.0
 ) -> LearnedDrafter:
     packed = PackedDrafter.from_tensors(MODEL.config, MODEL.state_dict(), torch.float64)
-    return LearnedDrafter(packed, target, max_slots, tau=tau, window=window, confidence_threshold=threshold, calibrate=False)
+    settings = LearnedSettings(tau=tau, window=window, confidence_threshold=threshold, calibrate=False)
+    return LearnedDrafter(packed, target, max_slots, settings)
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:

@@ -28,7 +28,7 @@ from tests.unit.drafter_parts import (
     remember,
     run_engine,
 )
-from tlt.drafter import learned as drafters_module
+from tlt.drafter import pair_cache
 from tlt.drafter.calibration import Calibration
 from tlt.drafter.learned import LearnedDrafter, LearnedProposal
 from tlt.tuning.tuner import Fixed
@@ -225,11 +225,11 @@ def test_the_cached_drafter_equals_the_uncached_training_forward(stages: Sequenc
     calls = recorded_forward(drafter)
     for slot in range(2):
         drafter.admit(slot, make_request(tokens[slot][:2]))
-    with patch.object(drafters_module, "_CATCH_UP_TOKENS", limit):
+    with patch.object(pair_cache, "_CATCH_UP_TOKENS", limit):
         for stage, length in enumerate(stages):
             lengths = [length, max(2, length - 3 * (stage % 2))] if stage else [length, length]
             rows = [tokens[b][:n] for b, n in enumerate(lengths)]
-            if any(n - 1 <= done for n, done in zip(lengths, drafter.counts, strict=False)):
+            if any(n - 1 <= done for n, done in zip(lengths, drafter.pairs.counts, strict=False)):
                 rows = [tokens[b][:length] for b in range(2)]
             for slot, row in enumerate(rows):
                 remember(drafter, slot, features[slot][: len(row) - 1])
@@ -257,12 +257,11 @@ def test_what_catching_up_returns_equals_the_uncached_training_forward(limit: in
     for slot in range(2):
         drafter.admit(slot, make_request(tokens[slot][:2]))
         remember(drafter, slot, features[slot])
-    drafter.cache.reserve(2, 64)
-    with patch.object(drafters_module, "_CATCH_UP_TOKENS", limit), torch.no_grad():
+    drafter.pairs.cache.reserve(2, 64)
+    with patch.object(pair_cache, "_CATCH_UP_TOKENS", limit), torch.no_grad():
         for lengths in ([2, 9], [3, 10], [17, 11], [18, 30], [50, 50]):
             context = context_of([tokens[b][:n] for b, n in enumerate(lengths)])
-            found = drafter._catch_up(context, drafter._enter(context), [n - 1 for n in lengths], None)
-            drafter.counts[:2] = [n - 1 for n in lengths]
+            found = drafter.pairs.catch_up(context, room=0).hidden_BE
             for slot, length in enumerate(lengths):
                 expected = plain_forward(TARGET.embed(torch.tensor(tokens[slot][1:length])), features[slot][: length - 1])[-1]
                 torch.testing.assert_close(found[slot], expected, rtol=0, atol=1e-9)
@@ -274,7 +273,7 @@ def test_a_long_prompt_that_joins_a_long_response_is_caught_up_within_the_cache(
     old, new = random_tokens(122, 1), random_tokens(100, 2)
     features = [randn(122, SIZE, seed=3), randn(100, SIZE, seed=4)]
     strategy = Strategy("learned", 1, 1, 1)
-    with patch.object(drafters_module, "_CATCH_UP_TOKENS", 4):
+    with patch.object(pair_cache, "_CATCH_UP_TOKENS", 4):
         drafter.admit(0, make_request(old))
         remember(drafter, 0, features[0][:120])
         drafter.propose(context_of([old[:121]]), strategy, randn(1, 2, VOCAB))

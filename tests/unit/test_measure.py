@@ -12,7 +12,7 @@ import torch
 from tests.lossless.helpers import CONFIG
 from tests.unit.watch_parts import POLICY, TARGET, Parts, make_rollouts
 from tlt.drafter.measure import distribution, draw, engine_logits, judge, read, trainer_logits
-from tlt.drafter.ngram import count_retrieved
+from tlt.drafter.suffix_index import count_retrieved
 from tlt.models.attention import PackedCausal
 from tlt.types import Rollout
 

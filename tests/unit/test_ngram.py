@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lossless.helpers import make_engine, make_policy
-from tlt.drafter import ngram
+from tlt.drafter import ngram, suffix_index
 from tlt.drafter.hybrid import HybridDrafter, HybridProposal
-from tlt.drafter.ngram import ANCHORS, NgramDrafter, NgramProposal, SuffixIndex, _match_bucket
+from tlt.drafter.ngram import NgramDrafter, NgramProposal, _match_bucket
+from tlt.drafter.suffix_index import ANCHORS, SuffixIndex
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed, make_tuner
@@ -78,7 +80,7 @@ def test_the_longest_match_is_the_one_that_trying_every_position_finds(data: st.
     for parts in ([text[:cut] for text, cut in zip(texts, cuts, strict=True)], texts):  # texts grow in turns
         for text_id, part in zip(ids, parts, strict=True):
             index.extend(text_id, part)
-    with patch.object(ngram, "_MAX_SOURCES", 10**6):
+    with patch.object(suffix_index, "_MAX_SOURCES", 10**6):
         for tokens in texts:
             found = index.sources(tokens)
             assert max((length for length, _, _ in found), default=0) == longest_match(texts, tokens)
@@ -130,7 +132,7 @@ def test_a_problem_with_running_sequences_is_never_forgotten() -> None:
 
 def test_texts_beyond_the_limit_are_forgotten_and_lead_nowhere() -> None:
     index = SuffixIndex()
-    with patch.object(ngram, "_MAX_TEXTS", 3):
+    with patch.object(suffix_index, "_MAX_TEXTS", 3):
         for number in range(10):
             text = index.open()
             index.extend(text, [number] * 6 + list(range(20, 30)))
@@ -151,13 +153,13 @@ def test_a_text_that_still_grows_is_never_forgotten_however_many_samples_a_promp
     propose(drafter, rows[:50], CHAIN)
     for slot in range(49, -1, -1):
         drafter.finish(slot, rollout_of(request("p", slot), rows[slot]))
-    assert len(drafter.problems["p"].texts) == ngram._MAX_TEXTS
+    assert len(drafter.problems["p"].texts) == suffix_index._MAX_TEXTS
 
 
 def test_what_is_kept_of_texts_leaves_with_them() -> None:
     """Samples of one prompt come and go. The counted tokens bound the entries: what only forgotten texts held is gone."""
     rng, index = random.Random(0), SuffixIndex()
-    with patch.object(ngram, "_MAX_TEXTS", 4):
+    with patch.object(suffix_index, "_MAX_TEXTS", 4):
         for _ in range(200):
             text = index.open()
             index.extend(text, [rng.randrange(50) for _ in range(100)])
@@ -171,7 +173,7 @@ def test_an_aborted_rollout_leaves_no_text_open() -> None:
     """Texts that nobody closes could never be forgotten."""
     engine = make_engine(make_policy(), Fixed(CHAIN), drafter="ngram")
     assert isinstance(engine.drafter, NgramDrafter)
-    with patch.object(ngram, "_MAX_TEXTS", 2):
+    with patch.object(suffix_index, "_MAX_TEXTS", 2):
         for _ in range(5):
             engine.add(Request("p", i, (3, 4, 5), SamplingParams(max_tokens=40)) for i in range(4))
             for _ in range(4):
@@ -314,7 +316,7 @@ def test_rows_of_a_hybrid_batch_draft_each_in_their_own_way(width: int, threshol
     engine = make_engine(make_policy(), Fixed(Strategy("hybrid", 4, width, 8)))
     hybrid = engine.drafter
     assert isinstance(hybrid, HybridDrafter)
-    hybrid.learned.confidence_threshold = threshold
+    hybrid.learned.settings = replace(hybrid.learned.settings, confidence_threshold=threshold)
     hybrid.ngram.hits = [[98.0, 100.0]] * len(hybrid.ngram.hits)
     retrieve, choose = hybrid.ngram.retrieve, hybrid.propose
     retrieved: list[DraftTree] = []

@@ -24,7 +24,7 @@ from tlt.distributed.mailbox import Mailbox
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World
 from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.losses import PRESETS
 from tlt.drafter.measure import Subject
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
@@ -410,7 +410,7 @@ def make_engine(seed: int = 2, strategy: Strategy = TREES) -> tuple[RolloutEngin
     model = make_model(seed)
     packed = PackedDrafter(model.config, torch.float64)
     packed.load(model.state_dict(), 7)
-    learned = LearnedDrafter(packed, engine.model, 4, tau=0.7, calibrate=False)
+    learned = LearnedDrafter(packed, engine.model, 4, LearnedSettings(tau=0.7, calibrate=False))
     engine.load_drafter(learned)
     return engine, learned
 
@@ -577,9 +577,9 @@ def test_features_are_read_out_only_where_they_are_trained_on() -> None:
     reads = []
     for keeps_captured in (True, False):
         engine, learned = make_engine()
-        read = learned.history.read
+        read = learned.pairs.history.read
         num_reads: list[int] = []
-        learned.history.read = lambda s, f, t, read=read, n=num_reads: (f == [0] and n.append(1)) or read(s, f, t)
+        learned.pairs.history.read = lambda s, f, t, read=read, n=num_reads: (f == [0] and n.append(1)) or read(s, f, t)
         trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
         spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured)
         (coordinator,) = make_coordinators(1)

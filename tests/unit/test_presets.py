@@ -14,7 +14,7 @@ from tests.lossless.helpers import CONFIG, VOCAB, make_policy, to_transformers
 from tlt.config.schema import Config
 from tlt.drafter.buffer import PackedBatch
 from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
-from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.losses import PRESETS
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, capture_layers, drafter_shape, training_capture
 from tlt.drafter.trainer import DrafterTrainer
@@ -246,7 +246,7 @@ def test_tokens_are_those_of_off(method: Method, draft_vocab: int | None, temper
     engine.load_policy(POLICY.state_dict())
     model = make_model(method, draft_vocab)
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
-    drafter = LearnedDrafter(packed, engine.model, 3, keep_targets=True)
+    drafter = LearnedDrafter(packed, engine.model, 3, LearnedSettings(keep_targets=True))
     engine.load_drafter(drafter)
     engine.add(requests)
     found, captured = {}, {}

@@ -14,7 +14,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +22,11 @@ from tlt.bench.measure import Ratio, side_by_side
 from tlt.build import EngineSettings, build_engine, build_learned
 from tlt.config.schema import DrafterSection
 from tlt.drafter.folder import StoredDrafter
-from tlt.drafter.learned import LearnedDrafter, LearnedProposal
+from tlt.drafter.learned import LearnedDrafter, LearnedProposal, LearnedSettings
 from tlt.drafter.model import PackedDrafter
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig
+from tlt.models.packed import PackedTransformer
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.verify import verify
 from tlt.tuning.tuner import Fixed
@@ -73,31 +73,35 @@ class Acceptance:
 
 @dataclass
 class _Guesses:
-    """Lists with one entry for each guess that counts."""
+    """Lists with one entry for each guess that counts.
+
+    entropy_BN: the target's, at every node of the step that has just been verified; the drafter is told of it next.
+    """
 
     confidence: list[float] = field(default_factory=list)
     entropy: list[float] = field(default_factory=list)
     accepted: list[bool] = field(default_factory=list)
+    entropy_BN: list[list[float]] = field(default_factory=list)
 
 
-class _ObservedDrafter(LearnedDrafter):
-    """Drafts as ever, and notes the probability that it gives each token it drafts."""
+class _Witness(LearnedDrafter):
+    """Drafts as ever, and notes what became of its guesses when it is told."""
 
-    confidence_BD = torch.empty(0, 0)
+    def __init__(
+        self, model: PackedDrafter, target: PackedTransformer, max_slots: int, settings: LearnedSettings, guesses: _Guesses
+    ) -> None:
+        super().__init__(model, target, max_slots, settings)
+        self.guesses = guesses
 
-    def propose(self, *args: Any, **kwargs: Any) -> LearnedProposal:
-        self._logprobs: list[Tensor] = []
-        proposal = super().propose(*args, **kwargs)
-        drafted_BD = proposal.tree.tokens_BN[:, 1:].contiguous()
-        if self.model.token_ids is not None:
-            drafted_BD = torch.searchsorted(self.model.token_ids, drafted_BD)
-        logprobs_BDV = torch.stack(self._logprobs, dim=1)
-        self.confidence_BD = logprobs_BDV.gather(-1, drafted_BD[..., None])[..., 0].exp()
-        return proposal
-
-    def _scores(self, level: Any) -> Tensor:
-        self._logprobs.append(level.scaled_BTV[:, 0].log_softmax(dim=-1))
-        return super()._scores(level)
+    def observe(self, proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
+        super().observe(proposal, verdicts)
+        assert proposal.logprobs_BD is not None, "the settings ask for them"
+        rows = zip(proposal.logprobs_BD.exp().tolist(), self.guesses.entropy_BN, verdicts, strict=True)
+        for confidence_D, entropy_N, verdict in rows:
+            for index in range(min(verdict.num_accepted + 1, len(confidence_D))):
+                self.guesses.confidence.append(confidence_D[index])
+                self.guesses.entropy.append(entropy_N[index])
+                self.guesses.accepted.append(index < verdict.num_accepted)
 
 
 def observe(
@@ -113,28 +117,19 @@ def observe(
     Raises UserError where prompts and responses are so short that nothing was guessed.
     """
     guesses = _Guesses()
-    observed: _ObservedDrafter
 
     def watch(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> list[Verdict]:
         verdicts = verify(tree, logits_BNV, noise_BNV, params)
         if tree.num_nodes > 1:
             logprobs_BNV = params.scale(logits_BNV).log_softmax(dim=-1)
-            entropy = -(logprobs_BNV.exp() * logprobs_BNV).sum(dim=-1)
-            for row, (entropy_N, confidence_D) in enumerate(
-                zip(entropy.tolist(), observed.confidence_BD.tolist(), strict=True)
-            ):
-                num_accepted = verdicts[row].num_accepted
-                for index in range(min(num_accepted + 1, depth)):
-                    guesses.confidence.append(confidence_D[index])
-                    guesses.entropy.append(entropy_N[index])
-                    guesses.accepted.append(index < num_accepted)
+            guesses.entropy_BN = (-(logprobs_BNV.exp() * logprobs_BNV).sum(dim=-1)).tolist()
         return verdicts
 
     tuner = Fixed(Strategy("learned", depth, 1, depth))
     engine = build_engine(config, policy, _settings(max_batch_size), tuner=tuner, verify=watch)
     packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, torch.float32)
-    observed = _ObservedDrafter(packed, engine.model, max_batch_size, confidence_threshold=0.0)
-    engine.load_drafter(observed)
+    drafting = LearnedSettings(confidence_threshold=0.0, keep_logprobs=True)
+    engine.load_drafter(_Witness(packed, engine.model, max_batch_size, drafting, guesses))
     for _ in engine.generate(requests):
         pass
     stats = engine.stats

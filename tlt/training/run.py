@@ -24,8 +24,8 @@ from tlt.distributed.world import DeviceChoice, World, average_weighted, choose_
 from tlt.drafter.folder import StoredDrafter, load_drafter
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.measure import Subject
-from tlt.drafter.ngram import count_retrieved
 from tlt.drafter.service import DrafterWatch, Ranks
+from tlt.drafter.suffix_index import count_retrieved
 from tlt.files import write_atomically
 from tlt.models.decoder import Transformer
 from tlt.models.hf_weights import save_model

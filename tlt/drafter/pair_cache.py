@@ -1,0 +1,172 @@
+"""What the drafter has read: the keys and values of its pairs, and the target's features of what it has yet to read.
+
+    committed tokens   0 1 2 ... n-2 | n-1 (root)
+    pairs (t+1, t)     0 1 2 ... n-2                the last pair's output ranks the candidates for position n
+                       └ caught up ┘
+
+Every proposal first catches up with what was committed since the last one: a few pairs while speculating, up to the window of
+features remembered when speculation is switched on late. The target is never run for this. Knows no candidates and no strategy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt.drafter.history import FeatureHistory
+from tlt.drafter.model import TOKEN_AHEAD, PackedDrafter
+from tlt.models.attention import Cached, StoringPrefill
+from tlt.models.kv_cache import Cache, prefill_groups
+from tlt.models.packed import PackedTransformer
+from tlt.speculative.protocol import DraftContext
+from tlt.speculative.tree import chain_mask
+
+_CATCH_UP_TOKENS = 256
+"""Pairs per sequence in one catch-up forward; bounds the mask after a late switch on."""
+
+
+@dataclass(frozen=True)
+class CaughtUp:
+    """Where drafting starts. Row b has `num_pairs[b]` pairs in columns 0 .. of the cache, the first of them at rotary position
+    `offsets_B1[b]` (None: 0 in every row); `hidden_BE` is the output of the last."""
+
+    num_pairs: list[int]
+    offsets_B1: Tensor | None
+    hidden_BE: Tensor
+
+
+class PairCache:
+    """Reads the running sequences for the drafter, each in the slot that the engine gave it.
+
+    captured_size: width of the features that `remember` receives at a position; they may hold more than the drafter reads.
+    window: positions whose features are remembered per sequence; pairs that lie further back are never read.
+    """
+
+    def __init__(
+        self, model: PackedDrafter, target: PackedTransformer, captured_size: int, window: int, max_slots: int
+    ) -> None:
+        self.model, self.target = model, target
+        self.cache = Cache(model.config.layer, 1, model.dtype, model.device, max_slots)
+        self.history = FeatureHistory(captured_size, window, max_slots, model.dtype, model.device)
+        self.firsts = [0] * max_slots  # position of the pair in column 0
+        self.counts = [0] * max_slots  # pairs in the cache
+
+    def admit(self, slot: int) -> None:
+        self.firsts[slot] = self.counts[slot] = 0
+
+    def forget(self) -> None:
+        """Drops what older weights computed; it is computed again from the remembered features."""
+        self.counts = [0] * len(self.counts)
+
+    def move(self, source: int, target: int) -> None:
+        self.firsts[target], self.counts[target] = self.firsts[source], self.counts[source]
+        self.history.move(source, target)
+        if self.counts[source]:
+            self.cache.move(source, target, self.counts[source])
+
+    def release(self) -> None:
+        self.cache.release()
+        self.history.release()
+
+    def catch_up(self, context: DraftContext, room: int) -> CaughtUp:
+        """Reads all that was committed. room: columns that drafting needs behind it."""
+        num_rows = len(context.tokens)
+        starts = self._enter(context)
+        num_pairs = [len(tokens) - TOKEN_AHEAD - first for tokens, first in zip(context.tokens, self.firsts, strict=False)]
+        self.cache.reserve(num_rows, max(num_pairs) + room + _CATCH_UP_TOKENS)
+        firsts = self.firsts[:num_rows]
+        offsets_B1 = torch.tensor(firsts, device=self.model.device)[:, None] if any(firsts) else None
+        hidden_BE = self._read_missing(context, starts, num_pairs, offsets_B1)
+        self.counts[:num_rows] = num_pairs
+        return CaughtUp(num_pairs, offsets_B1, hidden_BE)
+
+    def _enter(self, context: DraftContext) -> list[int]:
+        """Brings sequences that the cache knows nothing of (or too little, after a long stretch without speculation) in by
+        packed forwards without padding, all pairs but the last; samples of one prompt share the work. Returns the number
+        of pairs in the cache by row."""
+        entering: list[int] = []
+        copies: list[tuple[int, int]] = []
+        leader_of: dict[tuple[int, ...], int] = {}
+        for slot, (tokens, request) in enumerate(zip(context.tokens, context.requests, strict=True)):
+            known = len(tokens) - 1
+            if self.firsts[slot] + self.counts[slot] < self.history.first_known(known):
+                self.firsts[slot], self.counts[slot] = self.history.first_known(known), 0
+            if self.counts[slot] or known - self.firsts[slot] < 2:
+                continue
+            is_prompt = len(tokens) == len(request.prompt_ids)
+            if is_prompt and (leader := leader_of.setdefault(request.prompt_ids, slot)) != slot:
+                copies.append((leader, slot))
+            else:
+                entering.append(slot)
+        for group in prefill_groups(entering, lambda slot: len(context.tokens[slot])):
+            self._prefill(context, group)
+        for leader, slot in copies:
+            self.cache.move(leader, slot, self.counts[leader])
+            self.firsts[slot], self.counts[slot] = self.firsts[leader], self.counts[leader]
+        return self.counts[: len(context.tokens)]
+
+    def _prefill(self, context: DraftContext, slots: list[int]) -> None:
+        device = self.model.device
+        firsts = [self.firsts[slot] for slot in slots]
+        lengths = [len(context.tokens[slot]) - 1 - TOKEN_AHEAD - first for slot, first in zip(slots, firsts, strict=True)]
+        self.cache.reserve(len(context.tokens), max(lengths))
+        attend = StoringPrefill(self.model.config.layer, lengths, self.cache.layers, slots)
+        pairs = list(zip(slots, firsts, lengths, strict=True))
+        tokens = [t for s, f, n in pairs for t in context.tokens[s][f + TOKEN_AHEAD : f + TOKEN_AHEAD + n]]
+        hidden_NE = self.model.fuse(torch.cat([self.history.read([s], [f], n)[0] for s, f, n in pairs]))
+        positions_N = torch.cat([torch.arange(f, f + n, device=device) for _, f, n in pairs])
+        self.model.forward(self.target.embed(torch.tensor(tokens, device=device)), hidden_NE, positions_N, attend)
+        for slot, _, length in pairs:
+            self.counts[slot] = length
+
+    def _read_missing(
+        self, context: DraftContext, starts: list[int], num_pairs: list[int], offsets_B1: Tensor | None
+    ) -> Tensor:
+        """Runs every pair that is not in the drafter's cache yet; returns the output of each sequence's last one.
+        Rows with fewer missing pairs repeat garbage beyond their end, in columns that drafting overwrites."""
+        device = self.model.device
+        missing = [count - start for count, start in zip(num_pairs, starts, strict=True)]
+        slots, firsts = range(len(missing)), self.firsts[: len(missing)]
+        outputs, done = [], 0
+        while done < max(missing):
+            width = min(max(missing) - done, _CATCH_UP_TOKENS)
+            columns = [min(start + done, count) for start, count in zip(starts, num_pairs, strict=True)]
+            begins = [first + column for first, column in zip(firsts, columns, strict=True)]
+            rows = [tokens[b + TOKEN_AHEAD : b + TOKEN_AHEAD + width] for tokens, b in zip(context.tokens, begins, strict=True)]
+            tokens_BT = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=device)
+            hidden_BTE = self.model.fuse(self.history.read(slots, begins, width).flatten(0, 1)).view(len(rows), width, -1)
+            first_B = torch.tensor(columns, device=device)
+            columns_BT = first_B[:, None] + torch.arange(width, device=device)
+            length = max(columns) + width
+            is_plain = width == 1 and len(rows) == 1
+            mask = None if is_plain else chain_mask(columns_BT, length, self.model.dtype)
+            outputs.append(self.forward(tokens_BT, hidden_BTE, columns_BT, columns_BT, offsets_B1, length, mask))
+            done += width
+        output_BTE = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        if len(missing) == 1:
+            return output_BTE[:, missing[0] - 1]
+        last_B = torch.tensor(missing, device=device) - 1
+        return output_BTE[torch.arange(len(missing), device=device), last_B]
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        hidden_BTE: Tensor,
+        depths_BT: Tensor,
+        columns_BT: Tensor,
+        offsets_B1: Tensor | None,
+        length: int,
+        mask: Tensor | None,
+    ) -> Tensor:
+        """Runs the drafter over one node or more of each row, behind what is cached; returns [B, T, E].
+
+        `depths_BT` counts pairs from the first in the cache; with the offset it is the rotary position.
+        """
+        attend = Cached(self.model.config.layer, self.cache.layers, columns_BT, length, mask)
+        embeddings = self.target.embed(tokens_BT.flatten())
+        positions_BT = depths_BT if offsets_B1 is None else depths_BT + offsets_B1
+        positions = positions_BT.flatten().clamp_max(self.model.config.layer.max_positions - 1)
+        output_NE = self.model.forward(embeddings, hidden_BTE.flatten(0, 1), positions, attend)
+        return output_NE.view(*tokens_BT.shape, -1)
