@@ -212,7 +212,7 @@ def save_model(
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Writes a safetensors file. Raises OSError where it cannot be written, as other writers do: a full disk is then told as one."""
+    """Writes a safetensors file. Raises OSError where it cannot be written, as other writers do, and not safetensors' own."""
     whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     try:
         save_file(whole, path, metadata={"format": "pt"})  # transformers 4 refuses files without the format

@@ -105,7 +105,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
 
 
 def _save_pickled(path: Path, value: dict[str, Any]) -> None:
-    """Writes what torch.load reads. Raises OSError where it cannot be written, which torch.save hides behind an error of its own."""
+    """Writes what torch.load reads. Raises OSError where it cannot be written; torch.save hides it behind its own error."""
     try:
         with path.open("wb") as file:
             torch.save(value, file)
