@@ -26,6 +26,7 @@ def train(workspace: Path, name: str, *overrides: str) -> Path:
     words, environment = command(workspace, str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *overrides)
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr + done.stdout
+    (workspace / f"{name}.txt").write_text(done.stdout)
     return out_dir
 
 
@@ -94,6 +95,18 @@ def test_a_run_leaves_everything_the_readme_promises(speculating_run: Path) -> N
     assert (speculating_run / "config.json").exists()
     assert [record["step"] for record in records(speculating_run)] == [0, 1, 2, 3, 4]
     assert [record["policy_version"] for record in records(speculating_run)] == [0, 1, 2, 3, 4]
+
+
+def test_the_screen_names_what_is_trained_at_first_and_at_the_end_where_it_lies_and_what_to_try(speculating_run: Path) -> None:
+    lines = speculating_run.with_suffix(".txt").read_text().splitlines()
+    rows = {line.split()[0]: line for line in lines if line.strip()}
+    assert [line.split()[0] for line in lines[:5]] == ["model", "task", "ranks", "speculation", "folder"]
+    assert "2 on cpu (" in rows["ranks"]
+    for product in ("policy", "best", "drafter", "evaluations.jsonl", "metrics.jsonl"):
+        assert rows[product].endswith(str(speculating_run / product))
+        assert (speculating_run / product).exists()
+    assert rows["try"].split()[1:4] == ["tlt", "generate", str(speculating_run / "policy")]
+    assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0].isdigit()] == ["1", "2", "3", "4", "5"]
 
 
 def test_the_drafter_is_trained_in_idle_time_and_its_version_counts_it(speculating_run: Path) -> None:

@@ -14,7 +14,8 @@ import tlt
 from benchmarks.plots import plot_runs
 from tests.unit.test_report import record
 from tlt.bench.report import header
-from tlt.bench.train_report import Turn, _place, ceiling, phase_seconds, summarize, to_markdown
+from tlt.bench.train import describe_round
+from tlt.bench.train_report import Turn, _counted_from_1, _place, ceiling, phase_seconds, summarize, to_markdown
 from tlt.cli.main import main
 from tlt.config.load import load_config
 from tlt.report.metrics import MetricsWriter
@@ -110,6 +111,12 @@ def test_a_summary_pairs_the_steps_that_all_runs_finished(tmp_path: Path) -> Non
     assert "| responses that differ from off's, of 64 | 0 | 2 |" in text
     assert "| train drafter | 0.100 | 0.100 |" in text
     assert "r = 86.7%" in text
+
+
+def test_people_are_told_steps_counted_from_1() -> None:
+    turns = [Turn(name, 0, 1.5, 4, 0, same_weights=True, digest="d") for name in ("off", "tlt")]
+    assert describe_round(turns) == "step 1: off 1.5 s, tlt 1.5 s; same tokens"
+    assert (_counted_from_1(0), _counted_from_1(None)) == ("1", "–")
 
 
 def test_without_a_finished_round_there_is_nothing_to_report(tmp_path: Path) -> None:

@@ -375,7 +375,7 @@ def test_bad_batches_are_errors_that_name_step_and_place() -> None:
     rollouts, rewards = make_batch()
     r = rollouts[0]
     cases = [
-        ([], [], "step 3: the batch is empty"),
+        ([], [], "step 4: the batch is empty"),
         (rollouts, rewards[1:], "20 rollouts but 19 rewards"),
         (rollouts[:1], rewards[:1], r"1 responses cannot fill algorithm.minibatches = 2"),
         ([r, *rollouts], [rewards[0], *rewards], r"\('p0', 0\) occurs twice"),
@@ -399,7 +399,7 @@ def test_a_non_finite_update_names_the_step_and_leaves_the_weights_alone() -> No
         model.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
     trainer = make_trainer(model)
     before = flat(model)
-    with pytest.raises(NonFiniteUpdate, match="step 4"):
+    with pytest.raises(NonFiniteUpdate, match="step 5"):
         trainer.update(*make_batch(), 4)
     assert torch.equal(before, flat(model))
     assert not trainer.optimizer.state
@@ -462,8 +462,8 @@ def test_two_ranks_give_the_weights_of_one(tmp_path: Path) -> None:
             process.kill()
             process.wait()
     zero, one = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
-    assert "step 4" in zero["error"]
-    assert zero["error"] == one["error"].replace("inf", "nan") or "step 4" in one["error"]
+    assert "step 5" in zero["error"]
+    assert zero["error"] == one["error"].replace("inf", "nan") or "step 5" in one["error"]
     for name, algorithm in SCENARIOS.items():
         reference = make_model(7) if "kl_coefficient" in algorithm else None
         alone, metrics = run(scenario_batches(name), reference, **algorithm)

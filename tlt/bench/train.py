@@ -195,7 +195,7 @@ def synchronize(run: Run, reference: Run) -> None:
 
 
 def describe_round(turns: Sequence[Turn]) -> str:
-    """Returns a round as one line for the screen."""
+    """Returns a round as one line for the screen; steps are counted from 1 there."""
     different = sum(turn.num_different for turn in turns)
     same = "same tokens" if not different else f"{different} responses differ"
-    return f"step {turns[0].step}: {', '.join(f'{t.run} {t.seconds:.1f} s' for t in turns)}; {same}"
+    return f"step {turns[0].step + 1}: {', '.join(f'{t.run} {t.seconds:.1f} s' for t in turns)}; {same}"

@@ -183,7 +183,7 @@ def to_markdown(title: str, report: Mapping[str, Any]) -> str:
         values("of these, drafter training", "harvested_share", ".1%"),
         values("drafter training on the critical path (spans)", "drafter_training_on_critical_path", ".2%"),
         values(f"responses that differ from {reference}'s, of {off['num_responses']}", "num_different", "d"),
-        values("first step with a difference", "first_different_step", "d"),
+        ["first step with a difference", *(_counted_from_1(run["first_different_step"]) for run in runs.values())],
         values(f"steps that end with {reference}'s very weights", "num_steps_with_same_weights", "d"),
     ]
     names = sorted({name for run in runs.values() for name in run["phase_seconds"]}, key=_place)
@@ -198,6 +198,11 @@ def to_markdown(title: str, report: Mapping[str, Any]) -> str:
     blocks = [f"# {title}", *provenance(report), described, table(["", *runs], rows)]
     blocks += ["## Seconds per step, mean over ranks", table(["phase", *runs], phases)]
     return "\n\n".join(blocks) + "\n"
+
+
+def _counted_from_1(step: int | None) -> str:
+    """Returns a step as people count it; files count from 0."""
+    return number(None if step is None else step + 1, "d")
 
 
 def _place(phase: str) -> tuple[int, str]:

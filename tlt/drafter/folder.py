@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.drafter.foreign import drop_repeated, read_directory
@@ -20,6 +19,7 @@ from tlt.drafter.model import DrafterShape, DraftModel, Method, drafter_shape, f
 from tlt.files import replace_folder
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import config_to_hf, parse_config
+from tlt.models.hf_weights import save_tensors
 from tlt.types import UserError
 
 ARCHITECTURES: dict[str, Method] = {"EagleLlamaForCausalLM": "eagle", "LlamaForCausalLMEagle3": "eagle3"}
@@ -54,9 +54,7 @@ def save_drafter(path: Path, model: DraftModel, dtype: torch.dtype, about: Mappi
 
 def write_files(folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
     """Writes a drafter's model.safetensors and config.json into an existing folder."""
-    weights = folder / "model.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors creates its files for the owner alone
+    save_tensors(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(described, indent=2) + "\n")
 
 

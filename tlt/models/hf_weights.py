@@ -212,6 +212,16 @@ def save_model(
             _copy_companions(origin, new)
 
 
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Writes a safetensors file. Raises OSError where it cannot be written, as other writers do, and not safetensors' own."""
+    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    try:
+        save_file(whole, path, metadata={"format": "pt"})  # transformers 4 refuses files without the format
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    path.chmod(0o644)  # safetensors creates its files for the owner alone
+
+
 def plan_shards(shapes: Mapping[str, torch.Size], itemsize: int, max_shard_bytes: int) -> list[list[str]]:
     """Returns the names of each shard: consecutive ones, as many as fit; a tensor larger than a shard gets one of its own."""
     shards: list[list[str]] = [[]]
@@ -238,8 +248,7 @@ def _write_tensors(
         shard = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
         for name, tensor in shard.items():
             assert tensor.shape == expected[name], f"{name} has shape {list(tensor.shape)}, not {list(expected[name])}"
-        save_file(shard, directory / file, metadata={"format": "pt"})  # transformers 4 refuses files without the format
-        (directory / file).chmod(0o644)  # safetensors creates its files for the owner alone
+        save_tensors(directory / file, shard)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
         total_size = sum(shape.numel() for shape in expected.values()) * dtype.itemsize

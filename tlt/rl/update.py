@@ -257,7 +257,7 @@ class PolicyTrainer:
 
     def _responses(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> tuple[list[Response], int]:
         """Returns the responses in canonical order, with their advantages, and how many groups give none."""
-        check_batch(rollouts, rewards, self.algorithm.minibatches, f"policy update of step {step}")
+        check_batch(rollouts, rewards, self.algorithm.minibatches, f"policy update of step {step + 1}")
         pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: _key(pair[0]))
         group_of = {problem_id: i for i, problem_id in enumerate(dict.fromkeys(rollout.problem_id for rollout, _ in pairs))}
         advantages = group_advantages(
@@ -336,7 +336,7 @@ class PolicyTrainer:
         grad_norm = float(torch.linalg.vector_norm(flat_gradient))
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NonFiniteUpdate(
-                f"policy update of step {step}: loss {loss}, gradient norm {grad_norm}; the weights did not take "
+                f"policy update of step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights did not take "
                 "this step; resume from the last checkpoint with a lower optimizer.learning_rate"
             )
         if grad_norm > self.schedule.clip_grad_norm:

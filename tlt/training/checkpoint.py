@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tlt.files import replace_folder
+from tlt.models.hf_weights import save_tensors
 from tlt.types import UserError
 
 _NAME = re.compile(r"step-(\d{8})")
@@ -95,14 +96,21 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
     with replace_folder(final) as partial:
         for name, tensors in (("policy", checkpoint.policy), ("drafter", checkpoint.drafter)):
             if tensors is not None:
-                save_file(
-                    {key: value.detach().cpu().contiguous() for key, value in tensors.items()}, partial / f"{name}.safetensors"
-                )
-        torch.save(dict(checkpoint.training), partial / "training.pt")
+                save_tensors(partial / f"{name}.safetensors", tensors)
+        _save_pickled(partial / "training.pt", dict(checkpoint.training))
         (partial / "state.json").write_text(json.dumps(asdict(checkpoint.state)))
     for old in (*(other for other in _checkpoints(folder) if other < final), *folder.glob(".step-*")):
         shutil.rmtree(old)
     return final
+
+
+def _save_pickled(path: Path, value: dict[str, Any]) -> None:
+    """Writes what torch.load reads. Raises OSError where it cannot be written; torch.save hides it behind its own error."""
+    try:
+        with path.open("wb") as file:
+            torch.save(value, file)
+    except RuntimeError as error:
+        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -1,0 +1,50 @@
+"""Before the ranks start: a folder in use is refused, and the header says what will be trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tlt.config.load import load_config
+from tlt.config.schema import Config
+from tlt.training.lock import FolderLock
+from tlt.training.loop import next_command
+from tlt.training.start import prepare
+from tlt.types import UserError
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "countdown"
+
+
+def make_config(folder: Path) -> Config:
+    sizes = ["--task.num_problems", "8", "--evaluation.num_problems", "4"]
+    return load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(folder), "--run.device", "cpu", *sizes])
+
+
+def test_a_folder_in_which_another_process_runs_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    with pytest.raises(UserError, match=f"another process is running in {tmp_path}"):
+        prepare(make_config(tmp_path))
+    lock.release()
+    prepare(make_config(tmp_path))
+
+
+def test_the_header_names_model_parameters_task_device_drafter_and_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(make_config(tmp_path / "mine"))
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.strip())
+    assert list(rows) == ["model", "task", "ranks", "speculation", "folder"]
+    assert "recipes/countdown/base: " in rows["model"]
+    assert rows["model"].endswith("M parameters")
+    assert "8 problems, 4 held out" in rows["task"]
+    assert rows["ranks"] == "2 on cpu (run.device is cpu), float32"
+    assert "recipes/countdown/drafter, trained in idle time" in rows["speculation"]
+    assert rows["folder"] == str(tmp_path / "mine")
+
+
+def test_what_to_try_next_uses_the_drafter_where_the_run_has_one() -> None:
+    products = {"policy": Path("run/policy"), "drafter": Path("run/drafter")}
+    assert next_command(products).startswith("tlt generate run/policy --prompts ")
+    assert next_command(products).endswith(" --drafter run/drafter --speculation adaptive")
+    assert "drafter" not in next_command({"policy": Path("run/policy")})
