@@ -286,19 +286,19 @@ class DrafterReport:
     is_limited: bool = False
 
     def plus(self, later: DrafterReport) -> DrafterReport:
-        """Both as one."""
+        """Returns both reports as one."""
         trained = [report for report in (self, later) if report.num_tokens]
         num_tokens = self.num_tokens + later.num_tokens
         return DrafterReport(
-            self.num_micro_steps + later.num_micro_steps,
-            num_tokens,
-            self.seconds + later.seconds,
-            sum(r.loss * r.num_tokens for r in trained) / num_tokens if trained else float("nan"),
-            max(self.max_micro_step_seconds, later.max_micro_step_seconds),
-            self.captured_tokens + later.captured_tokens,
-            self.recomputed_tokens + later.recomputed_tokens,
-            later.preempted_at,
-            self.is_limited or later.is_limited,
+            num_micro_steps=self.num_micro_steps + later.num_micro_steps,
+            num_tokens=num_tokens,
+            seconds=self.seconds + later.seconds,
+            loss=sum(r.loss * r.num_tokens for r in trained) / num_tokens if trained else float("nan"),
+            max_micro_step_seconds=max(self.max_micro_step_seconds, later.max_micro_step_seconds),
+            captured_tokens=self.captured_tokens + later.captured_tokens,
+            recomputed_tokens=self.recomputed_tokens + later.recomputed_tokens,
+            preempted_at=later.preempted_at,
+            is_limited=self.is_limited or later.is_limited,
         )
 
 
