@@ -304,7 +304,7 @@ def show(stream: io.StringIO, environ: dict[str, str], **options: object) -> str
             console.step(record(step, **(extreme if step == 1 else {})))
         console.evaluation(3, 0.483, 21.0)
         products = {"policy": Path("/somewhere/far") / ("long-" * 30), "metrics.jsonl": Path.cwd() / "runs" / "metrics.jsonl"}
-        console.summary(products, Progress(0.402, 0.483, 3e-5), 3, 561.0, "tlt generate runs/policy")
+        console.summary(products, Progress(0.402, 0.483, 3e-5), 3, 561.0, ["tlt generate runs/policy"])
     return stream.getvalue()
 
 
@@ -338,6 +338,20 @@ def test_on_a_terminal_there_are_colors_and_a_panel_within_100_columns() -> None
     text = show(Terminal(), {"TERM": "xterm-256color", "COLUMNS": "100"})
     assert "\x1b[" in text
     assert "╭─ training complete" in re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def test_on_a_terminal_of_80_columns_nothing_breaks_within_a_row_or_a_word() -> None:
+    stream = Terminal()
+    with Console(num_steps=2, stream=stream, environ={"TERM": "xterm", "COLUMNS": "80"}) as console:
+        console._rich.width = 80
+        console.header({"task": "countdown: 4,096 problems, 16 held out; 8 × 8 responses a step, 60 steps"})
+        console.step(record(0))
+    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stream.getvalue()).splitlines()]
+    assert any(line.endswith(" steps") for line in lines)
+    table = [line for line in lines if "─" in line or "rollout" in line or line.split()[:1] == ["1"]]
+    assert len(table) == 3
+    assert len({len(line) for line in table}) == 1
+    assert max(map(len, lines)) <= 80
 
 
 def test_responses_that_could_not_be_scored_are_counted_below_the_row() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.training.lock import FolderLock
-from tlt.training.loop import next_command
+from tlt.training.loop import next_commands
 from tlt.training.start import prepare
 from tlt.types import UserError
 
@@ -43,8 +45,13 @@ def test_the_header_names_model_parameters_task_device_drafter_and_folder(
     assert rows["folder"] == str(tmp_path / "mine")
 
 
-def test_what_to_try_next_uses_the_drafter_where_the_run_has_one() -> None:
+def test_the_next_commands_make_problems_and_answer_them_with_the_drafter_where_the_run_has_one(tmp_path: Path) -> None:
     products = {"policy": Path("run/policy"), "drafter": Path("run/drafter")}
-    assert next_command(products).startswith("tlt generate run/policy --prompts ")
-    assert next_command(products).endswith(" --drafter run/drafter --speculation adaptive")
-    assert "drafter" not in next_command({"policy": Path("run/policy")})
+    task, generate = next_commands(make_config(tmp_path), products)
+    words = shlex.split(task)
+    assert words[:3] == ["tlt", "task", "countdown"]
+    assert json.loads(words[words.index("--options") + 1])["max_number"] == 15
+    assert words[words.index("--out") + 1] == "problems.jsonl"
+    assert generate.startswith("tlt generate run/policy --prompts problems.jsonl ")
+    assert generate.endswith(" --speculation adaptive --drafter run/drafter")
+    assert "drafter" not in next_commands(make_config(tmp_path), {"policy": Path("run/policy")})[1]

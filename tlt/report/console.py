@@ -11,7 +11,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from rich.padding import Padding
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
+from rich.table import Column as GridColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -38,13 +39,15 @@ REFRESHES_PER_SECOND = 2
 
 @dataclass(frozen=True)
 class Column:
-    """One quantity: its two-line heading, its width, and how a record's value is written."""
+    """One quantity: its two-line heading, its width, and how a record's value is written. is_spare: a narrow terminal goes
+    without it."""
 
     title: str
     unit: str
     width: int
     style: str
     write: Callable[[StepRecord], str]
+    is_spare: bool = False
 
 
 def _number(value: float, form: str) -> str:
@@ -65,12 +68,21 @@ COLUMNS = (
     Column("solved", "sampled", 8, "bold green", lambda r: _share(r.solve_rate, 1)),
     Column("tokens", "p50 / max", 15, "", _lengths),
     Column("rollout", "s", 8, "", lambda r: _number(r.rollout_seconds, ".1f")),
-    Column("update", "s", 7, "", lambda r: _number(r.update_seconds, ".1f")),
+    Column("update", "s", 7, "", lambda r: _number(r.update_seconds, ".1f"), is_spare=True),
     Column("speed", "tok/s", 8, "", lambda r: _number(r.tokens_per_second, ",.0f")),
     Column("accept", "length", 7, "cyan", lambda r: _number(r.accept_length, ".2f")),
-    Column("idle", "s", 7, "", lambda r: _number(r.idle_seconds, ".1f")),
+    Column("idle", "s", 7, "", lambda r: _number(r.idle_seconds, ".1f"), is_spare=True),
     Column("harvested", "of idle", 10, "magenta", lambda r: _share(r.harvested_share)),
 )
+
+
+def _columns_within(width: int) -> tuple[Column, ...]:
+    """Returns all columns, or, where a row of them would be wider than the terminal, those that are not spare."""
+    return COLUMNS if _row_width(COLUMNS) <= width else tuple(column for column in COLUMNS if not column.is_spare)
+
+
+def _row_width(columns: Sequence[Column]) -> int:
+    return sum(column.width + 1 for column in columns) - 1
 
 
 @dataclass(frozen=True)
@@ -110,6 +122,7 @@ class Console:
             emoji=False,
             markup=False,
         )
+        self._columns = _columns_within(self._rich.width)
         self._num_steps = num_steps
         self._clock = clock
         self._num_rows = 0
@@ -155,7 +168,12 @@ class Console:
         """What is about to be trained, before anything slow begins."""
         width = max(map(len, rows))
         for name, value in rows.items():
-            self._print(Text(f"{name:<{width}}  ", style="dim").append(value, style="default"))
+            if not self.is_live:
+                self._print(Text(f"{name:<{width}}  {value}"))
+                continue
+            row = Table.grid(GridColumn(width=width, style="dim"), GridColumn(), padding=(0, 2))
+            row.add_row(name, value)
+            self._rich.print(row)
         self._rich.print()
 
     def note(self, text: str) -> None:
@@ -169,7 +187,7 @@ class Console:
         self._num_rows += 1
         self._step = record.step + 1
         self._recent.append(record.step_seconds)
-        self._print(_row([(column.write(record), column.style) for column in COLUMNS]))
+        self._print(_row(self._columns, [(column.write(record), column.style) for column in self._columns]))
         self.reward_errors(record)
 
     def reward_errors(self, record: StepRecord) -> None:
@@ -202,9 +220,9 @@ class Console:
     def _header(self) -> None:
         if self._num_rows:
             self._rich.print()
-        self._print(_row([(column.title, "bold") for column in COLUMNS]))
-        self._print(_row([(column.unit, "dim") for column in COLUMNS]))
-        self._print(Text("─" * (sum(column.width + 1 for column in COLUMNS) - 1), style="dim"))
+        self._print(_row(self._columns, [(column.title, "bold") for column in self._columns]))
+        self._print(_row(self._columns, [(column.unit, "dim") for column in self._columns]))
+        self._print(Text("─" * _row_width(self._columns), style="dim"))
 
     def _status_line(self) -> RenderableType:
         line = Table.grid(padding=(0, 1), expand=True)
@@ -227,20 +245,21 @@ class Console:
         progress: Progress | None,
         num_steps: int,
         seconds: float,
-        next_command: str,
+        next_commands: Sequence[str],
     ) -> None:
         """What the run achieved and where it lies: a panel, or plain "name value" lines where there is no terminal.
 
         products: name → path.  progress: None where there are no two evaluations.
-        next_command: what one may try with it.
+        next_commands: what one may try with it; lines of their own, so that they can be copied.
         """
         self.close()
-        rows = list(_summary_rows(products, progress, num_steps, seconds, next_command))
+        rows = list(_summary_rows(products, progress, num_steps, seconds))
         self._rich.print()
         if not self.is_live:
             width = max(len(name) for name, _ in rows)
             for name, value in rows:
                 self._print(Text(f"{name:<{width}}  {value.plain}".rstrip()))
+            self._try(next_commands)
             return
         grid = Table.grid(padding=(0, 2))
         grid.add_column(style="dim", no_wrap=True)
@@ -250,10 +269,16 @@ class Console:
         title = Text("training complete", style="bold")
         panel = Panel(grid, title=title, title_align="left", border_style="green", padding=(1, 2))
         self._rich.print(panel, width=min(self._rich.width, WIDTH))
+        self._try(next_commands)
+
+    def _try(self, commands: Sequence[str]) -> None:
+        self._print(Text("\nTry it:", style="dim"))
+        for command in commands:
+            self._print(Text(f"  {command}", style="bold"))
 
 
-def _row(cells: list[tuple[str, str]]) -> Text:
-    return Text(" ").join(Text(f"{text:>{column.width}}", style) for column, (text, style) in zip(COLUMNS, cells, strict=True))
+def _row(columns: Sequence[Column], cells: Sequence[tuple[str, str]]) -> Text:
+    return Text(" ").join(Text(f"{text:>{column.width}}", style) for column, (text, style) in zip(columns, cells, strict=True))
 
 
 def _summary_rows(
@@ -261,7 +286,6 @@ def _summary_rows(
     progress: Progress | None,
     num_steps: int,
     seconds: float,
-    next_command: str,
 ) -> Iterator[tuple[str, Text]]:
     if progress is not None:
         has_risen = progress.after > progress.before
@@ -272,7 +296,6 @@ def _summary_rows(
     yield "time", Text(f"{duration(seconds)}, {num_steps} steps")
     for name, path in products.items():
         yield name, Text(near(path), style="cyan")
-    yield "try", Text(next_command, style="bold")
 
 
 def _p_value(value: float) -> str:

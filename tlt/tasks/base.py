@@ -29,7 +29,8 @@ class Task(Protocol):
         """Returns `num` problems: each has a `problem_id` (unique among them), a prompt and whatever scoring needs.
 
         The prompt is `prompt` (text), `messages` (chat, for the tokenizer's template) or `prompt_ids` (token ids).
-        Equal arguments give equal problems. Values survive JSON.
+        Equal arguments give equal problems. Values survive JSON. The option `split` is always given: "train", or "test" for
+        held-out problems, which training must not see. The others are those of the configuration's `task.options`.
         """
         ...
 
@@ -73,11 +74,13 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
     take, for whatever it raises, and for problems that break its promise."""
     task = get_task(name)
     parameters = inspect.signature(task.problems)
+    if isinstance(task, type):
+        raise UserError(f"task {name}: is a class; give an object of it, such as TASK = {task.__name__}()")
     try:
         parameters.bind(num, seed, **options)
     except TypeError as error:
         known = [parameter for parameter in parameters.parameters if parameter not in ("num", "seed")]
-        raise UserError(f"task {name}: options {dict(options)}: {error}; known options are {', '.join(known)}") from None
+        raise UserError(f"task {name}: {_describe_refusal(known, options, error)}") from None
     try:
         problems = task.problems(num, seed, **options)
     except UserError:
@@ -98,6 +101,20 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
             raise UserError(f"{place}: problem_id {problem_id!r} is that of problem {numbers[problem_id]}; make it unique")
         numbers[problem_id] = number
     return problems
+
+
+def _describe_refusal(known: list[str], options: Mapping[str, Any], error: TypeError) -> str:
+    """Returns why problems() cannot be called with the options: what it takes, and what to remove."""
+    unknown = [option for option in options if option not in known] if "unexpected keyword" in str(error) else []
+    if "split" in unknown:
+        return 'problems() does not take split, which is "train" or "test"; write problems(self, num, seed, split, **options)'
+    if not unknown:
+        return f"options {dict(options)}: {error}; known options are {', '.join(known)}"
+    own = ", ".join(option for option in known if option != "split") or "none"
+    return (
+        f"problems() takes no option {', '.join(map(repr, unknown))}; known options are {own}:"
+        " correct task.options, or remove them all with --task.options {}"
+    )
 
 
 def _describe(error: BaseException) -> str:

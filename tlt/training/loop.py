@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import json
+import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -125,13 +126,19 @@ def finish(run: Run) -> None:
     merge_timelines(folder, folder / "timeline.json")
     names = ("policy", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json")
     products = {name: folder / name for name in names if (folder / name).exists()}
-    run.console.summary(products, run.evaluations.progress(), run.step, run.seconds, next_command(products))
+    run.console.summary(products, run.evaluations.progress(), run.step, run.seconds, next_commands(run.config, products))
 
 
-def next_command(products: Mapping[str, Path]) -> str:
-    """Returns a command that uses what the run has made."""
-    drafter = f" --drafter {near(products['drafter'])} --speculation adaptive" if "drafter" in products else ""
-    return f"tlt generate {near(products['policy'])} --prompts prompts.jsonl --out responses.jsonl{drafter}"
+def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
+    """Returns commands that use what the run has made: held-out problems of its task, and the policy's responses to them."""
+    task = f"tlt task {shlex.quote(config.task.name)} --num 8 --split test --out problems.jsonl"
+    if config.task.options:
+        task += f" --options {shlex.quote(json.dumps(config.task.options))}"
+    policy = shlex.quote(near(products["policy"]))
+    generate = f"tlt generate {policy} --prompts problems.jsonl --out responses.jsonl --max-tokens {config.sampling.max_tokens}"
+    if "drafter" in products:
+        generate += f" --speculation adaptive --drafter {shlex.quote(near(products['drafter']))}"
+    return [task, generate]
 
 
 def stop_early(run: Run, where: str) -> None:

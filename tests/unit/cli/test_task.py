@@ -13,6 +13,8 @@ import pytest
 
 from tests.unit.cli.parts import fail, read_lines, succeed, write_lines
 from tlt.cli import main as cli
+from tlt.tasks.base import make_problems
+from tlt.types import UserError
 
 
 @pytest.mark.usefixtures("here")
@@ -43,7 +45,10 @@ def test_task_passes_the_split_and_options_on(capsys: pytest.CaptureFixture[str]
         (["countdown", "--num", "1", "--out", "."], "--out: . is a folder; give the name of a file"),
         (["countdown", "--num", "1", "--out", "o", "--options", "{"], "--options: '{' is no JSON"),
         (["countdown", "--num", "1", "--out", "o", "--options", "[1]"], "--options: '[1]' is no JSON object"),
-        (["countdown", "--num", "1", "--out", "o", "--options", '{"mixx": 1}'], "known options are split, mix"),
+        (
+            ["countdown", "--num", "1", "--out", "o", "--options", '{"mixx": 1}'],
+            "no option 'mixx'; known options are mix",
+        ),
     ],
 )
 def test_task_refuses_in_one_line(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,3 +173,25 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(os, "fsync", full_disk)
     message = fail(capsys, "task", "countdown", "--num", "1", "--out", "out.jsonl")
     assert message == "out.jsonl: cannot be written (No space left on device); make room or give another path"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "said"),
+    [
+        ("PLAIN", "problems() takes no option 'mix'; known options are none: correct task.options, or remove them all with"),
+        ("NO_SPLIT", "problems() does not take split"),
+        ("Plain", "is a class; give an object of it, such as TASK = Plain()"),
+    ],
+)
+def test_a_task_that_cannot_take_its_options_says_what_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, attribute: str, said: str
+) -> None:
+    (tmp_path / "task_of_options.py").write_text(
+        "class Plain:\n    def problems(self, num, seed, split): ...\n    def score(self, problem, text): ...\n"
+        "class NoSplit(Plain):\n    def problems(self, num, seed): ...\n"
+        "PLAIN, NO_SPLIT = Plain(), NoSplit()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError) as caught:
+        make_problems(f"task_of_options:{attribute}", 2, 0, {"split": "test", "mix": {}})
+    assert said in str(caught.value)
