@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, make_engine, make_requests
+from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order
 from tlt.cli.options import Options
 from tlt.files import Record, check_output_file, write_jsonl
 from tlt.types import Rollout
@@ -43,8 +43,8 @@ def run(options: Generate) -> Record:
     start = time.perf_counter()
     import torch
 
-    from tlt.build import load_model
-    from tlt.models.prompts import read_prompts
+    from tlt.build import load_engine, load_model
+    from tlt.models.prompts import make_requests, read_prompts
 
     options.engine.check(options.speculation)
     check_output_file(options.out, "--out")
@@ -54,7 +54,7 @@ def run(options: Generate) -> Record:
     requests = make_requests(prompts, options.sampling.params(model.stop_ids), options.sampling.samples)
 
     torch.set_num_threads(options.engine.threads)
-    engine = make_engine(options.engine, options.speculation, model)
+    engine = load_engine(model, options.engine.settings(options.speculation), options.engine.drafter)
     print(f"tlt: {len(requests)} responses on {engine.device}", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     rollouts = generate_in_order(engine, requests)
