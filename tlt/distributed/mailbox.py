@@ -14,7 +14,7 @@ PIECE_BYTES = 4 * 2**20
 """The Store's server refuses messages of more than 8 MiB."""
 
 _ABSENT, _PRESENT = b"-", b"+"
-"""What reading an absent key gives, and what every piece begins with, so that none reads as absent."""
+"""Reading an absent key gives the first; every piece begins with the second, so that none reads as absent."""
 
 
 class Mailbox:

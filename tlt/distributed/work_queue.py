@@ -29,7 +29,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 POLL_SECONDS = 0.002
 WATCH_SECONDS = 1.0
 HELP_SECONDS = 0.02
-"""How often a replica at work asks who offers help; that costs it a round trip."""
+"""A replica at work asks at most once in this time who offers help, for that costs it a round trip."""
 ABSENT = b"-"
 
 
@@ -187,7 +187,7 @@ class Coordinator:
         self._change_help(lambda offers: offers if self.replica in offers else [*offers, self.replica])
 
     def num_offers(self) -> int:
-        """How many replicas offer help; asks at most once in `HELP_SECONDS`, and says 0 in between."""
+        """Returns how many replicas offer help; asks at most once in `HELP_SECONDS`, and says 0 in between."""
         if self._clock() - self._asked_at < HELP_SECONDS:
             return 0
         self._asked_at = self._clock()
