@@ -155,7 +155,7 @@ class Engine:
         self._engine.stats = EngineStats()
         try:
             for rollout in self._engine.generate(requests):
-                yield _to_response(rollout, self.tokenizer)
+                yield to_response(rollout, self.tokenizer)
         finally:
             self._engine.abort()  # nothing is left to, unless the caller broke off
 
@@ -179,7 +179,8 @@ def _to_int(item: Any) -> Any:
     return item if isinstance(item, bool) or not isinstance(item, Integral) else int(item)
 
 
-def _to_response(rollout: Rollout, tokenizer: Tokenizer | None) -> Response:
+def to_response(rollout: Rollout, tokenizer: Tokenizer | None) -> Response:
+    """Returns the response with its text. Its fields are those of a line that `tlt generate` writes."""
     return Response(
         rollout.problem_id,
         rollout.sample_index,

@@ -17,7 +17,6 @@ from tlt.types import Rollout
 
 if TYPE_CHECKING:
     from tlt.engine.stats import EngineStats
-    from tlt.models.tokenizer import Tokenizer
 
 
 class Generate(Options):
@@ -43,6 +42,7 @@ def run(options: Generate) -> Record:
     start = time.perf_counter()
     import torch
 
+    from tlt.api import to_response
     from tlt.build import load_engine, load_model
     from tlt.models.prompts import make_requests, read_prompts
 
@@ -59,22 +59,9 @@ def run(options: Generate) -> Record:
     begin = time.perf_counter()
     rollouts = generate_in_order(engine, requests)
     seconds = time.perf_counter() - begin
-    write_jsonl(options.out, (response_record(rollout, model.tokenizer) for rollout in rollouts))
+    write_jsonl(options.out, (vars(to_response(rollout, model.tokenizer)) for rollout in rollouts))
     summary = summarize(rollouts, seconds, engine.stats)
     return summary | {"device": str(engine.device), "elapsed": time.perf_counter() - start}
-
-
-def response_record(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
-    """Returns a line of the output. `text` is null for a model without a tokenizer."""
-    return {
-        "problem_id": rollout.problem_id,
-        "sample_index": rollout.sample_index,
-        "prompt_ids": list(rollout.prompt_ids),
-        "token_ids": list(rollout.token_ids),
-        "text": None if tokenizer is None else tokenizer.decode(rollout.token_ids),
-        "logprobs": list(rollout.logprobs),
-        "finish_reason": rollout.finish_reason,
-    }
 
 
 def summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:
