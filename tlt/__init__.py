@@ -12,20 +12,22 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from tlt.api import Engine, Evaluation, Response, TrainingResult, train
+    from tlt.api import Engine, Response, TrainingResult, train
     from tlt.config.load import load_config
     from tlt.config.schema import Config
     from tlt.tasks.base import Task
+    from tlt.training.evaluate import Evaluation
     from tlt.types import Request, SamplingParams, Strategy, UserError
 
 _HOMES = {
-    "tlt.api": ("Engine", "Evaluation", "Response", "TrainingResult", "train"),
+    "tlt.api": ("Engine", "Response", "TrainingResult", "train"),
     "tlt.config.load": ("load_config",),
     "tlt.config.schema": ("Config",),
     "tlt.tasks.base": ("Task",),
+    "tlt.training.evaluate": ("Evaluation",),
     "tlt.types": ("Request", "SamplingParams", "Strategy", "UserError"),
 }
-"""Where each public name is defined; the imports above tell the same to type checkers."""
+"""The module that defines each public name; the imports above tell the same to type checkers."""
 
 __all__ = [
     "Config",

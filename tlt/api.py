@@ -9,7 +9,6 @@ ValueError. How many threads compute is torch's own setting and holds for the wh
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -24,18 +23,18 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from tlt.build import EngineSettings, Model, build_engine, load_model
+from tlt.build import EngineSettings, Model, load_engine, load_model
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.launch import EXIT_OK, EXIT_USER_ERROR, launch
 from tlt.distributed.signals import StopRequest, handling_stop_signals
-from tlt.drafter.folder import load_drafter
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.files import Record
-from tlt.models.prompts import encode_prompts
+from tlt.models.prompts import encode_prompts, make_requests
 from tlt.models.tokenizer import Tokenizer
 from tlt.tasks.base import Task
+from tlt.training.evaluate import Evaluation, read_evaluations
 from tlt.training.loop import describe_run, main
 from tlt.training.start import prepare
 from tlt.types import FinishReason, Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
@@ -115,9 +114,7 @@ class Engine:
             max_batch_size=max_batch_size,
         )
         model = load_model(Path(path))
-        wants_drafter = drafter is not None and settings.speculation != "off"
-        stored = load_drafter(drafter, model.config, model.tensors) if drafter is not None and wants_drafter else None
-        return cls(model, build_engine(model.config, model.tensors, settings, stored))
+        return cls(model, load_engine(model, settings, None if drafter is None else Path(drafter)))
 
     @property
     def device(self) -> torch.device:
@@ -149,11 +146,8 @@ class Engine:
             raise UserError(f"seed: is {params.seed}; it must be in [0, 2^63)")
         records = [(f"prompts:{number}", _to_record(number, prompt)) for number, prompt in enumerate(prompts, start=1)]
         vocab_size, window = self.config.vocab_size, self.config.max_positions
-        return [
-            Request(prompt.problem_id, sample_index, prompt.prompt_ids, params, purpose="generate")
-            for prompt in encode_prompts(records, self.tokenizer, vocab_size=vocab_size, window=window)
-            for sample_index in range(samples)
-        ]
+        encoded = encode_prompts(records, self.tokenizer, vocab_size=vocab_size, window=window)
+        return make_requests(encoded, params, samples)
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Response]:
         if not self._engine.is_idle:
@@ -161,7 +155,7 @@ class Engine:
         self._engine.stats = EngineStats()
         try:
             for rollout in self._engine.generate(requests):
-                yield _to_response(rollout, self.tokenizer)
+                yield to_response(rollout, self.tokenizer)
         finally:
             self._engine.abort()  # nothing is left to, unless the caller broke off
 
@@ -185,7 +179,8 @@ def _to_int(item: Any) -> Any:
     return item if isinstance(item, bool) or not isinstance(item, Integral) else int(item)
 
 
-def _to_response(rollout: Rollout, tokenizer: Tokenizer | None) -> Response:
+def to_response(rollout: Rollout, tokenizer: Tokenizer | None) -> Response:
+    """Returns the response with its text. Its fields are those of a line that `tlt generate` writes."""
     return Response(
         rollout.problem_id,
         rollout.sample_index,
@@ -214,18 +209,11 @@ def _resolve_device(device: str | torch.device) -> torch.device:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """The share of held-out responses that were solved after `step` updates."""
-
-    step: int
-    solve_rate: float
-
-
-@dataclass(frozen=True)
 class TrainingResult:
-    """What a run left.
+    """Says what a run has left.
 
     folder: holds policy/ (and best/, drafter/) as checkpoint folders, metrics.jsonl and evaluations.jsonl.
+    evaluations: the file's lines; each has `step` (updates done), `solve_rate`, `seconds` and `by_problem`.
     is_finished: False where Ctrl-C or SIGTERM ended it; `tlt train --resume FOLDER` goes on.
     """
 
@@ -251,9 +239,7 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
         started_at = time.time()
         prepare(config)
         is_finished = _run_here(config, started_at) if _is_one_process(config) else _run_ranks(config, started_at)
-    path = folder / "evaluations.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return TrainingResult(folder, tuple(Evaluation(line["step"], line["solve_rate"]) for line in lines), is_finished)
+    return TrainingResult(folder, tuple(read_evaluations(folder / "evaluations.jsonl")), is_finished)
 
 
 def _is_one_process(config: Config) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from tlt.config.schema import Config, DrafterSection
 from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.folder import StoredDrafter, choose_preset
+from tlt.drafter.folder import StoredDrafter, choose_preset, load_drafter
 from tlt.drafter.hybrid import drafter_kinds, make_drafter
 from tlt.drafter.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.model import DraftModel, PackedDrafter
@@ -37,7 +37,7 @@ from tlt.rl.update import PolicyTrainer
 from tlt.spans import Span
 from tlt.speculative.verify import verify as verify_by_the_law
 from tlt.tuning.tuner import make_tuner
-from tlt.types import StrategyTuner, resolve_dtype
+from tlt.types import SamplingParams, StrategyTuner, resolve_dtype
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def load_model(path: Path, dtype: torch.dtype | None = None) -> Model:
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What an engine is built with, beside its weights.
+    """The settings that an engine is built with, beside its weights.
 
     speculation: "off", "adaptive" or a fixed strategy such as "4x1x4" (Strategy.parse).
     tuner: who chooses when speculation is adaptive: "cost-model" or "beg-mab".
@@ -117,6 +117,19 @@ def build_engine(
     return engine
 
 
+def load_engine(
+    model: Model, settings: EngineSettings, drafter: Path | None = None, verify: Verify = verify_by_the_law
+) -> RolloutEngine:
+    """Returns an engine that holds the model, and the drafter of that folder unless speculation is off."""
+    stored = load_stored(None if settings.speculation == "off" else drafter, model)
+    return build_engine(model.config, model.tensors, settings, stored, verify=verify)
+
+
+def load_stored(drafter: Path | None, model: Model) -> StoredDrafter | None:
+    """Reads the drafter folder of a model; None: there is none to read."""
+    return None if drafter is None else load_drafter(drafter, model.config, model.tensors)
+
+
 def build_learned(engine: RolloutEngine, drafter: StoredDrafter, settings: EngineSettings) -> LearnedDrafter:
     """Returns the drafter at work beside the engine's target. It remembers what training matches only where it is trained."""
     drafting = settings.drafting
@@ -142,6 +155,16 @@ def build_policy_trainer(config: Config, model: Model, device: torch.device, gro
         process_group=group,
         reference=build_policy(model, device) if config.algorithm.kl_coefficient > 0 else None,
     )
+
+
+def sampling_params(config: Config, stop_ids: tuple[int, ...]) -> SamplingParams:
+    """Returns the law that a run's training responses are drawn by."""
+    return SamplingParams(stop_ids=stop_ids, seed=config.run.seed, **config.sampling.model_dump())
+
+
+def master_dtype(config: Config) -> torch.dtype:
+    """Returns the type of the weights that are trained: float32, unless the engine computes in float64."""
+    return torch.float64 if resolve_dtype(config.run.dtype) == torch.float64 else torch.float32
 
 
 def build_policy(model: Model, device: torch.device) -> Transformer:

@@ -109,6 +109,12 @@ def write_jsonl(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
         file.writelines(dumps(record) + "\n" for record in records)
 
 
+def write_json(path: Path, value: Any) -> None:
+    """Writes a file of strict JSON for people, too: indented."""
+    with write_atomically(path) as file:
+        file.write(dumps(value, indent=1) + "\n")
+
+
 def dumps(value: Any, indent: int | None = None) -> str:
     """Returns JSON that every reader takes: NaN and infinities become null, numpy and torch scalars plain numbers."""
     return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, indent=indent)

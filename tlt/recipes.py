@@ -17,7 +17,7 @@ CONFIG = "quickstart.toml"
 _SHIPPED = Path(__file__).parent / "_recipes"
 _REPOSITORY = Path(__file__).parents[1] / "recipes"
 _LEFT_OUT = shutil.ignore_patterns("*.py", "__pycache__", "README.md", ".*")
-"""How the recipe was made; pyproject.toml leaves it out of the wheel, too."""
+"""The files by which a recipe was made; pyproject.toml leaves them out of the wheel, too."""
 
 
 def list_recipes() -> list[str]:

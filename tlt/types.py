@@ -25,12 +25,12 @@ LAW_VERSION = 1
 
 
 class UserError(ValueError):
-    """A mistake of the user's: one line that names the place, the value and the remedy (exit code 2)."""
+    """A mistake of the user's. Its message is one line that names the place, the value and the remedy (exit code 2)."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one sequence is sampled. `top_k` 0, `top_p` 1 and `min_p` 0 switch the truncation off."""
+    """The sampling of one sequence. `top_k` 0, `top_p` 1 and `min_p` 0 switch the truncation off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -112,8 +112,8 @@ class Finished:
 
 @dataclass(frozen=True)
 class Strategy:
-    """How to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes
-    (the root, the last committed token, not counted). `Strategy.OFF` decodes plainly."""
+    """A way to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes (the root, which
+    is the last committed token, is not counted). `Strategy.OFF` decodes plainly."""
 
     drafter: str
     depth: int
@@ -142,7 +142,7 @@ class Strategy:
 
     @staticmethod
     def parse(text: str, drafter: str = "learned") -> Strategy:
-        """`off`, `DEPTHxWIDTHxBUDGET` or `drafter:DEPTHxWIDTHxBUDGET`."""
+        """Reads `off`, `DEPTHxWIDTHxBUDGET` or `DRAFTER:DEPTHxWIDTHxBUDGET`; `drafter` stands in where none is named."""
         if text == "off":
             return Strategy.OFF
         name, _, shape = text.rpartition(":")
@@ -185,7 +185,7 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one verification decided for one sequence.
+    """The result of verifying one sequence's draft.
 
     tokens:       the committed tokens: the accepted drafts, then the target's own next token.
     num_accepted: drafted tokens among them, len(tokens) - 1.
@@ -201,7 +201,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class BatchState:
-    """What a tuner may look at: the batch that is running now, and the versions of what runs it.
+    """The running batch, and the versions of policy and drafter: all that a tuner may choose by.
 
     mean_length: committed tokens per sequence, prompt included.  num_admitted: sequences that are new in this step; a drafter
     may have to read their prompts.
@@ -216,7 +216,7 @@ class BatchState:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one engine step brought and cost.
+    """The tokens that one engine step brought, and the seconds that it took.
 
     num_tokens: committed by all sequences.  accepted: drafted tokens that each sequence accepted, () when nothing was drafted.
     drafted: nodes that were drafted for each, as many as `accepted`.  seconds: the whole step, drafting included.
@@ -266,11 +266,12 @@ class Reward:
 
 @dataclass(frozen=True)
 class DrafterReport:
-    """What drafter training did, in one micro-step, one session or several.
+    """The account of drafter training: of one micro-step, one session or several.
 
-    num_tokens: trained on; captured_tokens: those of them whose features the engine had captured.  recomputed_tokens: that
-    went through the target again for their features.  loss: mean over the tokens trained on.
-    max_micro_step_seconds bounds how long a preemption can take.
+    num_tokens: tokens trained on.  captured_tokens: those of them whose features the engine had captured.
+    recomputed_tokens: tokens that went through the target again for their features.
+    loss: mean over the tokens trained on.
+    max_micro_step_seconds: bounds how long a preemption can take.
     preempted_at: when the latest session returned because it was asked to (the host's monotonic clock); None: it was not.
     is_limited: a session ended because its data had been gone through drafter.max_passes times; idle time was left.
     """
@@ -304,7 +305,7 @@ class DrafterReport:
 
 @dataclass(frozen=True)
 class DrafterCheck:
-    """What the end of a step found of the learned drafter.
+    """The state of the learned drafter at the end of a step.
 
     version: counts its publications.  acceptance: mean over response tokens of sum_v min(p, q), the most that one draft can be
     accepted with; NaN: not measured.  retrieval: share of the same tokens that retrieval would have drafted.

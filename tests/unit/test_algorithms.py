@@ -55,7 +55,7 @@ def test_advantages_agree_with_a_plain_loop_over_interleaved_groups(groups, by_s
         scale = statistics.stdev(values) + STD_FLOOR if by_std and len(values) > 1 else 1.0
         for value in values:
             expected[group, value] = 0.0 if is_flat else (value - statistics.fmean(values)) / scale
-    assert (result.num_zero_variance, result.num_groups) == (num_flat, len(groups))
+    assert result.num_zero_variance == num_flat
     for pair, advantage in zip(pairs, result.advantages_R.tolist(), strict=True):
         assert advantage == pytest.approx(expected[pair], rel=1e-6, abs=1e-8)
 
@@ -74,7 +74,7 @@ def test_a_response_that_was_not_scored_is_left_out_of_its_group_and_gets_no_adv
     result = group_advantages(tensor(1, 0, 9, 1, 9, 9, 9, 0), group_R, normalize_by_std=False, is_scored_R=is_scored_R)
     assert result.advantages_R.tolist() == pytest.approx([2 / 3, -1 / 3, 0, 0, 0, 0, 0, -1 / 3])
     assert result.advantages_R[[2, 3, 4, 5, 6]].tolist() == [0] * 5
-    assert (result.num_zero_variance, result.num_groups) == (2, 3), "with fewer than two scores there is nothing to compare"
+    assert result.num_zero_variance == 2, "with fewer than two scores there is nothing to compare"
 
 
 # ── the policy loss ──────────────────────────────────────────────────────────────────────────────────────────────────

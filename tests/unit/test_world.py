@@ -9,7 +9,7 @@ import torch
 
 from tlt.config.schema import Config, ModelSection, TaskSection
 from tlt.distributed.world import choose_device
-from tlt.training.run import device_name
+from tlt.training.run import device_of
 from tlt.types import UserError
 
 
@@ -42,4 +42,4 @@ def test_a_run_with_more_ranks_than_gpus_does_not_fall_back_in_silence(monkeypat
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     config = Config(model=ModelSection(path=Path("m")), task=TaskSection(name="t"))
     with pytest.raises(UserError, match=r"run\.num_ranks: 2"):
-        device_name(config)
+        device_of(config)

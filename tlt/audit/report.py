@@ -33,7 +33,7 @@ class Offender:
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """What the audit of one engine found, in one mode.
+    """The findings of the audit of one engine, in one mode.
 
     Fields of the betting game are None at temperature 0, where every token is compared with the likeliest one instead.
     """
@@ -79,7 +79,7 @@ class AuditReport:
         return self.num_tokens / self.num_responses
 
     def with_texts(self, text_of: Callable[[int], str]) -> AuditReport:
-        """Returns the report with the offenders' tokens as text too. text_of: of one token id."""
+        """Returns the report with the offenders' tokens as text, too. text_of: gives the text of a token id."""
         return replace(
             self,
             offenders=tuple(

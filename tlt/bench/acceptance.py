@@ -54,11 +54,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How a drafter's guesses fared, in chains of one length.
+    """The share of a drafter's guesses that were accepted, in chains of one length.
 
     accept_length: tokens committed per verification, the target's own token included.
     by_position: share of verifications whose first 1, 2, ... guesses were all accepted: unconditional survival, as vLLM has it.
-    by_entropy: buckets of the target's entropy in nats, at the sampling temperature (of greedy sampling: at temperature 1).
+    by_entropy: buckets of the target's entropy in nats, at the sampling temperature (at 1 where sampling is greedy).
     by_confidence: buckets of the probability that the drafter itself gave its guess.
     calibration_error: |confidence - accepted|, averaged over the buckets of `by_confidence`, weighted by their guesses.
     """

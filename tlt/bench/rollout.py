@@ -1,4 +1,4 @@
-"""`tlt bench rollout`: how fast is a configuration's rollout with speculation, and how fast without?
+"""`tlt bench rollout`: measures a configuration's rollout with speculation against the same rollout without.
 
     constant   engines kept at one batch size, off against the variants, in turns          (measure.py)
     workload   the configuration's own rollout phases on all ranks, idle time and drafter training included
@@ -18,20 +18,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from tlt.bench.measure import Ratio, constant_batch
 from tlt.bench.report import Changes, header, number, provenance, ratio_text, table, with_changes, write_report
 from tlt.bench.subject import Subject
 from tlt.config.schema import Config
 from tlt.distributed.work_queue import connect_coordinator
-from tlt.distributed.world import World, init_process_group_from_env, shutdown
+from tlt.distributed.world import World, shutdown
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import critical_path_share, read_spans
 from tlt.spans import SpanName
 from tlt.training.phase import PhaseResult
 from tlt.training.problems import problems_of_step
-from tlt.training.run import Run, device_name
+from tlt.training.run import Run, join_ranks
 from tlt.types import Rollout
 
 if TYPE_CHECKING:
@@ -42,10 +40,12 @@ PARTS = ("constant", "workload")
 
 @dataclass(frozen=True)
 class Options:
-    """How much `tlt bench rollout` measures.
+    """The extent of `tlt bench rollout`.
 
-    parts: some of PARTS.  variants, batches: of constant; adaptive, beg-mab and fixed strategies are compared with off.
-    rounds: per batch size.  seconds: of one stretch at a batch size.  steps: rollout phases of workload.
+    parts: some of PARTS.
+    variants, batches, rounds, seconds: of the part constant. Each variant (adaptive, beg-mab or a fixed strategy) is compared
+        with off at each batch size, in so many rounds with a stretch of so many seconds.
+    steps: rollout phases of the part workload.
     """
 
     parts: tuple[str, ...]
@@ -167,8 +167,7 @@ def main(argument: str, stop: StopRequest) -> None:
     """Runs on every rank; rank 0 leaves the measurement in run.out_dir/bench.json. argument: what launch_workload packed."""
     given = json.loads(argument)
     config = Config.from_json(given["config"])
-    torch.set_num_threads(config.run.threads_per_rank)
-    world = init_process_group_from_env(device_name(config))
+    world = join_ranks(config)
     measured = workload(config, world, stop, given["steps"])
     if world.is_leader:
         (config.run.out_dir / "bench.json").write_text(json.dumps(measured.to_json()))

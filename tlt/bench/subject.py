@@ -1,4 +1,4 @@
-"""What is measured: a configuration's model, drafter and problems, loaded once, in an engine for each variant to compare."""
+"""The subject of a measurement: a configuration's model, drafter and problems, loaded once, and an engine for each variant."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import dataclasses
 
 import torch
 
-from tlt.build import EngineSettings, build_engine, load_model
+from tlt.build import EngineSettings, build_engine, load_model, load_stored, master_dtype, sampling_params
 from tlt.config.schema import Config
-from tlt.drafter.folder import load_drafter
 from tlt.engine.engine import RolloutEngine
 from tlt.training.problems import load_problems, problems_of_step
-from tlt.training.run import device_name
-from tlt.types import Request, SamplingParams, StrategyTuner, resolve_dtype
+from tlt.training.run import device_of
+from tlt.types import Request, StrategyTuner
 
 
 class Subject:
@@ -21,17 +20,13 @@ class Subject:
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(config.run.threads_per_rank)
         self.config = config
-        settings = EngineSettings.of_run(config, device_name(config))
+        settings = EngineSettings.of_run(config, device_of(config).name)
         untrained = settings.drafting.model_copy(update={"train": False})  # nothing here trains: remember nothing for it
         self.settings = dataclasses.replace(settings, drafting=untrained)
-        dtype = torch.float64 if resolve_dtype(config.run.dtype) == torch.float64 else torch.float32
-        self.model = load_model(config.model.path, dtype)
-        path = config.drafter.path
-        self.drafter = None if path is None else load_drafter(path, self.model.config, self.model.tensors)
+        self.model = load_model(config.model.path, master_dtype(config))
+        self.drafter = load_stored(config.drafter.path, self.model)
         self.problems = load_problems(config, "train")
-        s = config.sampling
-        stop_ids = self.model.stop_ids
-        self.params = SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.max_tokens, stop_ids, config.run.seed)
+        self.params = sampling_params(config, self.model.stop_ids)
 
     def engine(self, variant: str | StrategyTuner, max_batch_size: int, ranking: str | None = None) -> RolloutEngine:
         """Returns a fresh engine.

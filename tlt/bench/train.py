@@ -30,12 +30,12 @@ from tlt.bench.report import Changes, with_changes
 from tlt.bench.train_report import Turn, read_turns
 from tlt.config.schema import Config
 from tlt.distributed.work_queue import connect_coordinator
-from tlt.distributed.world import World, any_rank, gather_objects, init_process_group_from_env, shutdown
+from tlt.distributed.world import World, any_rank, gather_objects, shutdown
 from tlt.report.console import Console
 from tlt.training.loop import advance
 from tlt.training.phase import PhaseResult, StopRequested
 from tlt.training.problems import load_problems
-from tlt.training.run import Run, device_name
+from tlt.training.run import Run, join_ranks
 from tlt.types import Problem, UserError
 
 if TYPE_CHECKING:
@@ -103,8 +103,7 @@ def main(argument: str, stop: StopRequest) -> None:
     """Runs on every rank. argument: what launch_runs packed."""
     given = json.loads(argument)
     config = Config.from_json(given["config"])
-    torch.set_num_threads(config.run.threads_per_rank)
-    world = init_process_group_from_env(device_name(config))
+    world = join_ranks(config)
     take_turns(config, Plan(**given["plan"]), world, stop)
     shutdown(world)
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, make_engine, make_requests
+from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order
 from tlt.cli.options import File, Names, Options, PositiveInt
 from tlt.cli.responses import response_ids
 from tlt.config.mistakes import mistake
-from tlt.files import check_output_file, dumps, get_id, read_jsonl, write_atomically
+from tlt.files import check_output_file, dumps, get_id, read_jsonl, write_json
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Audit(Options):
     task: Annotated[str | None, arg(metavar="NAME")] = None
     """A task, such as countdown, whose test problems are answered instead of --prompts."""
     num: PositiveInt = 64
-    """How many problems of --task are answered."""
+    """Number of problems of --task to answer."""
     responses: File = None
     """Judges this JSONL of responses with prompt_ids and token_ids. It must hold all that were asked for."""
     url: Annotated[str | None, arg(metavar="URL")] = None
@@ -51,9 +51,9 @@ class Audit(Options):
     plant_fault: Annotated[float, Field(ge=0, le=1), arg(metavar="PROBABILITY")] = 0.0
     """Makes our engine accept a rejected draft with this probability: the audit must find it."""
     alpha: Annotated[float, Field(gt=0, lt=1)] = 1e-4
-    """How often a lossless engine may be convicted."""
+    """Probability with which a lossless engine may be convicted."""
     tolerance: Annotated[float, Field(ge=0, le=1)] = 1e-3
-    """How far, in nats, the engine's rounding may move a log-probability; at temperature 0, how near a near-tie is."""
+    """Nats by which the engine's rounding may move a log-probability; at temperature 0, the widest gap of a near-tie."""
     referee_dtype: Literal["float32", "float64"] = "float32"
     """Number type of the referee, which runs on the CPU."""
     out: File = None
@@ -134,26 +134,10 @@ def _judge(
         limit=None if options.responses is not None else params.max_tokens,
         seed=params.seed,
     )
-    for rollout in rollouts:
-        if rollout.finish_reason == "stop" and rollout.token_ids[-1] not in params.stop_ids:
-            raise UserError(
-                f"{mode}: problem {rollout.problem_id!r}, sample {rollout.sample_index} has finish_reason stop but does not"
-                f" end with a stop token {params.stop_ids}; keep the token that ended it"
-            )
-        auditor.observe(rollout, referee.logits(rollout.prompt_ids, rollout.token_ids))
-    report = auditor.report(mode)
-    return report if tokenizer is None else _with_texts(report, tokenizer)
-
-
-def _with_texts(report: AuditReport, tokenizer: Tokenizer) -> AuditReport:
-    def text(token_id: int) -> str:
-        return str(tokenizer.hf.convert_ids_to_tokens(token_id))
-
-    offenders = tuple(
-        replace(offender, text=text(offender.token_id), expected_text=text(offender.expected_id))
-        for offender in report.offenders
-    )
-    return replace(report, offenders=offenders)
+    report = auditor.judge(mode, rollouts, referee)
+    if tokenizer is None:
+        return report
+    return report.with_texts(lambda token_id: str(tokenizer.hf.convert_ids_to_tokens(token_id)))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -167,7 +151,7 @@ def _modes(
     if options.responses is not None:
         yield options.responses.name, _read_responses(options.responses, referee)
         return
-    from tlt.models.prompts import encode_prompts
+    from tlt.models.prompts import encode_prompts, make_requests
     from tlt.tasks.base import make_problems
 
     if options.prompts is not None:
@@ -193,10 +177,12 @@ def _modes(
 
 def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
     from tlt.audit.fault import PlantedFault
-    from tlt.build import load_model
+    from tlt.build import load_engine, load_model
+    from tlt.speculative.verify import verify
 
-    verify = PlantedFault(options.plant_fault, options.sampling.seed) if options.plant_fault else None
-    engine = make_engine(options.engine, speculation, load_model(options.model), verify)
+    faulty = PlantedFault(options.plant_fault, options.sampling.seed) if options.plant_fault else verify
+    settings = options.engine.settings(speculation)
+    engine = load_engine(load_model(options.model), settings, options.engine.drafter, faulty)
     return generate_in_order(engine, requests)
 
 
@@ -261,5 +247,4 @@ def describe(report: AuditReport) -> str:
 def _write_reports(options: Audit, out: Path, reports: Sequence[AuditReport]) -> None:
     modes = [{**asdict(report), "mean_tokens": report.mean_tokens} for report in reports]
     record = {"command": " ".join(["tlt", *sys.argv[1:]]), "options": options.model_dump(mode="json"), "modes": modes}
-    with write_atomically(out) as file:
-        file.write(dumps(record, indent=1) + "\n")
+    write_json(out, record)

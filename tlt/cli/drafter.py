@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from tyro.conf import Positional, arg
 
-from tlt.cli.engine import Progress, generate_in_order, make_requests, show_progress
+from tlt.cli.engine import Progress, generate_in_order, show_progress
 from tlt.cli.options import File, Folder, NonNegativeInt, Options, PositiveFloat, PositiveInt, Seed
 from tlt.cli.responses import read_responses
 from tlt.config.mistakes import mistake
-from tlt.files import Record, check_new_folder, check_output_file, dumps, write_atomically
+from tlt.files import Record, check_new_folder, check_output_file, write_json
 from tlt.types import Rollout, SamplingParams, Strategy, UserError
 
 _ANSWERS_AT_A_TIME = 64
@@ -119,10 +119,10 @@ def train(options: DrafterTrain) -> Record:
     """Trains a drafter on responses of the model, given or made from prompts, and writes it to a new folder."""
     import torch
 
+    from tlt.build import build_draft_model
     from tlt.drafter.buffer import is_trainable
     from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
     from tlt.drafter.losses import PRESETS
-    from tlt.drafter.model import DraftModel
     from tlt.drafter.offline import OfflineSettings, new_drafter, train_offline
     from tlt.models.hf_config import load_model_config
     from tlt.models.hf_weights import content_hash, load_tensors
@@ -148,8 +148,7 @@ def train(options: DrafterTrain) -> Record:
     if stored is None:
         model = new_drafter(config, preset, options.draft_vocab, rollouts, options.seed)
     else:
-        model = DraftModel(stored.config)
-        model.load_state_dict(stored.tensors)
+        model = build_draft_model(stored, torch.device("cpu"))
     settings = OfflineSettings(
         options.epochs, options.learning_rate, options.tokens_per_micro_step, options.seed, options.temperature
     )
@@ -174,7 +173,7 @@ def train(options: DrafterTrain) -> Record:
 def _answer(options: DrafterTrain) -> list[Rollout]:
     """Returns the model's own responses to the prompts, made by adaptive speculation without a learned drafter."""
     from tlt.build import EngineSettings, build_engine, load_model
-    from tlt.models.prompts import read_prompts
+    from tlt.models.prompts import make_requests, read_prompts
 
     assert options.prompts is not None, "responses or prompts are given"
     model = load_model(options.model)
@@ -212,7 +211,7 @@ def evaluate(options: DrafterEval) -> Record:
     from tlt.bench.acceptance import observe, speedup
     from tlt.build import load_model
     from tlt.drafter.folder import load_drafter
-    from tlt.models.prompts import read_prompts
+    from tlt.models.prompts import make_requests, read_prompts
 
     if options.out is not None:
         check_output_file(options.out, "--out")
@@ -235,8 +234,7 @@ def evaluate(options: DrafterEval) -> Record:
         ratio, num_different = speedup(config, policy, drafter, requests, options.depth, options.max_batch_size, options.rounds)
         summary["speedup"] = asdict(ratio) | {"batch_size": options.max_batch_size, "num_different": num_different}
     if options.out is not None:
-        with write_atomically(options.out) as file:
-            file.write(dumps(summary, indent=1) + "\n")
+        write_json(options.out, summary)
     _print_evaluation(summary)
     return summary
 

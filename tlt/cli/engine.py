@@ -1,11 +1,11 @@
-"""What the commands that generate share: how to sample, what to compute on, the engine made of it, and the progress shown."""
+"""Options and progress of the commands that generate. Does not know what the responses are for."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,15 +18,14 @@ if TYPE_CHECKING:
     import torch
     from rich.console import ConsoleRenderable
 
-    from tlt.build import Model
-    from tlt.engine.engine import RolloutEngine, Verify
-    from tlt.models.prompts import Prompt
+    from tlt.build import EngineSettings
+    from tlt.engine.engine import RolloutEngine
 
 SPECULATION = "off|adaptive|[DRAFTER:]DEPTHxWIDTHxBUDGET"
 
 
 class SamplingOptions(Options):
-    """How tokens are drawn."""
+    """The sampling law."""
 
     samples: PositiveInt = 1
     """Responses to every prompt."""
@@ -45,26 +44,18 @@ class SamplingOptions(Options):
 
     def params(self, stop_ids: tuple[int, ...]) -> SamplingParams:
         """Returns the law that responses are drawn by."""
-        return SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            max_tokens=self.max_tokens,
-            stop_ids=stop_ids,
-            seed=self.seed,
-        )
+        return SamplingParams(stop_ids=stop_ids, **self.model_dump(exclude={"samples"}))
 
 
 class EngineOptions(Options):
-    """What the engine computes with."""
+    """Drafter, numbers and device of the engine."""
 
     drafter: Folder = None
     """Folder of a learned drafter, as tlt drafter train writes it. Speculation by retrieval (ngram) needs none."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Number type of the engine's weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the engine computes; auto takes a GPU where there is one."""
+    """Device that the engine computes on; auto takes a GPU where there is one."""
     max_batch_size: PositiveInt = 64
     """Sequences that are decoded at a time."""
     threads: PositiveInt = 1
@@ -83,38 +74,18 @@ class EngineOptions(Options):
         if self.device == "cuda" and not torch.cuda.is_available():
             raise UserError("--device: cuda is not available here; give --device cpu or auto")
 
+    def settings(self, speculation: str) -> EngineSettings:
+        """Returns how to build the engine."""
+        from tlt.build import EngineSettings
+
+        dtype, device = resolve_dtype(self.dtype), self.choose_device()
+        return EngineSettings(speculation, dtype=dtype, device=device, max_batch_size=self.max_batch_size)
+
     def choose_device(self) -> torch.device:
         """Returns the device that `auto` means on this machine."""
         import torch
 
         return torch.device("cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def make_engine(options: EngineOptions, speculation: str, model: Model, verify: Verify | None = None) -> RolloutEngine:
-    """Returns an engine that holds the model. verify: takes the place of the engine's own verification."""
-    from tlt.build import EngineSettings, build_engine
-    from tlt.drafter.folder import load_drafter
-    from tlt.speculative.verify import verify as verify_by_the_law
-
-    settings = EngineSettings(
-        speculation,
-        dtype=resolve_dtype(options.dtype),
-        device=options.choose_device(),
-        max_batch_size=options.max_batch_size,
-    )
-    drafter = None
-    if options.drafter is not None and speculation != "off":
-        drafter = load_drafter(options.drafter, model.config, model.tensors)
-    return build_engine(model.config, model.tensors, settings, drafter, verify=verify or verify_by_the_law)
-
-
-def make_requests(prompts: Iterable[Prompt], params: SamplingParams, samples: int) -> list[Request]:
-    """Returns a request for every sample of every prompt, in their order."""
-    return [
-        Request(prompt.problem_id, sample_index, prompt.prompt_ids, params, purpose="generate")
-        for prompt in prompts
-        for sample_index in range(samples)
-    ]
 
 
 def generate_in_order(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout]:
@@ -132,7 +103,7 @@ def generate_in_order(engine: RolloutEngine, requests: Sequence[Request]) -> lis
 
 @dataclass(frozen=True)
 class Progress:
-    """How much of something is done. note: what else to say of it."""
+    """Says how much of something is done. note: a few words to show beside it."""
 
     done: float
     total: float

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, make_engine, make_requests
+from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order
 from tlt.cli.options import Options
 from tlt.files import Record, check_output_file, write_jsonl
 from tlt.types import Rollout
 
 if TYPE_CHECKING:
     from tlt.engine.stats import EngineStats
-    from tlt.models.tokenizer import Tokenizer
 
 
 class Generate(Options):
@@ -43,8 +42,9 @@ def run(options: Generate) -> Record:
     start = time.perf_counter()
     import torch
 
-    from tlt.build import load_model
-    from tlt.models.prompts import read_prompts
+    from tlt.api import to_response
+    from tlt.build import load_engine, load_model
+    from tlt.models.prompts import make_requests, read_prompts
 
     options.engine.check(options.speculation)
     check_output_file(options.out, "--out")
@@ -54,27 +54,14 @@ def run(options: Generate) -> Record:
     requests = make_requests(prompts, options.sampling.params(model.stop_ids), options.sampling.samples)
 
     torch.set_num_threads(options.engine.threads)
-    engine = make_engine(options.engine, options.speculation, model)
+    engine = load_engine(model, options.engine.settings(options.speculation), options.engine.drafter)
     print(f"tlt: {len(requests)} responses on {engine.device}", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     rollouts = generate_in_order(engine, requests)
     seconds = time.perf_counter() - begin
-    write_jsonl(options.out, (response_record(rollout, model.tokenizer) for rollout in rollouts))
+    write_jsonl(options.out, (vars(to_response(rollout, model.tokenizer)) for rollout in rollouts))
     summary = summarize(rollouts, seconds, engine.stats)
     return summary | {"device": str(engine.device), "elapsed": time.perf_counter() - start}
-
-
-def response_record(rollout: Rollout, tokenizer: Tokenizer | None) -> Record:
-    """Returns a line of the output. `text` is null for a model without a tokenizer."""
-    return {
-        "problem_id": rollout.problem_id,
-        "sample_index": rollout.sample_index,
-        "prompt_ids": list(rollout.prompt_ids),
-        "token_ids": list(rollout.token_ids),
-        "text": None if tokenizer is None else tokenizer.decode(rollout.token_ids),
-        "logprobs": list(rollout.logprobs),
-        "finish_reason": rollout.finish_reason,
-    }
 
 
 def summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:

@@ -17,7 +17,7 @@ class Init(Options):
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
     """Name of a recipe: countdown."""
     folder: Annotated[Positional[Path], arg(metavar="DIR")]
-    """Where to copy it; a new or an empty folder."""
+    """Folder to copy it to, new or empty."""
 
 
 def run(options: Init) -> int:

@@ -1,4 +1,4 @@
-"""What a command takes: one frozen declaration, which pydantic checks, tyro explains and the command works with.
+"""The options of a command: one frozen declaration, which pydantic checks, tyro explains and the command works with.
 
     words ── read_words ──▶ texts by name ── pydantic ──▶ Options ──▶ run(options)
 
@@ -53,7 +53,7 @@ Numbers = Annotated[tuple[PositiveInt, ...], Field(min_length=1), *_NUMBERS]
 
 
 class Options(BaseModel):
-    """What all commands and groups of options share: no unknown names, no later changes. Texts become what a field wants."""
+    """The base of all commands' options: no unknown names, no later changes. Texts become what a field wants."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)
 

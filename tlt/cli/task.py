@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 from tyro.conf import Positional, arg
@@ -16,9 +16,6 @@ from tlt.cli.options import File, Options, PositiveInt, Seed
 from tlt.config.mistakes import mistake
 from tlt.files import Record, check_output_file, get_id, line_number, read_jsonl, write_jsonl
 from tlt.types import Reward, UserError
-
-if TYPE_CHECKING:
-    pass
 
 TaskName = Annotated[Positional[str], arg(metavar="NAME")]
 
@@ -50,13 +47,13 @@ class WriteProblems(Options):
     name: TaskName
     """A task that comes with TLT, such as countdown, or your own as module:object."""
     num: PositiveInt
-    """How many problems to write."""
+    """Number of problems to write."""
     out: Annotated[Path, arg(metavar="FILE")]
     """JSONL to write, with one problem a line."""
     seed: Seed = 0
     """Seed of the problems: the same seed gives the same problems."""
     split: Literal["train", "test"] = "train"
-    """Which problems: those to train on, or those held out; the two share none."""
+    """Problems to train on, or held-out ones; the two share none."""
     options: Annotated[dict[str, Any], BeforeValidator(_read_object), _SHOWN_AS_JSON] = Field(default_factory=dict)
     """The task's own options, as a JSON object."""
 

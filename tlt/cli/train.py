@@ -37,7 +37,7 @@ class Train(WithOverrides):
 
 
 class TrainHelp(Train, Config):
-    """What the help of `tlt train` lists: its options, and every key of the configuration."""
+    """The help of `tlt train` lists these: its options, and every key of the configuration."""
 
 
 def run(options: Train) -> int:

@@ -10,14 +10,15 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class Words:
-    """What a command line says. named: values by their names without dashes; the last of a name wins."""
+    """The words of a command line. named: values by their names without dashes; of several with one name the last."""
 
     alone: tuple[str, ...]
     named: dict[str, str]
 
 
 def read_words(arguments: Iterable[str]) -> Words:
-    """Raises UserError for a name without a value. A negative number is a value, and so is everything after `=`."""
+    """Sorts the words of a command line. A negative number is a value, and so is everything after `=`. Raises UserError for a
+    name without a value."""
     alone: list[str] = []
     named: dict[str, str] = {}
     pending = list(arguments)

@@ -1,4 +1,4 @@
-"""Where a configuration comes from: a TOML file, a recipe by name or a dict, with overrides on top. Knows no meaning of a key.
+"""Loads a configuration from a TOML file, a recipe by name or a dict, with overrides on top. Knows no meaning of a key.
 
     defaults of schema.py ◀ quickstart.toml ◀ --section.key value          later wins
 
@@ -124,7 +124,8 @@ def _read_override(place: str, name: str, value: Any) -> Override:
 
 
 def _parse_value(keys: Keys, text: str) -> Any:
-    """Text stays text where the key takes text or a path; elsewhere it reads as in TOML. `none` unsets an optional key."""
+    """Returns an override's value. Text stays text where the key takes text or a path; elsewhere it reads as in TOML. `none`
+    unsets an optional key."""
     accepted = set(_accepted_types(keys))
     if "null" in accepted and text.lower() == "none":
         return None

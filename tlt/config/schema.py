@@ -1,6 +1,5 @@
-"""What a run's configuration holds: sections of keys, each with its type, range, default and help. Does not know where values
-come from (load.py), nor what is done with them.
-"""
+"""The configuration of a run: sections of keys, each with its type, range, default and help. Does not know where values come
+from (load.py), nor what is done with them."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ DEFAULT_OUT_DIR = Path("runs/run")
 
 
 class Section(BaseModel):
-    """What all sections share: no unknown keys, no silent conversions, no later changes."""
+    """The base of all sections: no unknown keys, no silent conversions, no later changes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
@@ -45,7 +44,7 @@ class RunSection(Section):
     threads_per_rank: PositiveInt = 1
     """CPU threads of each process."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where ranks compute; auto takes GPUs where every rank can have one of its own, else the CPU."""
+    """Device that ranks compute on; auto takes GPUs where every rank can have one of its own, else the CPU."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Number type of the engine's weights and activations."""
     checkpoint_every: NonNegativeInt = 10
@@ -62,7 +61,7 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    """What is trained on: `num_problems` generated problems or those of a `problems_file`. --task.options.KEY VALUE sets an
+    """The training problems: `num_problems` generated ones or those of a `problems_file`. --task.options.KEY VALUE sets an
     option of the task's own."""
 
     name: Annotated[str, Field(min_length=1)]
@@ -87,7 +86,7 @@ class TaskSection(Section):
 
 
 class RolloutSection(Section):
-    """How many responses a step generates, and how."""
+    """The responses of a step: their number, and how they are generated."""
 
     problems_per_step: PositiveInt = 8
     """Problems that a step answers."""
@@ -115,7 +114,7 @@ class RolloutSection(Section):
 
 
 class SamplingSection(Section):
-    """How training responses are sampled. RL trains on the law it samples: truncation is off by default."""
+    """The sampling of training responses. RL trains on the law it samples: truncation is off by default."""
 
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature; at 0 the most probable token is taken."""
@@ -137,7 +136,7 @@ class DrafterSection(Section):
     train: bool = False
     """Whether idle ranks train it."""
     preset: Literal["eagle", "hass", "eagle3"] | None = None
-    """How it is trained (docs/drafter.md); None: as it was trained before, which its folder says."""
+    """Form of the drafter's training (docs/drafter.md); None: as it was trained before, which its folder says."""
     unrolled_steps: PositiveInt | None = None
     """The drafter's own steps that every pair of tokens is trained on; None: the preset's number (drafter/losses.py)."""
     step_decay: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -153,12 +152,12 @@ class DrafterSection(Section):
     buffer_mib: PositiveInt = 512
     """Responses and features kept to train on, per rank; the oldest features go first, then the oldest responses."""
     carry_longest: NonNegativeInt = 8
-    """How many of the previous step's longest responses stay in the buffer."""
+    """Number of the previous step's longest responses that stay in the buffer."""
     max_passes: PositiveFloat | None = 4.0
     """Within a step a rank trains on at most so many times the response tokens in its buffer, then waits for more: little data
     and much idle time would end in learning by heart. None: no limit."""
     features: Literal["captured", "recomputed"] = "captured"
-    """What the drafter is trained on: features that the engine captured while generating, or recomputed ones."""
+    """Features that the drafter is trained on: those that the engine captured while generating, or recomputed ones."""
     refresh_during_rollout: bool = False
     """Whether ranks that still generate take up the drafter that idle ones are training."""
     refresh_seconds: PositiveFloat = 1.0
@@ -285,7 +284,7 @@ class Config(Section):
         return self
 
     def to_json(self) -> str:
-        """The resolved configuration, every default written out; `Config.from_json` reads it back."""
+        """Returns the resolved configuration with every default written out; `Config.from_json` reads it back."""
         return self.model_dump_json(indent=2) + "\n"
 
     @staticmethod

@@ -101,7 +101,7 @@ def _resolve(entry: Entry | str) -> Entry:
 
 
 def _run_rank(entry: Entry | str, argument: str, report_dir: str, shared_stop: SharedEvent) -> None:
-    """The body of one launched rank. It writes a failure down for the launcher; the exit code says the rest."""
+    """Runs one launched rank. It writes a failure down for the launcher; the exit code says the rest."""
     stop = StopRequest(shared_stop)
     is_finished = listen_as_rank(stop)
     try:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from torch.distributed import PrefixStore, Store
 
+from tlt.distributed.world import ABSENT, read_now
+
 PIECE_BYTES = 4 * 2**20
 """The Store's server refuses messages of more than 8 MiB."""
 
-_ABSENT, _PRESENT = b"-", b"+"
-"""What reading an absent key gives, and what every piece begins with, so that none reads as absent."""
+_PRESENT = b"+"
+"""Every piece begins with it, so that none reads as ABSENT."""
 
 
 class Mailbox:
@@ -42,22 +44,17 @@ class Mailbox:
 
     def receive(self) -> bytes | None:
         """Returns the latest message if it is newer than any that was sent or received here, or None: there is none."""
-        latest = self._read("latest")
-        if latest == _ABSENT:
+        latest = read_now(self._store, "latest")
+        if latest == ABSENT:
             return None
         number, _, num_pieces = latest.decode().partition("/")
         if int(number) <= self._number:
             return None
-        pieces = [self._read(f"data/{number}/{index}") for index in range(int(num_pieces))]
-        if _ABSENT in pieces:
+        pieces = [read_now(self._store, f"data/{number}/{index}") for index in range(int(num_pieces))]
+        if ABSENT in pieces:
             return None
         self._number = int(number)
         return b"".join(piece.removeprefix(_PRESENT) for piece in pieces)
-
-    def _read(self, key: str) -> bytes:
-        """Returns a key's value, or _ABSENT, without waiting for it to appear (`get` would)."""
-        value: bytes = self._store.compare_set(key, _ABSENT.decode(), _ABSENT.decode())
-        return value
 
 
 def connect_mailbox(store: Store, name: str) -> Mailbox:

@@ -1,4 +1,4 @@
-"""Stopping decently: what SIGINT, SIGTERM and the death of a rank mean to the launcher and to the ranks. Does not start them.
+"""Decent stops: how launcher and ranks react to SIGINT, SIGTERM and the death of a rank. Does not start them.
 
     terminal, kill ──▶ Supervisor, a thread of the launcher ──▶ sets one shared flag; kills at the second Ctrl-C
                              ▲ notes in which order the ranks end
@@ -103,7 +103,7 @@ def listen_as_rank(stop: StopRequest) -> threading.Event:
 
 
 def _hear_signals(launcher: int, stop: StopRequest) -> None:
-    """Any signal asks to stop, but a SIGTERM that the launcher sends: its agent ends this rank because another has failed."""
+    """Turns signals into requests to stop, but for a SIGTERM of the launcher: its agent ends this rank since another failed."""
     while True:
         heard = signal.sigwaitinfo(STOP_SIGNALS)
         if heard.si_signo == signal.SIGTERM and heard.si_pid == launcher:
@@ -112,7 +112,7 @@ def _hear_signals(launcher: int, stop: StopRequest) -> None:
 
 
 def _leave_when_orphaned(launcher: int, stop: StopRequest, is_finished: threading.Event) -> None:
-    """When the launcher was killed: stops as for a signal, then leaves. torch's wrapper around a rank would wait forever for
+    """Stops as for a signal when the launcher was killed, then leaves. torch's wrapper around a rank would wait forever for
     the launcher to have read its return value."""
     while os.getppid() == launcher:
         time.sleep(1.0)
@@ -186,7 +186,7 @@ class Supervisor(threading.Thread):
                 self._kill(f"not finished after {self._grace_seconds:g} s: the ranks were killed; the step under way is lost")
 
     def _find_ranks(self) -> None:
-        """The agent keeps its processes to itself; it starts them in the order of ranks, and their names are counted."""
+        """Finds the ranks' processes, which the agent keeps to itself: it starts them in order and numbers their names."""
         children = set(multiprocessing.active_children()) - self._others
         if len(children) == self._num_ranks:
             self.processes = sorted(children, key=lambda process: int(process.name.rpartition("-")[2]))

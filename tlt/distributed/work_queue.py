@@ -26,11 +26,12 @@ from datetime import timedelta
 
 from torch.distributed import HashStore, PrefixStore, Store
 
+from tlt.distributed.world import ABSENT, read_now
+
 POLL_SECONDS = 0.002
 WATCH_SECONDS = 1.0
 HELP_SECONDS = 0.02
-"""How often a replica at work asks who offers help; that costs it a round trip."""
-ABSENT = b"-"
+"""A replica at work asks at most once in this time who offers help, for that costs it a round trip."""
 
 
 class ReplicaTimeout(RuntimeError):
@@ -89,7 +90,7 @@ class Coordinator:
             self._delete_phases_that_all_have_left()
 
     def _delete_phases_that_all_have_left(self) -> None:
-        places = [_read(self._root, f"at/{replica}") for replica in range(self.num_replicas)]
+        places = [read_now(self._root, f"at/{replica}") for replica in range(self.num_replicas)]
         if ABSENT in places:
             return
         for index in range(self._oldest_kept, min(map(int, places))):
@@ -174,7 +175,7 @@ class Coordinator:
 
     def _refresh(self) -> bool:
         """Reads the queue's state; returns whether it had moved since this replica last saw it."""
-        value = _read(self._store, "queue")
+        value = read_now(self._store, "queue")
         seen, self._queue = self._queue, b"" if value == ABSENT else value
         return self._queue != seen
 
@@ -187,11 +188,11 @@ class Coordinator:
         self._change_help(lambda offers: offers if self.replica in offers else [*offers, self.replica])
 
     def num_offers(self) -> int:
-        """How many replicas offer help; asks at most once in `HELP_SECONDS`, and says 0 in between."""
+        """Returns how many replicas offer help; asks at most once in `HELP_SECONDS`, and says 0 in between."""
         if self._clock() - self._asked_at < HELP_SECONDS:
             return 0
         self._asked_at = self._clock()
-        return len(_offers(_read(self._store, "help")))
+        return len(_offers(read_now(self._store, "help")))
 
     def accept_help(self) -> int | None:
         """Accepts one offer, so that no other replica does, and adds a unit for it, which anyone may take: `hand_over` has to
@@ -210,11 +211,11 @@ class Coordinator:
     def receive(self, unit: int) -> list[bytes]:
         """Returns the parts of a unit that was handed over and that this replica took. They may still be written: it waits."""
         since = self._clock()
-        while (num_parts := _read(self._store, f"load/{unit}")) == ABSENT:
+        while (num_parts := read_now(self._store, f"load/{unit}")) == ABSENT:
             if self._clock() - since > self.timeout:
                 raise ReplicaTimeout(f"{self._label}: unit {unit} was handed over, but not its parts, for {self.timeout:g} s")
             self._sleep(POLL_SECONDS)
-        parts = [_read(self._store, f"load/{unit}/{index}") for index in range(int(num_parts))]
+        parts = [read_now(self._store, f"load/{unit}/{index}") for index in range(int(num_parts))]
         for key in (f"load/{unit}", *(f"load/{unit}/{index}" for index in range(int(num_parts)))):
             self._store.delete_key(key)
         return parts
@@ -226,7 +227,7 @@ class Coordinator:
 
     def _change_help(self, change: Callable[[list[int]], list[int]]) -> bool:
         """Changes the list of offers; returns whether that made a difference. Like the queue's, the value names its author."""
-        seen = _read(self._store, "help")
+        seen = read_now(self._store, "help")
         while (changed := change(_offers(seen))) != _offers(seen):
             self._serial += 1
             wanted = f"{','.join(map(str, changed))}#{self.replica}.{self._serial}".encode()
@@ -255,7 +256,7 @@ class Coordinator:
         if not self._held:
             self.heartbeat()
         for replica in range(self.num_replicas):
-            beat = _read(self._store, f"beat/{replica}")
+            beat = read_now(self._store, f"beat/{replica}")
             seen, since = self._watched[replica]
             if beat != seen:
                 self._watched[replica] = (beat, now)
@@ -289,9 +290,3 @@ def connect_coordinator(store: Store, replica: int, num_replicas: int, timeout: 
 def _offers(value: bytes) -> list[int]:
     replicas = b"" if value == ABSENT else value.partition(b"#")[0]
     return [int(replica) for replica in replicas.split(b",") if replica]
-
-
-def _read(store: Store, key: str) -> bytes:
-    """Returns a key's value, or ABSENT, without waiting for it to appear (`get` would)."""
-    value: bytes = store.compare_set(key, ABSENT.decode(), ABSENT.decode())
-    return value

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from tlt.types import UserError
 
+ABSENT = b"-"
+"""The value that `read_now` gives for a key that the store does not hold."""
+
 
 @dataclass(frozen=True)
 class World:
@@ -102,6 +105,12 @@ def shutdown(world: World) -> None:
     dist.barrier(world.group)
     gc.collect()
     dist.destroy_process_group()
+
+
+def read_now(store: dist.Store, key: str) -> bytes:
+    """Returns a key's value, or ABSENT, without waiting for it to appear (`get` would)."""
+    value: bytes = store.compare_set(key, ABSENT.decode(), ABSENT.decode())
+    return value
 
 
 def gather_objects(world: World, value: Any) -> list[Any]:

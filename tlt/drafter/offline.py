@@ -40,7 +40,7 @@ per verification. On the shipped model the shipped drafter has 0.97, random ones
 
 @dataclass(frozen=True)
 class OfflineSettings:
-    """How long and how fast to train.
+    """The settings of offline training.
 
     epochs: passes over all tokens, prompts included; fractions are allowed.
     learning_rate: its highest value; it rises over the first 5 % of the tokens and falls to 0 over the second half.
@@ -58,7 +58,7 @@ class OfflineSettings:
 
 @dataclass(frozen=True)
 class OfflineSummary:
-    """What offline training did.
+    """The result of offline training.
 
     loss: that of the last step.
     acceptance: mean of sum_v min(p, q) over a sample of the response tokens (measure.py); None: no response could be measured,

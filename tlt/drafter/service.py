@@ -60,8 +60,11 @@ class Ranks:
 
 @dataclass(frozen=True)
 class RankState:
-    """How a step went on one rank: why its training failed (empty: it did not), the version that its engine drafts with, and
-    whether it could have trained more, but for drafter.max_passes."""
+    """The state of one rank at the end of a step.
+
+    failure: why its training failed; empty: it did not.  version: that its engine drafts with.
+    is_limited: it could have trained more, but for drafter.max_passes.
+    """
 
     failure: str
     version: int
@@ -70,7 +73,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Update:
-    """What became of a step's training: whether a new version was published, or why it was undone (empty: it was not)."""
+    """The outcome of a step's training: whether a new version was published, or why it was undone (empty: it was not)."""
 
     is_published: bool = False
     failure: str = ""
@@ -199,7 +202,7 @@ class DrafterWatch:
         return states
 
     def _publish_or_undo(self, states: Sequence[RankState], num_tokens: int) -> Update:
-        """A failure on any rank undoes the update of all."""
+        """Publishes what was trained, or undoes it: a failure on any rank undoes the update of all."""
         if self.publisher is None:
             return Update()
         version = max(state.version for state in states)  # engines that were refreshed meanwhile are ahead of the others
@@ -211,7 +214,7 @@ class DrafterWatch:
         return update
 
     def _measure(self, rollouts: Sequence[Rollout], temperature: float, is_due: bool) -> Measured:
-        """Each rank measures other responses, and others in every step."""
+        """Measures the drafter, on other responses in every rank and every step."""
         rng = random.Random(f"{self._num_checks}/{self.ranks.rank}")
         tallies: list[Tally] = self.ranks.gather(measure(self.subject, rollouts, temperature, rng, is_due))
         check_arrival(tallies, self.served.version, TOLERANCE[self.subject.packed.dtype])

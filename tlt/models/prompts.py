@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from tlt.files import Record, get_id, read_jsonl
 from tlt.models.tokenizer import Tokenizer, check_prompt
-from tlt.types import UserError
+from tlt.types import Request, SamplingParams, UserError
 
 KINDS = ("prompt", "prompt_ids", "messages")
 """Keys by which a record gives its prompt: text, token ids, or chat messages for the tokenizer's template."""
@@ -67,3 +67,12 @@ def encode_prompt(record: Record, tokenizer: Tokenizer | None, place: str) -> tu
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
         raise UserError(f"{place}: messages must be a list of objects such as {{'role': 'user', 'content': '…'}}")
     return tokenizer.encode_chat(value, place)
+
+
+def make_requests(prompts: Iterable[Prompt], params: SamplingParams, samples: int) -> list[Request]:
+    """Returns a request for every sample of every prompt, in their order."""
+    return [
+        Request(prompt.problem_id, sample_index, prompt.prompt_ids, params, purpose="generate")
+        for prompt in prompts
+        for sample_index in range(samples)
+    ]

@@ -1,4 +1,4 @@
-"""What the user sees of a run: a table that grows by one line per step, and a summary at the end. Text only; computes nothing.
+"""The console of a run: a header, a table that grows by one line per step, and a summary at the end. Computes nothing.
 
 On a terminal: colours, and a live line below the table that says what is going on now. Into a file or pipe, on a dumb
 terminal or under NO_COLOR: the same table as plain lines, nothing else.
@@ -34,7 +34,7 @@ from tlt.types import DrafterCheck
 WIDTH = 100
 ROWS_PER_HEADER = 25
 REFRESHES_PER_SECOND = 2
-"""Each takes about a millisecond from the engine that shares this process."""
+"""A refresh takes about a millisecond from the engine that shares this process."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ class Console:
             self._what = outer
 
     def header(self, rows: Mapping[str, str]) -> None:
-        """What is about to be trained, before anything slow begins."""
+        """Prints what is about to be trained, name and text in columns."""
         width = max(map(len, rows))
         for name, value in rows.items():
             if not self.is_live:
@@ -177,7 +177,7 @@ class Console:
         self._rich.print()
 
     def note(self, text: str) -> None:
-        """A line of its own between the rows."""
+        """Prints a line of its own between the rows."""
         self._print(Text(f"  {text}", style="italic"))
 
     def step(self, record: StepRecord) -> None:
@@ -197,7 +197,7 @@ class Console:
             self.note(f"step {record.step + 1}: {counts} could not be scored; the first: {record.first_reward_error}")
 
     def evaluation(self, step: int, solve_rate: float, seconds: float) -> None:
-        """The solve rate on held-out problems after `step` updates, told apart from the sampled one."""
+        """Prints the solve rate on held-out problems after `step` updates, in a form unlike that of the sampled one."""
         line = Text("      ◆ ", style="yellow")
         line.append(f"held-out problems {f'after {step} updates' if step else 'before training'}: ", style="default")
         line.append(f"{solve_rate:.1%} solved", style="bold green")
@@ -247,7 +247,7 @@ class Console:
         seconds: float,
         next_commands: Sequence[str],
     ) -> None:
-        """What the run achieved and where it lies: a panel, or plain "name value" lines where there is no terminal.
+        """Prints what the run achieved and where it lies: a panel, or plain "name value" lines where there is no terminal.
 
         products: name → path.  progress: None where there are no two evaluations.
         next_commands: what one may try with it; lines of their own, so that they can be copied.
@@ -303,13 +303,13 @@ def _p_value(value: float) -> str:
 
 
 def near(path: Path) -> str:
-    """The path as one would type it here."""
+    """Returns the path as one would type it in the working directory."""
     absolute = path.absolute()
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else str(absolute)
 
 
 def duration(seconds: float) -> str:
-    """41 s · 9 min 21 s · 3 h 07 min"""
+    """Returns the duration for people: 41 s · 9 min 21 s · 3 h 07 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

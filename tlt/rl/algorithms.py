@@ -18,18 +18,17 @@ STD_FLOOR = 1e-6
 
 
 class Advantages(NamedTuple):
-    """advantages_R, float64. Of `num_groups` groups `num_zero_variance` have advantages of exactly 0: equal rewards, or fewer
-    than two that were scored."""
+    """advantages_R: float64.  num_zero_variance: groups whose advantages are exactly 0: their rewards are equal, or fewer than
+    two responses were scored."""
 
     advantages_R: Tensor
     num_zero_variance: int
-    num_groups: int
 
 
 def group_advantages(
     rewards_R: Tensor, group_R: Tensor, *, normalize_by_std: bool, is_scored_R: Tensor | None = None
 ) -> Advantages:
-    """A_i = (r_i - mean(r)) / std(r) over the responses to one prompt (GRPO, arXiv 2402.03300, section 4.1.2), with the
+    """Returns A_i = (r_i - mean(r)) / std(r) over the responses to one prompt (GRPO, arXiv 2402.03300, section 4.1.2), with the
     sample standard deviation; without `normalize_by_std`, A_i = r_i - mean(r) (Dr. GRPO, arXiv 2503.20783, equation 3).
 
     rewards_R: any float dtype; computed in float64.   group_R: int64[R], numbers from 0; groups may differ in size.
@@ -52,7 +51,7 @@ def group_advantages(
         advantages_R = centred_R / (std_G[group_R] + STD_FLOOR)
     # The mean of equal rewards can differ from them by rounding; their advantage is 0 all the same.
     all_R[is_scored_R] = torch.where(is_flat_G[group_R], 0.0, advantages_R)
-    return Advantages(all_R, int(is_flat_G.sum()), num_groups)
+    return Advantages(all_R, int(is_flat_G.sum()))
 
 
 class PolicyLoss(NamedTuple):
@@ -65,7 +64,7 @@ class PolicyLoss(NamedTuple):
 def clipped_policy_loss(
     logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, *, clip_low: float, clip_high: float
 ) -> PolicyLoss:
-    """-min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A) with ρ = exp(logprob - old logprob), token by token
+    """Returns -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A) with ρ = exp(logprob - old logprob), token by token
     (PPO, arXiv 1707.06347, equation 7; the asymmetric clip of DAPO, arXiv 2503.14476, equation 8)."""
     ratio_N = (logprobs_N - old_logprobs_N).exp()
     unclipped_N = ratio_N * advantages_N
@@ -74,25 +73,26 @@ def clipped_policy_loss(
 
 
 def importance_weights(old_logprobs_N: Tensor, engine_logprobs_N: Tensor, *, cap: float) -> Tensor:
-    """min(π_trainer / π_engine, cap) per token, a constant of the loss: corrects for an engine whose arithmetic samples a
-    slightly different policy (truncated importance sampling, Ionides 2008, as Yao et al. 2025 apply it to RL engines)."""
+    """Returns min(π_trainer / π_engine, cap) per token, a constant of the loss. It corrects for an engine whose arithmetic
+    samples a slightly different policy (truncated importance sampling, Ionides 2008, as Yao et al. 2025 apply it to
+    RL engines)."""
     return (old_logprobs_N - engine_logprobs_N).exp().clamp(max=cap).detach()
 
 
 def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """k3 = r - log r - 1 with r = π_reference / π: unbiased for KL(π ‖ π_reference) under tokens of π, and never negative
-    (Schulman 2020, "Approximating KL divergence"; GRPO, arXiv 2402.03300, equation 4)."""
+    """Returns k3 = r - log r - 1 with r = π_reference / π. It is unbiased for KL(π ‖ π_reference) under tokens of π, and never
+    negative (Schulman 2020, "Approximating KL divergence"; GRPO, arXiv 2402.03300, equation 4)."""
     log_ratio_N = reference_logprobs_N - logprobs_N
     return log_ratio_N.expm1() - log_ratio_N
 
 
 def entropy(logprobs_NV: Tensor) -> Tensor:
-    """H_N = -Σ_v p log p in nats, of log-probabilities; a token of probability 0 adds nothing."""
+    """Returns H_N = -Σ_v p log p in nats, of log-probabilities; a token of probability 0 adds nothing."""
     entropy_NV: Tensor = torch.special.entr(logprobs_NV.exp())
     return entropy_NV.sum(-1)
 
 
 def token_mean(values_N: Tensor, num_tokens: int) -> Tensor:
-    """Σ values / num_tokens, where `num_tokens` counts the response tokens of *all* micro-batches and ranks: every token
+    """Returns Σ values / num_tokens. `num_tokens` counts the response tokens of *all* micro-batches and ranks: every token
     weighs the same, whatever response, micro-batch or rank it lies in (DAPO, arXiv 2503.14476, section 3.3). Parts add up."""
     return values_N.sum() / num_tokens

@@ -34,7 +34,7 @@ from tlt.tasks.base import Task, get_task
 from tlt.types import Reward, UserError
 
 START_SECONDS = 120.0
-"""How long a worker may take to start and to import its task."""
+"""Time limit for a worker to start and to import its task."""
 
 Key = tuple[str, int]
 """(problem id, sample index)"""
@@ -42,7 +42,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class RewardSummary:
-    """Holds a step's rewards together. The means are over the responses that were scored, NaN where none was. `num_errors`
+    """A step's rewards in numbers. The means are over the responses that were scored, NaN where none was. `num_errors`
     counts the others; `first_error` says why the first of them was not scored, and is empty where there is none."""
 
     mean: float
@@ -77,7 +77,7 @@ class Job(NamedTuple):
 
 
 class RewardPool:
-    """`num_workers` processes that score responses of one task; 0 scores inside `submit` (no time-out), to debug a task.
+    """Scores responses of one task in `num_workers` processes; with 0 inside `submit` and without time-out, to debug a task.
 
     task_spec: a registered task, or "package.module:object".
     timeout_seconds: of one response, from the moment a worker takes it up.
@@ -168,7 +168,7 @@ class RewardPool:
         return {job.key: result}
 
     def _serve(self, index: int) -> None:
-        """One thread with one worker: started ahead of the first job, and again whenever it was killed or died."""
+        """Serves jobs in a thread with a worker of its own, started ahead of the first job, and again when it was killed."""
         worker = self._start_ahead(index)
         while (job := self._jobs.get()) is not None:
             try:
@@ -220,7 +220,7 @@ class Worker:
         self.is_ready = self.is_killed = False
 
     def score(self, job: Job, timeout_seconds: float) -> Reward:
-        """Afterwards the worker is either ready for the next job or killed."""
+        """Has the worker score a response. Afterwards it is either ready for the next one or killed."""
         try:
             if not self.is_ready:
                 if not self.pipe.poll(START_SECONDS):
@@ -243,7 +243,7 @@ class Worker:
             return Reward(0.0, False, f"the worker died with exit code {self.process.returncode}")
 
     def kill(self) -> None:
-        """Idempotent, and callable from another thread: whoever waits on the pipe sees its end."""
+        """Kills the process; once more does nothing. Another thread that waits on the pipe sees its end."""
         if self.process.poll() is None:
             with contextlib.suppress(ProcessLookupError):  # another thread was faster
                 os.killpg(self.process.pid, signal.SIGKILL)
@@ -276,7 +276,7 @@ def work() -> None:
 
 
 def score(task: Task, problem: dict[str, Any], text: str) -> Reward:
-    """A task is the user's code: whatever it raises becomes the error of this one response."""
+    """Scores one response. A task is the user's code: whatever it raises becomes the error of this one response."""
     try:
         result = task.score(problem, text)
         value, is_solved = float(result["reward"]), bool(result["solved"])

@@ -1,4 +1,4 @@
-"""What a task is, how to find one by name, and the problems it makes. Knows no model: tasks run in reward workers, too.
+"""Tasks: the protocol, finding one by name, and checking the problems it makes. Knows no model: reward workers import this.
 
 A task is the user's code. Whatever goes wrong in it is said in one line that names the task and the place.
 """

@@ -56,7 +56,7 @@ class Puzzle:
 
 
 def apply(a: int, operator: str, b: int) -> int | None:
-    """The result of one step; None where the rules forbid it (not positive, or not exact)."""
+    """Returns the result of one step; None where the rules forbid it (not positive, or not exact)."""
     match operator:
         case "+":
             return a + b
@@ -71,7 +71,7 @@ def apply(a: int, operator: str, b: int) -> int | None:
 
 @lru_cache(maxsize=1 << 16)
 def moves(numbers: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Every step and the state it leads to, larger numbers first; one step for each distinct next state."""
+    """Returns every step and the state it leads to, larger numbers first; one step for each distinct next state."""
     found: dict[tuple[int, ...], str] = {}
     for i in range(len(numbers) - 1, 0, -1):
         for j in range(i - 1, -1, -1):
@@ -86,7 +86,7 @@ def moves(numbers: tuple[int, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 @lru_cache(maxsize=1 << 16)
 def reachable(numbers: tuple[int, ...]) -> frozenset[int]:
-    """Every value that some sequence of steps makes of all the numbers."""
+    """Returns every value that some sequence of steps makes of all the numbers."""
     if len(numbers) == 1:
         return frozenset(numbers)
     return frozenset().union(*(reachable(state) for _, state in moves(numbers)))
@@ -115,7 +115,7 @@ def is_correct(puzzle: Puzzle, answer: str) -> bool:
 
 
 def write_search(puzzle: Puzzle, rng: random.Random, skip: float = 0.0, max_chars: int | None = None) -> str | None:
-    """A depth-first search written out as a response; None when it grows beyond `max_chars`.
+    """Returns a depth-first search written out as a response; None when it grows beyond `max_chars`.
 
     Moves are tried in the order of `moves`, each left out with probability `skip` (never in a state of two numbers).
     A fixed order makes the text predictable, hence cheap to speculate on; the skipping is what reinforcement learning
@@ -162,7 +162,7 @@ def write_search(puzzle: Puzzle, rng: random.Random, skip: float = 0.0, max_char
 
 
 def draw_puzzle(rng: random.Random, split: Split, mix: Mapping[int, float], max_number: int, max_target: int) -> Puzzle:
-    """A solvable puzzle of the split: how many numbers, then which, then a target among those they reach."""
+    """Draws a solvable puzzle of the split: how many numbers, then which, then a target among those they reach."""
     counts = list(mix)
     (count,) = rng.choices(counts, [mix[c] for c in counts])
     while True:
@@ -187,7 +187,7 @@ class Countdown:
         max_number: int = 10,
         max_target: int = 60,
     ) -> list[dict[str, Any]]:
-        """Solvable puzzles; the i-th depends on (seed, i) and the options only.
+        """Returns solvable puzzles; the i-th depends on (seed, i) and the options only.
 
         mix          weight of puzzles with so many numbers, {2: 0.05, 3: 0.5, 4: 0.45}; keys may be strings (TOML)
         max_number   the given numbers are 1..max_number
@@ -215,7 +215,7 @@ class Countdown:
         return problems
 
     def score(self, problem: Mapping[str, Any], response_text: str) -> dict[str, Any]:
-        """1.0 when what follows the last `!` solves the puzzle, else 0.0; the search before it is not judged."""
+        """Rewards 1.0 when the text after the last `!` solves the puzzle, else 0.0; the search before it is not judged."""
         puzzle = Puzzle(tuple(problem["numbers"]), problem["target"])
         _, mark, answer = response_text.rpartition("!")
         solved = bool(mark) and is_correct(puzzle, answer)

@@ -52,7 +52,7 @@ class Checkpoint:
     training: Mapping[str, Any]
 
     def copy(self) -> Checkpoint:
-        """On the CPU, and out of reach of whoever goes on training."""
+        """Returns a copy on the CPU, which further training does not change."""
         return replace(self, policy=_copy(self.policy), drafter=_copy(self.drafter), training=_copy(self.training))
 
 
@@ -73,7 +73,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is in flight. UserError when it could not be written: nearly always a full disk."""
+        """Waits until nothing is in flight. Raises UserError when it could not be written: nearly always a full disk."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -130,7 +130,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _copy(value: Any) -> Any:
-    """The same containers with copies of their tensors, on the CPU."""
+    """Returns the same containers with copies of their tensors, on the CPU."""
     match value:
         case Tensor():
             return value.detach().to("cpu", copy=True)

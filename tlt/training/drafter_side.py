@@ -59,7 +59,7 @@ class DrafterSide:
         """Takes note of a response that has ended here."""
 
     def refresh(self) -> None:
-        """Between two engine steps: lets the engine draft with what another replica has published."""
+        """Lets the engine draft with the latest drafter of another replica. It is called between two engine steps."""
 
     def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
         """Trains until `should_stop`, or until there is nothing to train on."""

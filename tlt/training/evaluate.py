@@ -34,6 +34,8 @@ class Evaluation:
 
     @staticmethod
     def of(step: int, phase: PhaseResult) -> Evaluation:
+        """Returns the evaluation that a phase on the held-out problems amounts to."""
+        """Returns the evaluation that a phase on the held-out problems amounts to."""
         scores: dict[str, list[float]] = {}
         for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
             scores.setdefault(rollout.problem_id, []).append(float(reward.is_solved))
@@ -66,11 +68,11 @@ class Evaluations:
 
     @property
     def latest_seconds(self) -> float:
-        """What the next one may take."""
+        """Estimates the duration of the next one by the latest."""
         return self.all[-1].seconds if self.all else 0.0
 
     def progress(self) -> Progress | None:
-        """None: there are no two evaluations to compare."""
+        """Compares the first evaluation with the last; None: there are no two."""
         if len(self.all) < 2:
             return None
         first, last = self.all[0], self.all[-1]

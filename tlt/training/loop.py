@@ -17,10 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from tlt.config.schema import Config
-from tlt.distributed.world import any_rank, gather_objects, init_process_group_from_env, shutdown
+from tlt.distributed.world import any_rank, gather_objects, shutdown
 from tlt.models.hf_weights import content_hash
 from tlt.report.console import near
 from tlt.report.timeline import merge_timelines
@@ -30,7 +28,7 @@ from tlt.training.evaluate import evaluate
 from tlt.training.phase import PhaseResult, StopRequested
 from tlt.training.problems import problems_of_step
 from tlt.training.record import record
-from tlt.training.run import Run, device_name
+from tlt.training.run import Run, join_ranks
 from tlt.types import UserError
 
 if TYPE_CHECKING:
@@ -49,8 +47,7 @@ def main(description: str, stop: StopRequest) -> None:
     """Runs on every rank; `launch` calls it."""
     described = json.loads(description)
     config = Config.from_json(described["config"])
-    torch.set_num_threads(config.run.threads_per_rank)
-    world = init_process_group_from_env(device_name(config))
+    world = join_ranks(config)
     try:
         run = Run(config, world, stop, started_at=described["started_at"])
         try:
@@ -101,7 +98,7 @@ def advance(run: Run) -> PhaseResult:
 
 
 def is_due(run: Run, every: int) -> bool:
-    """Whether something is done after this step that is done every so many steps; after the last one it is done anyway."""
+    """Whether something that is done every `every` steps (0: never) is due now. After the last step it is done anyway."""
     return bool(every) and run.step % every == 0 and run.step < run.config.run.num_steps
 
 
@@ -142,7 +139,8 @@ def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
 
 
 def stop_early(run: Run, where: str) -> None:
-    """The user's stop: keeps the last finished step; the unfinished one will be generated again, token for token."""
+    """Ends the run where the user stopped it. Its last finished step is kept; the unfinished one will be generated again, token
+    for token."""
     run.checkpoint()
     run.checkpoints.wait()
     gather_objects(run.world, None)

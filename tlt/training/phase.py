@@ -40,10 +40,9 @@ class StopRequested(Exception):
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """What one replica did in a phase; times on the host's monotonic clock.
+    """Says what one replica did in a phase; times are on the host's monotonic clock.
 
-    gap_seconds: without work before the last token, until it got some again.  gap_training: of these, seconds in
-    which it trained the drafter.
+    gap_seconds: seconds without work before the last token.  gap_training: the part of them in which it trained the drafter.
     num_refreshes: drafters of other replicas that it took up meanwhile.  num_migrated: responses that it took over.
     """
 
@@ -61,12 +60,12 @@ class ReplicaReport:
         return self.gap_seconds + max(last_token_of_all - self.last_token, 0.0)
 
     def training_seconds(self, last_token_of_all: float) -> float:
-        """Of the idle seconds."""
+        """Returns the part of the idle seconds in which it trained the drafter."""
         at_the_end = min(self.drafter.seconds - self.gap_training, max(last_token_of_all - self.last_token, 0.0))
         return self.gap_training + at_the_end
 
     def preemption_seconds(self, last_token_of_all: float) -> float | None:
-        """From the last token of all to the return of the drafter's trainer; None: it was not at work then."""
+        """Returns the seconds from the last token of all to the trainer's return; None: it was not at work then."""
         preempted_at = self.drafter.preempted_at
         return None if preempted_at is None or preempted_at < last_token_of_all else preempted_at - last_token_of_all
 
@@ -91,7 +90,7 @@ class PhaseResult:
 
     @property
     def idle_seconds(self) -> float:
-        """Without work, up to the last token of all, summed over replicas."""
+        """Seconds without work, up to the last token of all, summed over replicas."""
         return sum(r.idle_seconds(self.last_token) for r in self.replicas)
 
     @property
@@ -101,7 +100,7 @@ class PhaseResult:
 
     @property
     def preemption_seconds(self) -> tuple[float, ...]:
-        """Of every replica that trained when the last response ended."""
+        """Seconds for which drafter training outlasted the last token; one value for each replica that trained then."""
         seconds = [r.preemption_seconds(self.last_token) for r in self.replicas]
         return tuple(s for s in seconds if s is not None)
 
@@ -143,8 +142,8 @@ class RolloutPhase:
         step: int,
         drafter: DrafterSide = NO_DRAFTER,
     ) -> PhaseResult:
-        """Every rank calls this with the same arguments and gets the same result. Raises StopRequested on all ranks when
-        any of them was asked to stop.
+        """Generates and scores `num_samples` responses to each problem. Every rank calls this with the same arguments and gets
+        the same result. Raises StopRequested on all ranks when any of them was asked to stop.
 
         drafter: who trains, refreshes and measures the drafter meanwhile; by default nobody does.
         """
@@ -188,7 +187,8 @@ class RolloutPhase:
     def _generate(
         self, problems: Sequence[Problem], work: Work, drafter: DrafterSide
     ) -> tuple[list[Rollout], float, DrafterReport]:
-        """The part of a phase in which a replica waits for nobody: (responses ended here, time of the last token, training)."""
+        """Runs the part of a phase in which a replica waits for nobody. Returns (responses ended here, time of the last token,
+        report of the drafter training)."""
         data_of = {problem.problem_id: problem.data for problem in problems}
         rollouts: list[Rollout] = []
         report = DrafterReport()
@@ -229,11 +229,11 @@ class RolloutPhase:
         return rollouts, last_token, report
 
     def _room(self, num_samples: int) -> int:
-        """Units that could start now; at least one when nothing runs, however many samples a unit has."""
+        """Returns the units that could start now; at least one when nothing runs, however many samples a unit has."""
         return max(self.engine.room // num_samples, int(self.engine.is_idle))
 
     def _has_better_to_do(self) -> bool:
-        """Asked by a replica that has run dry, again and again."""
+        """Tells an idle replica whether to stop waiting; as long as not, it offers its help to the others."""
         if self.should_stop() or self.coordinator.all_done() or self.coordinator.has_work():
             return True
         if self.migrates:

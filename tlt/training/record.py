@@ -1,4 +1,4 @@
-"""What is kept of a step: a line of metrics.jsonl, a row of the table, and where the time went."""
+"""Records a step: a line of metrics.jsonl, a row of the table, and the spans of its time. Measures nothing but seconds."""
 
 from __future__ import annotations
 

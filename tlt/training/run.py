@@ -1,4 +1,4 @@
-"""What a run holds on one rank, made once. Knows how things are put together, not in which order the loop uses them."""
+"""The objects of a run on one rank, made once. Knows how they are put together, not in which order the loop uses them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,21 @@ from tlt.build import (
     build_policy_trainer,
     build_spot_trainer,
     load_model,
+    load_stored,
+    master_dtype,
+    sampling_params,
 )
 from tlt.config.schema import Config
 from tlt.distributed.work_queue import Coordinator, connect_coordinator
-from tlt.distributed.world import DeviceChoice, World, average_weighted, choose_device, gather_objects
-from tlt.drafter.folder import StoredDrafter, load_drafter
+from tlt.distributed.world import (
+    DeviceChoice,
+    World,
+    average_weighted,
+    choose_device,
+    gather_objects,
+    init_process_group_from_env,
+)
+from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.measure import Subject
 from tlt.drafter.service import DrafterWatch, Ranks
@@ -40,7 +50,6 @@ from tlt.training.evaluate import Evaluations
 from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase
 from tlt.training.problems import load_problems
-from tlt.types import SamplingParams, resolve_dtype
 
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest
@@ -77,14 +86,12 @@ class Run:
 
         self.problems = load_problems(config, "train")
         self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
-        dtype = resolve_dtype(config.run.dtype)
-        self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.master_dtype = master_dtype(config)
         model = load_model(config.model.path, self.master_dtype)
         assert model.tokenizer is not None, "problems have been encoded with it"
-        s = config.sampling
-        self.params = SamplingParams(s.temperature, s.top_k, s.top_p, s.min_p, s.max_tokens, model.stop_ids, config.run.seed)
+        self.params = sampling_params(config, model.stop_ids)
         self.trainer = build_policy_trainer(config, model, world.device, world.group)
-        stored = None if config.drafter.path is None else load_drafter(config.drafter.path, model.config, model.tensors)
+        stored = load_stored(config.drafter.path, model)
         settings = EngineSettings.of_run(config, world.device)
         self.engine = build_engine(model.config, model.tensors, settings, stored, on_span=self.timeline.add)
         self.drafter = self._watch_drafter(stored)
@@ -109,7 +116,7 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Since the user's command began."""
+        """Seconds since the user's command began."""
         return time.time() - self.started_at
 
     # ── making ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,6 +196,7 @@ def device_of(config: Config) -> DeviceChoice:
     return choose_device(config.run.device, num_ranks, torch.cuda.device_count())
 
 
-def device_name(config: Config) -> str:
-    """Returns "cpu" or "cuda"."""
-    return device_of(config).name
+def join_ranks(config: Config) -> World:
+    """Joins the ranks of the run that the environment describes, with the configuration's threads and device."""
+    torch.set_num_threads(config.run.threads_per_rank)
+    return init_process_group_from_env(device_of(config).name)

@@ -1,5 +1,5 @@
-"""What happens in the user's own process before the ranks start: all that can be refused is refused in one line, and a header
-says what will be trained."""
+"""Starts a run from the user's own process: everything that can be refused is refused in one line, a header says what will be
+trained, and then the ranks begin."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tlt.training.run import device_of
 
 @dataclass(frozen=True)
 class Findings:
-    """What `preflight` found."""
+    """Holds what `preflight` read; the header shows it."""
 
     model: ModelConfig
     num_problems: int
@@ -77,7 +77,7 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
 
 
 def _short(number: int) -> str:
-    """12 · 3.1 k · 1.6 M · 7.6 B"""
+    """Returns a count for people: 12 · 3.1 k · 1.6 M · 7.6 B."""
     for limit, unit in ((10**9, "B"), (10**6, "M"), (10**3, "k")):
         if number >= limit:
             return f"{number / limit:.1f} {unit}"

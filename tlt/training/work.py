@@ -1,4 +1,4 @@
-"""What a replica holds of a phase: units of work from the shared queue, and what of them it hands over to others."""
+"""The work of a replica in a phase: it takes units from the shared queue, and hands running responses over to idle replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from tlt.types import Request
 
 
 class Work:
-    """What a replica holds of a phase's units: groups of requests, and responses in the making that others have handed over."""
+    """Keeps a replica's units of a phase. A unit is a group of requests, or some unfinished responses of another replica.
+
+    gap_seconds: time without work before the last token.  gap_training: seconds of drafter training up to the latest gap's end.
+    """
 
     def __init__(self, coordinator: Coordinator, requests: Sequence[Sequence[Request]]) -> None:
         self.coordinator, self.requests = coordinator, requests
@@ -28,7 +31,7 @@ class Work:
         return len(self.requests[0])
 
     def take(self, room: int) -> list[Request]:
-        """Up to `room` units' work; nothing: there is none now."""
+        """Takes up to `room` units and returns their requests; none where the queue is empty now."""
         taken: list[Request] = []
         for unit in self.coordinator.take(room):
             if unit < len(self.requests):
@@ -40,7 +43,7 @@ class Work:
         return taken
 
     def finish(self, key: tuple[str, int]) -> None:
-        """This response is no longer the replica's: it has ended, or somebody else goes on with it."""
+        """Notes that a response has left this replica: it has ended, or another replica goes on with it."""
         unit = self.unit_of.pop(key)
         self.num_open[unit] -= 1
         if self.num_open[unit] == 0:
@@ -64,7 +67,7 @@ class Work:
         return requests
 
     def _pack(self, request: Request) -> bytes:
-        """All replicas know the phase's requests; JSON gives back every float as it was."""
+        """Returns what another replica lacks: all know the phase's requests. JSON gives back every float as it was."""
         return json.dumps([request.problem_id, request.sample_index, request.token_ids, request.logprobs]).encode()
 
     def _unpack(self, part: bytes) -> Request:
@@ -74,8 +77,8 @@ class Work:
 
 
 def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:
-    """Which of a replica's running responses go to the next of `num_offers` that have run dry: an equal part, long and short
-    ones alike, but none for which more tokens would be read again there than may still come.
+    """Returns the slots of the running responses to hand to one of the `num_offers` idle replicas: an equal share, long and
+    short ones alike. A response stays where the other replica would have to read more tokens again than may still come.
 
     responses: by slot, the tokens in the cache and the tokens that may still come.
     """

@@ -56,7 +56,7 @@ class Curve(NamedTuple):
 
     @property
     def everywhere(self) -> Curve:
-        """The same curve over all batch sizes."""
+        """Returns the same curve over all batch sizes."""
         return Curve(self.drafter, self.width, self.budget, None, self.where_drafted)
 
     @property

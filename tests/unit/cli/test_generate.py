@@ -12,8 +12,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.unit.cli.parts import VOCABULARY, WINDOW, generate, read_lines, refuse, write_lines
+from tlt.api import to_response
 from tlt.cli.engine import Progress, show_progress
-from tlt.cli.generate import response_record
 from tlt.engine.engine import RolloutEngine
 from tlt.types import Rollout
 
@@ -109,9 +109,9 @@ def test_generate_refuses_a_missing_model_and_missing_prompts(model: Path, capsy
     assert refuse(capsys, Path("nowhere")).startswith("nowhere: ")
 
 
-def test_a_response_record_of_a_model_without_tokenizer_has_no_text() -> None:
+def test_a_response_of_a_model_without_tokenizer_has_no_text() -> None:
     rollout = Rollout("a", 0, (1,), (2,), (-0.5,), "stop", policy_version=0)
-    assert response_record(rollout, None)["text"] is None
+    assert to_response(rollout, None).text is None
 
 
 @pytest.mark.usefixtures("here")
