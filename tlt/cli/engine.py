@@ -19,8 +19,9 @@ if TYPE_CHECKING:
     from rich.console import ConsoleRenderable
 
     from tlt.build import Model
-    from tlt.engine.engine import RolloutEngine, Verify
+    from tlt.engine.engine import RolloutEngine
     from tlt.models.prompts import Prompt
+    from tlt.speculative.verify import Verify
 
 SPECULATION = "off|adaptive|[DRAFTER:]DEPTHxWIDTHxBUDGET"
 
