@@ -27,7 +27,7 @@ from tlt.drafter.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.model import DraftModel, PackedDrafter
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.engine.engine import RolloutEngine, Verify
+from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import load_tensors
@@ -35,6 +35,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
 from tlt.rl.update import PolicyTrainer
 from tlt.spans import Span
+from tlt.speculative.verify import Verify
 from tlt.speculative.verify import verify as verify_by_the_law
 from tlt.tuning.tuner import make_tuner
 from tlt.types import SamplingParams, StrategyTuner, resolve_dtype

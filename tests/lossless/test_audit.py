@@ -18,9 +18,9 @@ from tlt.audit.fault import PlantedFault
 from tlt.audit.referee import Referee
 from tlt.audit.report import AuditReport
 from tlt.audit.verdict import Auditor
-from tlt.engine.engine import RolloutEngine, Verify
+from tlt.engine.engine import RolloutEngine
 from tlt.speculative.sampling import BatchParams
-from tlt.speculative.verify import verify
+from tlt.speculative.verify import Verify, verify
 from tlt.types import DraftTree, Request, SamplingParams, Strategy, StrategyTuner, Verdict
 
 MAX_TOKENS = 40

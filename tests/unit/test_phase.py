@@ -573,6 +573,15 @@ def test_what_a_broken_off_step_pushed_out_of_the_buffer_comes_back() -> None:
     assert [len(t.token_ids) for t in buffer.trajectories] == [12]
 
 
+def test_after_a_phase_the_caches_give_their_memory_to_the_policy_update() -> None:
+    engine, learned = make_engine()
+    (coordinator,) = make_coordinators(1)
+    make_phase(engine, coordinator).run(make_problems(6), 2, PARAMS, "rollout", 0)
+    assert engine.stats.num_tokens > 0
+    held = (engine.cache.num_bytes, learned.pairs.cache.num_bytes, learned.pairs.history.num_bytes)
+    assert held == (0, 0, 0)
+
+
 def test_features_are_read_out_only_where_they_are_trained_on() -> None:
     reads = []
     for keeps_captured in (True, False):

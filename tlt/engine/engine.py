@@ -31,7 +31,7 @@ from tlt.spans import Span, SpanName
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.tree import TreeLayout, chain, layout
-from tlt.speculative.verify import verify
+from tlt.speculative.verify import Verify, verify
 from tlt.types import (
     BatchState,
     DraftTree,
@@ -44,8 +44,6 @@ from tlt.types import (
     UserError,
     Verdict,
 )
-
-Verify = Callable[[DraftTree, Tensor, Tensor, BatchParams], list[Verdict]]
 
 
 class RolloutEngine:
@@ -72,7 +70,8 @@ class RolloutEngine:
         self.drafter: Drafter[Any] | None = None
         self.scheduler = Scheduler(max_batch_size, config.max_positions)
         self.cache = Cache(config, config.num_layers, dtype, self.device, max_batch_size)
-        self.noise = NoiseBlocks(config.vocab_size, max_batch_size, Strategy.MAX_DEPTH if tuner else 0, self.device)
+        self.max_depth = Strategy.MAX_DEPTH if tuner is not None else 0
+        self.noise = NoiseBlocks(config.vocab_size, max_batch_size, self.max_depth, self.device)
         self.on_span = on_span
         self.verify = verify
         self.stats = EngineStats()
@@ -81,10 +80,8 @@ class RolloutEngine:
 
     @property
     def capabilities(self) -> Capabilities:
-        kinds = self.drafter.kinds if self.drafter is not None else ()
-        can_capture = self.drafter is not None and bool(self.drafter.capture)
-        depth = Strategy.MAX_DEPTH if self.tuner is not None else 0
-        return Capabilities(kinds, trees=True, max_depth=depth, captures=can_capture, hands_over=True, sleeps=True)
+        kinds, captures = (self.drafter.kinds if self.drafter is not None else ()), bool(self._capture)
+        return Capabilities(kinds, trees=True, max_depth=self.max_depth, captures=captures, hands_over=True, sleeps=True)
 
     # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
 

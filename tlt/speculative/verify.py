@@ -6,10 +6,15 @@ law (sampling.py): lossless for any drafter and any tree.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from tlt.speculative.sampling import BatchParams, sample
 from tlt.types import DraftTree, Verdict
+
+Verify = Callable[[DraftTree, Tensor, Tensor, BatchParams], list[Verdict]]
+"""What `verify` is; an audit puts a faulty one in its place."""
 
 
 def verify(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> list[Verdict]:

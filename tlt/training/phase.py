@@ -167,6 +167,7 @@ class RolloutPhase:
         with self.timeline.span(SpanName.SCORE):
             own_rewards = self.scorers.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
         end = time.perf_counter()
+        self.engine.release()  # the policy update wants the memory
         gaps = (work.gap_seconds, work.gap_training)
         counts = (drafter.num_refreshes, work.num_received)
         replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, *counts)
