@@ -1,4 +1,4 @@
-"""What a drafter learns about itself from verdicts: how far to trust a confidence, and how sharply to rank.
+"""Learning from verdicts how far to trust a drafter's confidence, and how sharply to rank its candidates.
 
 Both are estimates of speed. Whatever they say, the tokens stay the target's own.
 """

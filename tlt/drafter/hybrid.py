@@ -24,7 +24,7 @@ from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
 
 def drafter_kinds(has_learned: bool) -> tuple[str, ...]:
-    """What a strategy may name, the preferred kind first."""
+    """Returns the kinds of drafter that a strategy may name, the preferred one first."""
     return HybridDrafter.kinds if has_learned else NgramDrafter.kinds
 
 
@@ -34,8 +34,8 @@ def make_drafter(
     ngram_tokens: int = DEFAULT_MAX_TOKENS,
     confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
 ) -> Drafter[Any]:
-    """What an engine drafts with: the learned drafter, if there is one, beside retrieval. The threshold is retrieval's; the
-    learned drafter has its own."""
+    """Returns what an engine drafts with: the learned drafter, if there is one, beside retrieval. The threshold is retrieval's;
+    the learned drafter has its own."""
     ngram = NgramDrafter(max_slots, ngram_tokens, confidence_threshold=confidence_threshold)
     return ngram if learned is None else HybridDrafter(learned, ngram)
 

@@ -27,12 +27,12 @@ from tlt.speculative.tree import chain, chain_mask
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
 _MAX_LOG_CONFIDENCE = -1e-4
-"""Of one candidate, so that a child never outranks its parent, not even at confidence 1."""
+"""The most that one candidate counts: so a child never outranks its parent, not even at confidence 1."""
 
 
 @dataclass(frozen=True)
 class LearnedSettings:
-    """How the learned drafter ranks, when it stops and what it remembers.
+    """Says how the learned drafter ranks, when it stops and what it remembers.
 
     ranking: "coupled" ranks candidates by log q / tau + the target's own noise, q being the draft distribution at the
         sequence's own temperature (DESIGN §2); "top-k" by log q alone (EAGLE-2, arXiv 2406.16858).

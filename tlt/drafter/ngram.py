@@ -26,7 +26,7 @@ from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
 _KEEP = 0.99
-"""How much of what was learned about acceptance outlives one more draft."""
+"""The share of what was learned about acceptance that outlives one more draft."""
 
 DEFAULT_MAX_TOKENS = 200_000
 """Indexed tokens over all problems, about 300 bytes each; problems not asked for the longest leave first."""
@@ -127,7 +127,7 @@ class NgramDrafter:
                 total -= self.problems.pop(problem_id).num_tokens
 
     def withdraw(self, slot: int) -> None:
-        """What is known of its text stays for its siblings."""
+        """Gives the slot up; what is known of its text stays for its siblings."""
         place = self.slots[slot]
         assert place is not None, f"slot {slot} was never admitted"
         index, text = place
@@ -185,7 +185,7 @@ class NgramDrafter:
         return NgramProposal(tree, retrieved)
 
     def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[_Node, int]:
-        """What followed the longest matches, as a trie (its root has no token), and the length of the longest."""
+        """Returns what followed the longest matches, as a trie (its root has no token), and the length of the longest."""
         place = self.slots[slot]
         assert place is not None, f"slot {slot} was never admitted"
         index, text = place
@@ -217,7 +217,7 @@ class NgramDrafter:
 
 
 def _walk(nodes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> tuple[int, bool]:
-    """How far `tokens` lead down a tree of (token, parent column), and whether its nodes, not its end, stopped them."""
+    """Returns how far `tokens` lead down a tree of (token, parent column), and whether its nodes, not its end, stopped them."""
     children: dict[int, dict[int, int]] = {}
     for column, (token, parent) in enumerate(nodes, start=1):
         children.setdefault(parent, {})[token] = column

@@ -1,4 +1,4 @@
-"""What the drafter has read: the keys and values of its pairs, and the target's features of what it has yet to read.
+"""The pairs that the learned drafter has read, as keys and values, and the target's features of those that it has yet to read.
 
     committed tokens   0 1 2 ... n-2 | n-1 (root)
     pairs (t+1, t)     0 1 2 ... n-2                the last pair's output ranks the candidates for position n

@@ -113,7 +113,7 @@ def _anchor_key(stored: array[int], end: int, anchor: int) -> int:
 
 
 def _match_length(stored: Sequence[int], end: int, tokens: Sequence[int]) -> int:
-    """How many tokens before `end` agree with the end of `tokens`, up to `MAX_MATCH`."""
+    """Returns how many tokens before `end` agree with the end of `tokens`, up to `MAX_MATCH`."""
     limit = min(end, len(tokens), MAX_MATCH)
     length = 0
     while length < limit and stored[end - 1 - length] == tokens[-1 - length]:
@@ -122,7 +122,7 @@ def _match_length(stored: Sequence[int], end: int, tokens: Sequence[int]) -> int
 
 
 def count_retrieved(group: Sequence[Rollout], counts: Sequence[int]) -> int:
-    """How many tokens of responses to one prompt retrieval alone would have drafted, of `counts[i]` first ones of response i.
+    """Counts the tokens that retrieval alone would have drafted, among the first `counts[i]` tokens of each response to a prompt.
 
     The responses grow side by side, as they do while generating: at each token retrieval knows as much of the siblings as of
     the response itself, and of each match the token that the heaviest sources say.

@@ -1,4 +1,4 @@
-"""What a rollout engine promises to those who use it. It knows no engine; ours (engine.py) is one, others may stand beside it.
+"""The promise of a rollout engine to those who use it. Knows no engine: ours (engine.py) is one, others may stand beside it.
 
     load_policy ─▶ add ─▶ step, step, ... until is_idle ─▶ release ─▶ (policy update) ─▶ load_policy ─▶ ...
 
@@ -20,7 +20,7 @@ from tlt.types import Finished, Request, Rollout
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine can do beyond generating.
+    """Declares what an engine can do beyond generating.
 
     drafter_kinds: names that `Strategy.drafter` may have; () without a drafter.
     trees:         whether a draft may branch; else it is a chain.
@@ -46,7 +46,7 @@ class RolloutBackend(Protocol):
 
     @property
     def room(self) -> int:
-        """How many more requests could start at once."""
+        """The number of requests that could start at once."""
         ...
 
     @property

@@ -30,7 +30,7 @@ class Scheduler:
 
     @property
     def room(self) -> int:
-        """How many more requests could start at once."""
+        """The number of requests that could start at once."""
         return max(self.max_slots - len(self.running) - len(self.waiting), 0)
 
     @property

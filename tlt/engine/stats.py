@@ -1,4 +1,4 @@
-"""What an engine counts: tokens, verifications, seconds, each strategy's share of them. It knows no engine."""
+"""The counts of an engine: tokens, verifications, seconds, each strategy's share of them. Knows no engine."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tlt.types import StepOutcome
 
 @dataclass
 class StrategyStats:
-    """What a strategy brought and cost. `predicted_tokens` is what the tuner expected in those of these seconds for which it
-    made a prediction (`predicted_seconds`)."""
+    """Counts what a strategy brought and cost. `predicted_tokens` is what the tuner expected in those of these seconds for
+    which it made a prediction (`predicted_seconds`)."""
 
     num_steps: int = 0
     num_tokens: int = 0

@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter: candidates for the next tokens, as a tree. How it finds them is its own affair.
+"""The promise of a drafter to the engine: candidates for the next tokens, as a tree. How it finds them is its own affair.
 
 The engine keeps its sequences in slots 0..B-1. A drafter with state per slot is told when a sequence enters, moves or
 has grown; it learns the target's features of committed tokens if it wants them.
@@ -32,7 +32,7 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class Proposal:
-    """What a drafter proposes for one step. A drafter adds what it wants back together with the verdicts."""
+    """Holds what a drafter proposes for one step. A drafter adds what it wants back together with the verdicts."""
 
     tree: DraftTree
 
@@ -43,7 +43,7 @@ P = TypeVar("P", bound=Proposal)
 class Drafter(Protocol[P]):
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What `Strategy.drafter` may name."""
+        """The names that `Strategy.drafter` may have."""
         ...
 
     @property
@@ -53,16 +53,16 @@ class Drafter(Protocol[P]):
 
     @property
     def capture(self) -> tuple[int, ...]:
-        """What `remember` is to receive of the target at every position: the inputs of these layers, or (the number of layers)
-        the features; () where it does not matter."""
+        """Says what `remember` is to receive of the target at every position: the inputs of these layers, or (the number of
+        layers) the features; () where it does not matter."""
         ...
 
     def admit(self, slot: int, request: Request) -> None:
         """A new sequence starts in this slot; whatever the slot held is forgotten."""
 
     def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        """What was captured of the target at T positions from starts[b] on. Rejected drafts may be among them: they lie beyond
-        the committed tokens and are overwritten before anything reads them."""
+        """Takes note of what was captured of the target at T positions from starts[b] on. Rejected drafts may be among them:
+        they lie beyond the committed tokens and are overwritten before anything reads them."""
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> P:
         """Returns a tree for each sequence. noise_BDV[b, d] is the law's noise of the position d + 1 after the root, which the

@@ -14,7 +14,7 @@ from tlt.speculative.sampling import BatchParams, sample
 from tlt.types import DraftTree, Verdict
 
 Verify = Callable[[DraftTree, Tensor, Tensor, BatchParams], list[Verdict]]
-"""What `verify` is; an audit puts a faulty one in its place."""
+"""The type of `verify`; an audit puts a faulty one in its place."""
 
 
 def verify(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> list[Verdict]:
