@@ -122,7 +122,7 @@ def _match_length(stored: Sequence[int], end: int, tokens: Sequence[int]) -> int
 
 
 def count_retrieved(group: Sequence[Rollout], counts: Sequence[int]) -> int:
-    """Counts the tokens that retrieval alone would have drafted, among the first `counts[i]` tokens of each response to a prompt.
+    """Counts the tokens that retrieval alone would have drafted, among the first `counts[i]` of each response to a prompt.
 
     The responses grow side by side, as they do while generating: at each token retrieval knows as much of the siblings as of
     the response itself, and of each match the token that the heaviest sources say.
