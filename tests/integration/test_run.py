@@ -105,7 +105,7 @@ def test_the_screen_names_what_is_trained_at_first_and_at_the_end_where_it_lies_
     for product in ("policy", "best", "drafter", "evaluations.jsonl", "metrics.jsonl"):
         assert rows[product].endswith(str(speculating_run / product))
         assert (speculating_run / product).exists()
-    assert rows["try"].split()[1:4] == ["tlt", "generate", str(speculating_run / "policy")]
+    assert rows["tlt"].split()[1:3] == ["generate", str(speculating_run / "policy")], "the last line is a command to try"
     assert [line.split()[0] for line in lines if line.split()[:1] and line.split()[0].isdigit()] == ["1", "2", "3", "4", "5"]
 
 

@@ -44,7 +44,7 @@ def test_a_task_that_never_scores_ends_the_run_with_one_line(workspace: Path) ->
     done = train(workspace, "partly:NEVER")
     assert done.returncode == 2, done.stdout + done.stderr
     message = done.stderr.strip().splitlines()[-1]
-    assert message.startswith("tlt: error: task partly:NEVER: none of the 16 responses of step 0 could be scored")
+    assert message.startswith("tlt: error: task partly:NEVER: none of the 16 responses of step 1 could be scored")
     assert "KeyError: 'target'" in message
     assert "Traceback" not in done.stderr
 

@@ -578,8 +578,8 @@ def test_after_a_phase_the_caches_give_their_memory_to_the_policy_update() -> No
     (coordinator,) = make_coordinators(1)
     make_phase(engine, coordinator).run(make_problems(6), 2, PARAMS, "rollout", 0)
     assert engine.stats.num_tokens > 0
-    held = (engine.cache.num_bytes, learned.pairs.cache.num_bytes, learned.pairs.history.num_bytes)
-    assert held == (0, 0, 0)
+    caches = (engine.cache.storage_ISKLD, learned.pairs.cache.storage_ISKLD, learned.pairs.history.ring_SCF)
+    assert [cache.nbytes for cache in caches] == [0, 0, 0]
 
 
 def test_features_are_read_out_only_where_they_are_trained_on() -> None:
