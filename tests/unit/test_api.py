@@ -153,7 +153,7 @@ def test_the_sampling_arguments_are_those_of_the_law() -> None:
         ([[]], {}, "prompts:1.*the prompt is empty"),
         ([[1, 10**6]], {}, "prompts:1.*outside the vocabulary"),
         ([[1, 2.5]], {}, "prompts:1.*prompt_ids must be a list of whole numbers"),
-        ([{"role": "user", "content": "x"}], {}, "prompts:1.*has none of them"),
+        ([{"role": "user", "content": "x"}], {}, "prompts:1.*has no prompt"),
         ([{"prompt": "[1:1]", "problem_id": "a"}] * 2, {}, "prompts:2: problem_id 'a' was given at prompts:1 already"),
         (PROMPTS, {"samples": 0}, "^samples: is 0; it must be 1 or more$"),
         (PROMPTS, {"temperature": -1.0}, "temperature is -1.0"),

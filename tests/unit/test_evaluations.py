@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tlt.engine.stats import EngineStats
 from tlt.training.evaluate import Evaluation, Evaluations, read_evaluations
-from tlt.types import UserError
+from tlt.training.phase import PhaseResult, ReplicaReport
+from tlt.types import DrafterReport, Reward, Rollout, UserError
 
 
 def make_evaluation(step: int, *shares: float) -> Evaluation:
@@ -60,3 +62,26 @@ def test_progress_compares_the_first_with_the_last_and_needs_two(tmp_path: Path,
     assert progress.p_value == 0.25, "one of four patterns of signs"
     assert Evaluations(path, 5, writes=False).progress() is None
     assert Evaluations(tmp_path / "none", 5, writes=False).best < 0
+
+
+def make_phase_result(rewards: list[Reward]) -> PhaseResult:
+    """Two samples of each problem."""
+    rollouts = [Rollout(f"p{i // 2}", i % 2, (1,), (2,), (-0.1,), "stop", 0) for i in range(len(rewards))]
+    replica = ReplicaReport(0.0, 1.0, 2.0, EngineStats(), DrafterReport())
+    return PhaseResult(rollouts, rewards, [replica])
+
+
+def test_a_response_that_could_not_be_scored_is_left_out_and_not_counted_as_unsolved() -> None:
+    solved, failed = Reward(1.0, True), Reward(0.0, False, "KeyError: 'target'")
+    evaluation = Evaluation.of(3, make_phase_result([solved, failed, solved, Reward(0.0, False), failed, failed]))
+    assert evaluation.by_problem == {"p0": 1.0, "p1": 0.5}, "of the third problem nothing is known"
+    assert evaluation.solve_rate == 0.75
+
+
+def test_progress_pairs_the_problems_that_both_evaluations_know(tmp_path: Path) -> None:
+    evaluations = Evaluations(tmp_path / "evaluations.jsonl", 0, writes=False)
+    evaluations.add(Evaluation(0, 0.0, 1.0, {"a": 0.0, "b": 0.0}))
+    evaluations.add(Evaluation(1, 1.0, 1.0, {"b": 1.0, "c": 1.0}))
+    progress = evaluations.progress()
+    assert progress is not None
+    assert (progress.before, progress.after) == (0.0, 1.0)

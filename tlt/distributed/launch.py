@@ -107,7 +107,7 @@ def _run_rank(entry: Entry | str, argument: str, report_dir: str, shared_stop: S
     try:
         _resolve(entry)(argument, stop)
         is_finished.set()
-    except Exception as error:
+    except Exception as error:  # whatever it is, the launcher has to hear of it before this process ends
         rank = int(os.environ["RANK"])
         is_user_error = isinstance(error, UserError)
         message = str(error) if is_user_error else traceback.format_exception_only(error)[-1].strip()

@@ -50,7 +50,7 @@ def encode_prompt(record: Record, tokenizer: Tokenizer | None, place: str) -> tu
     """Encodes one record, which gives exactly one of `KINDS`."""
     kinds = [kind for kind in KINDS if kind in record]
     if len(kinds) != 1:
-        found = "none of them" if not kinds else " and ".join(kinds)
+        found = "no prompt" if not kinds else " and ".join(kinds)
         raise UserError(f"{place}: has {found}; give exactly one of prompt (text), prompt_ids (token ids), messages (chat)")
     (kind,) = kinds
     value = record[kind]

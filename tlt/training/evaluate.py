@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from tlt.files import write_jsonl
 from tlt.report.console import Progress
 from tlt.report.metrics import paired_sign_flip_test
-from tlt.rl.rewards import check_scorable
+from tlt.rl.rewards import check_scorable, summarize
 from tlt.spans import SpanName
 from tlt.training.phase import PhaseResult
 from tlt.types import UserError
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A line of evaluations.jsonl. step: updates done.  by_problem: share of its samples that were solved."""
+    """A line of evaluations.jsonl. step: updates done.  by_problem: the share of a problem's scored samples that were solved; a
+    problem of which none could be scored is left out."""
 
     step: int
     solve_rate: float
@@ -38,7 +39,8 @@ class Evaluation:
         """Returns the evaluation that a phase on the held-out problems amounts to."""
         scores: dict[str, list[float]] = {}
         for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
-            scores.setdefault(rollout.problem_id, []).append(float(reward.is_solved))
+            if reward.is_scored:
+                scores.setdefault(rollout.problem_id, []).append(float(reward.is_solved))
         by_problem = {problem: sum(values) / len(values) for problem, values in scores.items()}
         return Evaluation(step, sum(by_problem.values()) / len(by_problem), phase.seconds, by_problem)
 
@@ -76,7 +78,7 @@ class Evaluations:
         if len(self.all) < 2:
             return None
         first, last = self.all[0], self.all[-1]
-        problems = sorted(first.by_problem)
+        problems = sorted(first.by_problem.keys() & last.by_problem.keys())
         p_value = paired_sign_flip_test([first.by_problem[p] for p in problems], [last.by_problem[p] for p in problems])
         return Progress(first.solve_rate, last.solve_rate, p_value)
 
@@ -105,6 +107,9 @@ def evaluate(run: Run) -> None:
     ):
         phase = run.phase.run(run.held_out, settings.samples_per_problem, params, "evaluation", 0)
     check_scorable(phase.rewards, run.config.task.name, run.step + 1)
+    if (rewards := summarize(phase.rewards)).num_errors:
+        counts = f"{rewards.num_errors} of {len(phase.rewards)} responses"
+        run.console.note(f"evaluation: {counts} could not be scored and are left out; the first: {rewards.first_error}")
     evaluation = Evaluation.of(run.step, phase)
     if run.world.is_leader and settings.keep_best and evaluation.solve_rate > run.evaluations.best:
         run.save_policy(run.out_dir / "best")
