@@ -19,7 +19,7 @@ Stem = Annotated[Path, arg(metavar="OUT")]
 
 
 class BenchRollout(WithOverrides):
-    """Measure how fast a configuration's rollout is with speculation, against none.
+    """Measure how much faster a configuration's rollout is with speculation than without.
 
     Every key of the configuration can be overridden, as for tlt train.
     """
@@ -33,19 +33,19 @@ class BenchRollout(WithOverrides):
     variants: Names = ("adaptive",)
     """What to compare with off: adaptive, beg-mab, fixed strategies such as 4x1x4 or ngram:8x1x8."""
     batches: Numbers = (1, 2, 4, 8, 16, 32)
-    """Batch sizes of the part constant."""
+    """Batch sizes to measure in the part called constant."""
     rounds: PositiveInt = 8
-    """Turns of every variant at each constant batch size."""
+    """Turns of every variant at each batch size of the part called constant."""
     seconds: PositiveFloat = 2.0
-    """Length of one turn at a constant batch size, in seconds."""
+    """Length of one turn in the part called constant, in seconds."""
     steps: PositiveInt = 12
-    """Rollout phases of the part workload, on all ranks."""
+    """Policy steps whose rollouts the part called workload measures, on all ranks."""
 
 
 class BenchTrain(WithOverrides):
-    """Measure whole RL runs in turns, with TLT and without speculation.
+    """Measure how much faster whole RL steps are with TLT than without speculation.
 
-    The runs stay in run.out_dir; the same command with more --steps goes on.
+    The runs take turns and stay in run.out_dir; the same command with more --steps continues them.
 
     Every key of the configuration can be overridden, as for tlt train.
     """

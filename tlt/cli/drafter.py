@@ -74,7 +74,7 @@ class DrafterTrain(Options):
 
 
 class DrafterExport(Options):
-    """Write a drafter as vLLM or SGLang loads it, with the command that serves it."""
+    """Write a drafter in the form that vLLM or SGLang loads, with the command that serves it."""
 
     drafter: Annotated[Positional[Path], arg(metavar="DIR")]
     """Drafter folder, of tlt or of another trainer."""
@@ -83,7 +83,7 @@ class DrafterExport(Options):
     to: Annotated[Path, arg(metavar="DIR")]
     """Folder to write; must not exist yet."""
     format: Literal["vllm-eagle", "vllm-eagle3", "sglang-eagle3", "speculators"]
-    """Who is to load it: vllm-eagle for eagle and hass drafters, the others for eagle3 drafters."""
+    """Form to write: vllm-eagle for eagle and hass drafters, the others for eagle3 drafters."""
 
 
 class DrafterEval(Options):
@@ -98,7 +98,7 @@ class DrafterEval(Options):
     out: File = None
     """JSON to write, with the whole result."""
     depth: Annotated[int, Field(ge=1, le=Strategy.MAX_DEPTH)] = 3
-    """Guesses per verification, in a chain: what vLLM calls num_speculative_tokens."""
+    """Tokens drafted for each verification, in a chain; vLLM calls it num_speculative_tokens."""
     temperature: Temperature = 0.0
     """Sampling temperature of the responses; at 0 the most probable token is taken."""
     samples: PositiveInt = 1
@@ -106,11 +106,11 @@ class DrafterEval(Options):
     max_tokens: PositiveInt = 512
     """Length at which a response is cut off, in tokens."""
     seed: Seed = 0
-    """Seed of the sampling."""
+    """Seed of the sampling: the same seed gives the same responses."""
     max_batch_size: PositiveInt = 8
     """Sequences that are decoded at a time."""
     rounds: NonNegativeInt = 2
-    """Timed rollouts with and without the drafter, in turns; 0 leaves them out."""
+    """Times that the responses are generated with and without the drafter, in turns, to time both; 0: not at all."""
     threads: PositiveInt = 1
     """CPU threads to compute with."""
 

@@ -36,7 +36,6 @@ class Evaluation:
     @staticmethod
     def of(step: int, phase: PhaseResult) -> Evaluation:
         """Returns the evaluation that a phase on the held-out problems amounts to."""
-        """Returns the evaluation that a phase on the held-out problems amounts to."""
         scores: dict[str, list[float]] = {}
         for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
             if reward.is_scored:
