@@ -314,3 +314,12 @@ def test_a_run_that_cannot_begin_says_what_it_was_doing_and_lets_go_of_its_folde
     (tmp_path / "run" / "evaluations.jsonl").unlink()
     assert train(load_config(sections), task=Digits()).is_finished
     assert kept.tb is not None
+
+
+def test_a_run_that_its_time_limit_ends_says_so(
+    sections: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = train(load_config(sections, {"run.time_limit_minutes": 1e-6}), task=Digits())
+    assert [evaluation.step for evaluation in result.evaluations] == [0]
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if "time_limit_minutes" in line)
+    assert said.endswith(f"ends the run after 0 of 2 steps; go on with: tlt train --resume {tmp_path / 'run'}")
