@@ -25,11 +25,15 @@ if TYPE_CHECKING:
 
 
 class Audit(Options):
-    """Judge whether an engine samples from the model's own probabilities: exit 0 lossless, 1 not.
+    """Judge whether an engine samples from the model's own probabilities.
 
-    The engine is TLT's, judged once for each mode of --speculation, or the one that made --responses, or the server at --url.
+    The engine is TLT's in each mode of --speculation, or another's:
 
-    Its tokens are tested against the probabilities that transformers computes for the same model.
+    the one that made --responses, or the server at --url.
+
+    Its tokens are tested against the probabilities that transformers computes.
+
+    Exit code 0: lossless; 1: not.
     """
 
     model: Annotated[Positional[Path], arg(metavar="MODEL")]

@@ -19,7 +19,7 @@ Stem = Annotated[Path, arg(metavar="OUT")]
 
 
 class BenchRollout(WithOverrides):
-    """Measure how much faster a configuration's rollout is with speculation than without.
+    """Measure how much faster rollouts are with speculation than without.
 
     Every key of the configuration can be overridden, as for tlt train.
     """
@@ -45,7 +45,7 @@ class BenchRollout(WithOverrides):
 class BenchTrain(WithOverrides):
     """Measure how much faster whole RL steps are with TLT than without speculation.
 
-    The runs take turns and stay in run.out_dir; the same command with more --steps continues them.
+    The runs take turns and stay in run.out_dir; more --steps continue them.
 
     Every key of the configuration can be overridden, as for tlt train.
     """

@@ -74,7 +74,7 @@ class DrafterTrain(Options):
 
 
 class DrafterExport(Options):
-    """Write a drafter in the form that vLLM or SGLang loads, with the command that serves it."""
+    """Write a drafter for vLLM or SGLang, with the command that serves it."""
 
     drafter: Annotated[Positional[Path], arg(metavar="DIR")]
     """Drafter folder, of tlt or of another trainer."""

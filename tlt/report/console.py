@@ -117,6 +117,7 @@ class Console:
             width=None if self.is_live else WIDTH,
             no_color=not self.is_live,
             force_terminal=self.is_live,
+            force_jupyter=False,  # rich would make every line a display of its own, whatever the stream
             quiet=not enabled,
             highlight=False,
             emoji=False,
