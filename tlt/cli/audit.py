@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order
+from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, show_busy
 from tlt.cli.options import File, Names, Options, PositiveInt
 from tlt.cli.responses import response_ids
 from tlt.config.mistakes import mistake
@@ -89,18 +89,19 @@ class Audit(Options):
 
 def run(options: Audit) -> int:
     """Judges every mode, prints and writes the reports; returns 0 where all are lossless, else 1."""
-    import torch
-
-    from tlt.audit.referee import Referee
-    from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
-
-    for speculation in options.speculation:
-        options.engine.check(speculation)
     if options.out is not None:
         check_output_file(options.out, "--out")
-    torch.set_num_threads(options.engine.threads)
-    referee = Referee(options.model, resolve_dtype(options.referee_dtype))
-    tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
+    with show_busy():
+        import torch
+
+        from tlt.audit.referee import Referee
+        from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
+
+        for speculation in options.speculation:
+            options.engine.check(speculation)
+        torch.set_num_threads(options.engine.threads)
+        referee = Referee(options.model, resolve_dtype(options.referee_dtype))
+        tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
     params = options.sampling.params(tokenizer.stop_ids if tokenizer is not None else read_stop_ids(options.model))
     reports = []
     for mode, rollouts in _modes(options, params, referee, tokenizer):

@@ -9,6 +9,7 @@ from typing import Annotated
 from pydantic import Field
 from tyro.conf import Positional, arg
 
+from tlt.cli.engine import show_busy
 from tlt.cli.options import Names, Numbers, PositiveFloat, PositiveInt, WithOverrides
 from tlt.config.load import load_config
 from tlt.files import Record, check_output_file
@@ -77,7 +78,8 @@ def rollout(options: BenchRollout) -> Record:
     for variant in options.variants:
         if variant != "beg-mab":
             make_tuner(variant, drafter_kinds(config.drafter.path is not None))
-    preflight(config)
+    with show_busy("reading model and problems"):
+        preflight(config)
     measured = Options(
         options.parts, options.variants, options.batches, options.rounds, options.seconds, options.steps, options.out
     )
@@ -105,7 +107,8 @@ def train(options: BenchTrain) -> Record:
         raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive")
     if "frozen" in options.variants and not config.drafter.train:
         raise UserError("--variants: frozen differs from tlt only where drafter.train is true; set it, or leave frozen out")
-    preflight(config)
+    with show_busy("reading model and problems"):
+        preflight(config)
     plan = Plan({"off": OFF, **{name: changes[name] for name in options.variants}}, options.steps, options.minutes)
     code = launch_runs(config, plan)
     if code not in (0, 130, 143):

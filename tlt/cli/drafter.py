@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from tyro.conf import Positional, arg
 
-from tlt.cli.engine import Progress, generate_in_order, show_progress
+from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
 from tlt.cli.options import File, Folder, NonNegativeInt, Options, PositiveFloat, PositiveInt, Seed
 from tlt.cli.responses import read_responses
 from tlt.config.mistakes import mistake
@@ -74,7 +74,7 @@ class DrafterTrain(Options):
 
 
 class DrafterExport(Options):
-    """Write a drafter for vLLM or SGLang, with the command that serves it."""
+    """Write a drafter for vLLM or SGLang; its README.md says how to serve it."""
 
     drafter: Annotated[Positional[Path], arg(metavar="DIR")]
     """Drafter folder, of tlt or of another trainer."""
@@ -117,18 +117,19 @@ class DrafterEval(Options):
 
 def train(options: DrafterTrain) -> Record:
     """Trains a drafter on responses of the model, given or made from prompts, and writes it to a new folder."""
-    import torch
-
-    from tlt.build import build_draft_model
-    from tlt.drafter.buffer import is_trainable
-    from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
-    from tlt.drafter.losses import PRESETS
-    from tlt.drafter.offline import OfflineSettings, new_drafter, train_offline
-    from tlt.models.hf_config import load_model_config
-    from tlt.models.hf_weights import content_hash, load_tensors
-    from tlt.models.packed import PackedTransformer
-
     check_new_folder(options.out, "--out")
+    with show_busy():
+        import torch
+
+        from tlt.build import build_draft_model
+        from tlt.drafter.buffer import is_trainable
+        from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
+        from tlt.drafter.losses import PRESETS
+        from tlt.drafter.offline import OfflineSettings, new_drafter, train_offline
+        from tlt.models.hf_config import load_model_config
+        from tlt.models.hf_weights import content_hash, load_tensors
+        from tlt.models.packed import PackedTransformer
+
     config = load_model_config(options.model)
     if options.draft_vocab is not None and options.draft_vocab >= config.vocab_size:
         raise UserError(f"--draft-vocab: {options.draft_vocab} must be less than the vocabulary, {config.vocab_size}")
@@ -186,12 +187,13 @@ def _answer(options: DrafterTrain) -> list[Rollout]:
 
 def export(options: DrafterExport) -> Record:
     """Writes the new folder (see drafter/formats.py), and warns of weights that do not belong together."""
-    from tlt.drafter.folder import load_drafter
-    from tlt.drafter.formats import FORMATS, Target, export_drafter, mismatch
-    from tlt.models.hf_config import config_to_hf, load_model_config
-    from tlt.models.hf_weights import content_hash, load_tensors
-
     check_new_folder(options.to, "--to")
+    with show_busy():
+        from tlt.drafter.folder import load_drafter
+        from tlt.drafter.formats import FORMATS, Target, export_drafter, mismatch
+        from tlt.models.hf_config import config_to_hf, load_model_config
+        from tlt.models.hf_weights import content_hash, load_tensors
+
     config = load_model_config(options.target)
     tensors = load_tensors(options.target, config)
     drafter = load_drafter(options.drafter, config, tensors)
@@ -206,23 +208,25 @@ def export(options: DrafterExport) -> Record:
 
 def evaluate(options: DrafterEval) -> Record:
     """Generates responses with chains of guesses, and reports what became of the guesses (bench/acceptance.py)."""
-    import torch
-
-    from tlt.bench.acceptance import observe, speedup
-    from tlt.build import load_model
-    from tlt.drafter.folder import load_drafter
-    from tlt.models.prompts import make_requests, read_prompts
-
     if options.out is not None:
         check_output_file(options.out, "--out")
-    model = load_model(options.model)
+    with show_busy():
+        import torch
+
+        from tlt.bench.acceptance import observe, speedup
+        from tlt.build import load_model
+        from tlt.drafter.folder import load_drafter
+        from tlt.models.prompts import make_requests, read_prompts
+
+        model = load_model(options.model)
     config, policy = model.config, model.tensors
     drafter = load_drafter(options.drafter, config, policy)
     prompts = read_prompts(options.prompts, model.tokenizer, vocab_size=config.vocab_size, window=config.max_positions)
     params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
     requests = make_requests(prompts, params, options.samples)
     torch.set_num_threads(options.threads)
-    acceptance = observe(config, policy, drafter, requests, options.depth, options.max_batch_size)
+    with show_busy(f"answering {len(requests)} prompts"):
+        acceptance = observe(config, policy, drafter, requests, options.depth, options.max_batch_size)
     summary: Record = {
         "form": drafter.config.method,
         "depth": options.depth,
@@ -231,7 +235,10 @@ def evaluate(options: DrafterEval) -> Record:
         **asdict(acceptance),
     }
     if options.rounds:
-        ratio, num_different = speedup(config, policy, drafter, requests, options.depth, options.max_batch_size, options.rounds)
+        with show_busy(f"timing {options.rounds} rounds with and without the drafter"):
+            ratio, num_different = speedup(
+                config, policy, drafter, requests, options.depth, options.max_batch_size, options.rounds
+            )
         summary["speedup"] = asdict(ratio) | {"batch_size": options.max_batch_size, "num_different": num_different}
     if options.out is not None:
         write_json(options.out, summary)

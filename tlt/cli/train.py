@@ -9,6 +9,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from tlt.cli.engine import show_busy
 from tlt.cli.options import Folder, WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
@@ -45,7 +46,8 @@ def run(options: Train) -> int:
     """Checks everything that can be checked, starts the ranks, and returns the exit code of the run."""
     started_at = time.time()
     config = resolve_config(options.config, options.overrides, options.resume)
-    from tlt.training.start import start
+    with show_busy():
+        from tlt.training.start import start
 
     return start(config, started_at)
 

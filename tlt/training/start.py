@@ -4,6 +4,7 @@ trained, and then the ranks begin."""
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,15 +35,19 @@ def start(config: Config, started_at: float) -> int:
     """Trains on ranks of their own; returns the exit code. started_at: Unix time at which the user's command began."""
     prepare(config)
     description, run = describe_run(config, started_at), config.run
+    if run.num_ranks > 1 and "RANK" not in os.environ:
+        with Console() as console:
+            console.note(f"starting {run.num_ranks} ranks …")  # which import torch, and are silent until they have
     return launch(description, run.num_ranks, "tlt.training.loop:main", run.threads_per_rank)
 
 
 def prepare(config: Config) -> None:
     """Refuses what can be refused now, and prints the header."""
-    findings = preflight(config)
-    FolderLock(config.run.out_dir).release()
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this command once for every rank
     with Console(enabled=is_first) as console:
+        with console.status("reading model and problems") if console.is_live else nullcontext():
+            findings = preflight(config)
+        FolderLock(config.run.out_dir).release()
         console.header(describe(config, findings))
 
 
