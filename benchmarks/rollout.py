@@ -28,7 +28,8 @@ from benchmarks.longtail import Workload, hash_model, read_workload
 from benchmarks.peers import PeerResult, run_transformers, run_vllm, setup_vllm
 from benchmarks.plots import check_plots, plot_longtail, plot_regret
 from benchmarks.replay import RecordedCosts, Replay, replay
-from tlt.bench.measure import Ratio, Trace, side_by_side
+from benchmarks.traces import Trace, side_by_side
+from tlt.bench.measure import Ratio
 from tlt.bench.report import header, provenance, ratio_text, table, write_report
 from tlt.bench.subject import Subject
 from tlt.config.load import load_config
@@ -135,7 +136,7 @@ def longtail(
         lambda name, t: say(f"longtail, {name}: {workload.num_tokens / t.seconds:,.0f} tokens/s"),
     )
     off = traces["off"]
-    ratios = {name: Ratio.of([a.seconds / b.seconds for a, b in zip(off, ts, strict=True)]) for name, ts in traces.items()}
+    ratios = {name: Ratio.between([t.seconds for t in off], [t.seconds for t in ts]) for name, ts in traces.items()}
     report: dict[str, Any] = {
         "kind": "longtail",
         "name": f"longtail, {len(workload.requests)} requests, {workload.num_tokens:,} tokens, {workload.shape}",
@@ -161,8 +162,7 @@ def longtail(
 
 def _share(best: Sequence[Trace], traces: Sequence[Trace], since: float) -> dict[str, Any]:
     """How fast beside the best arms in hindsight, from when `since` of the tokens were done."""
-    pairs = zip(best, traces, strict=True)
-    return dataclasses.asdict(Ratio.of([a.seconds_since(since) / b.seconds_since(since) for a, b in pairs]))
+    return dataclasses.asdict(Ratio.between([t.seconds_since(since) for t in best], [t.seconds_since(since) for t in traces]))
 
 
 def peers(subject: Subject, options: Options, workload: Workload) -> Iterator[PeerResult]:

@@ -23,7 +23,7 @@ from tlt.config.schema import Config, DrafterSection
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter, choose_preset, load_drafter
 from tlt.drafter.hybrid import drafter_kinds, make_drafter
-from tlt.drafter.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.learned import LearnedDrafter, LearnedSettings, OnVerdicts
 from tlt.drafter.model import DraftModel, PackedDrafter
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
@@ -131,7 +131,9 @@ def load_stored(drafter: Path | None, model: Model) -> StoredDrafter | None:
     return None if drafter is None else load_drafter(drafter, model.config, model.tensors)
 
 
-def build_learned(engine: RolloutEngine, drafter: StoredDrafter, settings: EngineSettings) -> LearnedDrafter:
+def build_learned(
+    engine: RolloutEngine, drafter: StoredDrafter, settings: EngineSettings, on_verdicts: OnVerdicts | None = None
+) -> LearnedDrafter:
     """Returns the drafter at work beside the engine's target. It remembers what training matches only where it is trained."""
     drafting = settings.drafting
     packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
@@ -142,7 +144,7 @@ def build_learned(engine: RolloutEngine, drafter: StoredDrafter, settings: Engin
         window=drafting.feature_window,
         keep_targets=drafting.train and drafting.features == "captured",
     )
-    return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned)
+    return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned, on_verdicts)
 
 
 def build_policy_trainer(config: Config, model: Model, device: torch.device, group: ProcessGroup | None) -> PolicyTrainer:

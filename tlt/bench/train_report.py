@@ -91,13 +91,13 @@ def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     runs = {name: summarize_run(records[name], turns[name], read_spans(folder / name)) for name in names}
     share = runs[reference]["rollout_share"]
     for name in others:
-        speedup = _paired([r.rollout_seconds for r in records[reference]], [r.rollout_seconds for r in records[name]])
+        speedup = Ratio.between([r.rollout_seconds for r in records[reference]], [r.rollout_seconds for r in records[name]])
         runs[name] |= {
             "rollout_speedup": dataclasses.asdict(speedup),
             "ceiling": ceiling(share, speedup.mean),
             "ceiling_of_free_rollout": ceiling(share, math.inf),
             "ratios": {
-                base: dataclasses.asdict(_paired([t.seconds for t in turns[base]], [t.seconds for t in turns[name]]))
+                base: dataclasses.asdict(Ratio.between([t.seconds for t in turns[base]], [t.seconds for t in turns[name]]))
                 for base in names
                 if base != name
             },
@@ -147,10 +147,6 @@ def summarize_run(records: Sequence[StepRecord], turns: Sequence[Turn], spans: M
             for record, turn in zip(records, turns, strict=True)
         ],
     }
-
-
-def _paired(base: Sequence[float], other: Sequence[float]) -> Ratio:
-    return Ratio.of([a / b for a, b in zip(base, other, strict=True)])
 
 
 def to_markdown(title: str, report: Mapping[str, Any]) -> str:
