@@ -38,7 +38,7 @@ from tlt.spans import Span
 from tlt.speculative.verify import Verify
 from tlt.speculative.verify import verify as verify_by_the_law
 from tlt.tuning.tuner import make_tuner
-from tlt.types import SamplingParams, StrategyTuner, resolve_dtype
+from tlt.types import SamplingParams, StrategyTuner, UserError, resolve_dtype
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,19 @@ def load_model(path: Path, dtype: torch.dtype | None = None) -> Model:
     tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(path)
     return Model(path, config, load_tensors(path, config, dtype), tokenizer, stop_ids)
+
+
+def resolve_device(wanted: str | torch.device, place: str = "device") -> torch.device:
+    """Returns the device that an engine computes on: for "auto" a GPU where there is one. UserError, which begins with `place`,
+    for a device that is unknown or not there. (What `run.device` means for several ranks, distributed/world.py says.)"""
+    has_cuda = torch.cuda.is_available()
+    try:
+        device = torch.device(("cuda" if has_cuda else "cpu") if wanted == "auto" else wanted)
+    except RuntimeError:
+        raise UserError(f"{place}: {wanted!r} is unknown; give auto, cpu or cuda") from None
+    if device.type == "cuda" and not has_cuda:
+        raise UserError(f"{place}: {wanted} is not available here; give cpu or auto")
+    return device
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tlt.files import dumps, write_jsonl
-from tlt.report.console import WIDTH, Console, Progress, duration
+from tlt.report.console import WIDTH, Console, Gain, duration
 from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test, percentile, read_metrics
 from tlt.report.timeline import Timeline, critical_path_share, merge_timelines, rank_path, read_spans, shared_epoch
 from tlt.spans import Span
@@ -264,7 +264,6 @@ def test_of_several_replicas_the_one_that_trains_longest_counts_once() -> None:
     assert critical_path_share(SYNTHETIC | {2: also}) == pytest.approx(0.3 / 10)
     checked = {rank: [*spans, Span("check drafter", 6.1, 6.5)] for rank, spans in SYNTHETIC.items()}
     assert critical_path_share(checked) == pytest.approx(0.5 / 10)
-    assert critical_path_share(checked, "train drafter") == pytest.approx(0.2 / 10)
 
 
 def test_each_step_has_its_own_last_response_and_evaluation_is_none() -> None:
@@ -304,7 +303,7 @@ def show(stream: io.StringIO, environ: dict[str, str], **options: object) -> str
             console.step(record(step, **(extreme if step == 1 else {})))
         console.evaluation(3, 0.483, 21.0)
         products = {"policy": Path("/somewhere/far") / ("long-" * 30), "metrics.jsonl": Path.cwd() / "runs" / "metrics.jsonl"}
-        console.summary(products, Progress(0.402, 0.483, 3e-5), 3, 561.0, ["tlt generate runs/policy"])
+        console.summary(products, Gain(0.402, 0.483, 3e-5), 3, 561.0, ["tlt generate runs/policy"])
     return stream.getvalue()
 
 

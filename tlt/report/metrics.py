@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
-from tlt.files import dumps, write_atomically
+from tlt.files import dumps, read_appended, write_atomically
 from tlt.types import UserError
 
 NAN = float("nan")
@@ -143,7 +143,7 @@ class MetricsWriter:
     def __init__(self, path: str | Path, first_step: int) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line, record in _read_lines(self.path) if record.step < first_step] if self.path.exists() else []
+        kept = [line for line, record in _read_lines(self.path) if record.step < first_step]
         with write_atomically(self.path) as file:
             file.writelines(line + "\n" for line in kept)
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
@@ -174,15 +174,8 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
 
 
 def _read_lines(path: Path) -> list[tuple[str, StepRecord]]:
-    """Returns (line, record) pairs, without a last line that a kill tore; any other fault in the file is an error."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append((line, StepRecord.from_json(line)))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: no step record ({error}); repair or remove the line") from error
-    return records
+    """Returns (line, record) pairs."""
+    return read_appended(path, lambda line: (line, StepRecord.from_json(line)), "step record")
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------

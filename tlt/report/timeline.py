@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlt.files import write_atomically
+from tlt.files import read_appended, write_atomically
 from tlt.spans import Span, SpanName
 
 GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
@@ -153,11 +153,7 @@ def merge_timelines(directory: str | Path, out: str | Path) -> None:
 
 def _read_rows(directory: str | Path) -> dict[int, list[list[Any]]]:
     paths = {int(path.name.split(".")[1].removeprefix("rank")): path for path in Path(directory).glob("timeline.rank*.jsonl")}
-    rows = {}
-    for rank, path in sorted(paths.items()):
-        whole_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        rows[rank] = [json.loads(line) for line in whole_lines if line]
-    return rows
+    return {rank: read_appended(path, json.loads, "span") for rank, path in sorted(paths.items())}
 
 
 def _end_torn_line(path: Path) -> None:
@@ -176,18 +172,15 @@ def _microseconds(seconds: float) -> float:
 # -- what the spans say ------------------------------------------------------------------------------------------------
 
 
-def critical_path_share(
-    spans_by_rank: Mapping[int, Sequence[Span]], names: str | Collection[str] = DRAFTER_TRAINING, step_name: str = SpanName.STEP
-) -> float:
-    """Returns the share of the steps' seconds that the named work (drafter training) adds to the critical path.
+def critical_path_share(spans_by_rank: Mapping[int, Sequence[Span]]) -> float:
+    """Returns the share of the steps' seconds that drafter training adds to the critical path.
 
-    In each step (spans named `step_name`, on any one rank): from the end of the last response of all ranks, the seconds that
-    some rank still spends in spans of these names; the rank that spends most counts. Before that end the work runs beside the
+    In each step (spans of that name, on any one rank): from the end of the last response of all ranks, the seconds that some
+    rank still spends in `DRAFTER_TRAINING`; the rank that spends most counts. Before that end the work runs beside the
     generation and adds nothing (a response handed over to a rank that trains waits for its micro-step, which this does not
     show). Generation inside an "evaluate" span belongs to no rollout.
     """
-    names = {names} if isinstance(names, str) else set(names)
-    all_steps = ([span for span in spans if span.name == step_name] for spans in spans_by_rank.values())
+    all_steps = ([span for span in spans if span.name == SpanName.STEP] for spans in spans_by_rank.values())
     steps = next((steps for steps in all_steps if steps), [])
     evaluations = [span for spans in spans_by_rank.values() for span in spans if span.name == SpanName.EVALUATE]
     added = 0.0
@@ -199,7 +192,7 @@ def critical_path_share(
             if span.name in GENERATION and step.start <= span.start < step.end and not _lies_in(span, evaluations)
         ]
         if ends:
-            added += max(covered_seconds(spans, names, max(ends), step.end) for spans in spans_by_rank.values())
+            added += max(covered_seconds(spans, DRAFTER_TRAINING, max(ends), step.end) for spans in spans_by_rank.values())
     total = sum(step.end - step.start for step in steps)
     return added / total if total > 0 else float("nan")
 

@@ -55,7 +55,7 @@ class UpdateMetrics:
     estimated without bias where more than `SAMPLED_TOKENS` tokens have no advantage.
 
     kl: None when there is no reference policy (its coefficient is 0).
-    engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|; `_max` the largest computed.
+    engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|.
     """
 
     loss: float
@@ -65,7 +65,6 @@ class UpdateMetrics:
     kl: float | None
     lr: float
     engine_trainer_logprob_gap: float
-    engine_trainer_logprob_gap_max: float
     num_tokens: int
     zero_variance_groups: int
     seconds: float
@@ -115,7 +114,6 @@ class Totals:
     clipped: float = 0.0
     kl: float = 0.0
     gap: float = 0.0
-    gap_max: float = 0.0
 
     def add(self, other: Totals) -> None:
         self.loss += other.loss
@@ -123,7 +121,6 @@ class Totals:
         self.clipped += other.clipped
         self.kl += other.kl
         self.gap += other.gap
-        self.gap_max = max(self.gap_max, other.gap_max)
 
 
 def check_batch(rollouts: Sequence[Rollout], rewards: Sequence[Reward], num_minibatches: int, where: str) -> None:
@@ -235,7 +232,6 @@ class PolicyTrainer:
             kl=None if self.reference is None else sums.kl / num_passes,
             lr=lr,
             engine_trainer_logprob_gap=sums.gap / num_passes,
-            engine_trainer_logprob_gap_max=sums.gap_max,
             num_tokens=num_tokens,
             zero_variance_groups=num_flat_groups,
             seconds=time.perf_counter() - start,
@@ -301,9 +297,8 @@ class PolicyTrainer:
             loss.backward()
         gap_T = (engine_T - old_T).abs()
         weight = batch.responses[0].weight  # one for all: of responses with a gradient 1
-        means = [entropy_T.sum() * weight, is_clipped_T.sum(), kl_T.detach().sum(), gap_T.sum() * weight]
-        sums = torch.stack([loss.detach(), *means, gap_T.max()])
-        return Totals(*sums.tolist())
+        sums = [loss.detach(), entropy_T.sum() * weight, is_clipped_T.sum(), kl_T.detach().sum(), gap_T.sum() * weight]
+        return Totals(*torch.stack(sums).tolist())
 
     @contextmanager
     def _flat_gradient(self) -> Iterator[Tensor]:
