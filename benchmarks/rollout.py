@@ -32,6 +32,7 @@ from benchmarks.traces import Trace, side_by_side
 from tlt.bench.measure import Ratio
 from tlt.bench.report import header, provenance, ratio_text, table, write_report
 from tlt.bench.subject import Subject
+from tlt.build import build_engine
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.hybrid import drafter_kinds
@@ -72,12 +73,15 @@ class Options:
 
 def arms(subject: Subject, options: Options, batch_size: int, temperature: float, ranking: str = "coupled") -> ArmCosts:
     """All default arms at one batch size, in turns."""
-    engine = subject.engine("adaptive", batch_size, ranking=ranking)
+    drafting = subject.settings.drafting.model_copy(update={"ranking": ranking})
+    settings = dataclasses.replace(subject.settings, speculation="adaptive", max_batch_size=batch_size, drafting=drafting)
+    engine = build_engine(subject.model.config, subject.model.tensors, settings, subject.drafter)
+    params = dataclasses.replace(subject.params, temperature=temperature)
     rounds = max(round(options.arm_rounds / batch_size**0.6), min(options.arm_rounds, 6))
     num = max(batch_size // 2, 8)
     return record_arms(
         engine,
-        lambda i: subject.requests(i, num, temperature),
+        lambda i: [dataclasses.replace(request, params=params) for request in subject.requests(i, num)],
         default_arms(drafter_kinds(subject.drafter is not None)),
         batch_size,
         temperature,
@@ -128,7 +132,10 @@ def longtail(
         name: partial(subject.engine, name, max_batch) for name in ("off", *options.variants)
     }
     if recorded:
-        makers["best arms"] = lambda: subject.engine(BestArms(list(recorded)), max_batch)
+        model, settings = subject.model, dataclasses.replace(subject.settings, max_batch_size=max_batch)
+        makers["best arms"] = lambda: build_engine(
+            model.config, model.tensors, settings, subject.drafter, tuner=BestArms(list(recorded))
+        )
     traces, num_different = side_by_side(
         makers,
         workload.requests,

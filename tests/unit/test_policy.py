@@ -177,6 +177,7 @@ class Naive:
             "kl": sums["kl"] / tokens,
             "entropy": float(torch.cat(entropies).mean()),
             "engine_trainer_logprob_gap": float(gaps.mean()),
+            "engine_trainer_logprob_gap_max": float(gaps.max()),
         }
 
     def flat_like(self, model: Transformer) -> Tensor:
@@ -219,7 +220,7 @@ def test_importance_correction_weighs_tokens_by_the_capped_ratio_to_the_engine()
         _, plain = run([(rollouts, rewards)])
         _, corrected = run([(shifted, rewards)], importance_correction_cap=2.0)
         assert corrected[0].grad_norm == pytest.approx(plain[0].grad_norm * weight, rel=1e-9)
-        assert corrected[0].engine_trainer_logprob_gap == pytest.approx(abs(shift))
+        assert corrected[0].engine_trainer_logprob_gap_max == pytest.approx(abs(shift))
 
 
 # ── purity ───────────────────────────────────────────────────────────────────────────────────────────────────────────

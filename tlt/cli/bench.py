@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
 from tyro.conf import Positional, arg
 
 from tlt.cli.options import Names, Numbers, PositiveFloat, PositiveInt, WithOverrides
@@ -59,7 +58,7 @@ class BenchTrain(WithOverrides):
     """What to compare with off: tlt (the configuration as it is), frozen (without training the drafter)."""
     steps: PositiveInt = 20
     """RL steps of every run."""
-    minutes: Annotated[float, Field(gt=0)] = 60.0
+    minutes: PositiveFloat = 60.0
     """Time limit in minutes: no step begins that would not end within it."""
 
 

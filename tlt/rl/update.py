@@ -55,7 +55,7 @@ class UpdateMetrics:
     estimated without bias where more than `SAMPLED_TOKENS` tokens have no advantage.
 
     kl: None when there is no reference policy (its coefficient is 0).
-    engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|.
+    engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|; `_max` the largest computed.
     """
 
     loss: float
@@ -65,6 +65,7 @@ class UpdateMetrics:
     kl: float | None
     lr: float
     engine_trainer_logprob_gap: float
+    engine_trainer_logprob_gap_max: float
     num_tokens: int
     zero_variance_groups: int
     seconds: float
@@ -114,6 +115,7 @@ class Totals:
     clipped: float = 0.0
     kl: float = 0.0
     gap: float = 0.0
+    gap_max: float = 0.0
 
     def add(self, other: Totals) -> None:
         self.loss += other.loss
@@ -121,6 +123,7 @@ class Totals:
         self.clipped += other.clipped
         self.kl += other.kl
         self.gap += other.gap
+        self.gap_max = max(self.gap_max, other.gap_max)
 
 
 def check_batch(rollouts: Sequence[Rollout], rewards: Sequence[Reward], num_minibatches: int, where: str) -> None:
@@ -232,6 +235,7 @@ class PolicyTrainer:
             kl=None if self.reference is None else sums.kl / num_passes,
             lr=lr,
             engine_trainer_logprob_gap=sums.gap / num_passes,
+            engine_trainer_logprob_gap_max=sums.gap_max,
             num_tokens=num_tokens,
             zero_variance_groups=num_flat_groups,
             seconds=time.perf_counter() - start,
@@ -297,8 +301,9 @@ class PolicyTrainer:
             loss.backward()
         gap_T = (engine_T - old_T).abs()
         weight = batch.responses[0].weight  # one for all: of responses with a gradient 1
-        sums = [loss.detach(), entropy_T.sum() * weight, is_clipped_T.sum(), kl_T.detach().sum(), gap_T.sum() * weight]
-        return Totals(*torch.stack(sums).tolist())
+        means = [entropy_T.sum() * weight, is_clipped_T.sum(), kl_T.detach().sum(), gap_T.sum() * weight]
+        sums = torch.stack([loss.detach(), *means, gap_T.max()])
+        return Totals(*sums.tolist())
 
     @contextmanager
     def _flat_gradient(self) -> Iterator[Tensor]:
