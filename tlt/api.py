@@ -9,7 +9,6 @@ ValueError. How many threads compute is torch's own setting and holds for the wh
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ import torch
 from tlt.build import EngineSettings, Model, load_engine, load_model, resolve_device
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.distributed.launch import EXIT_OK, EXIT_USER_ERROR
+from tlt.distributed.launch import EXIT_OK, EXIT_USER_ERROR, is_rank
 from tlt.distributed.signals import StopRequest, handling_stop_signals
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
@@ -225,13 +224,8 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
             raise UserError(f"run.out_dir: {folder} holds a run already; give another, or tlt train --resume {folder}")
         started_at = time.time()
         prepare(config)
-        is_finished = _run_here(config, started_at) if _is_one_process(config) else _run_ranks(config, started_at)
+        is_finished = _run_here(config, started_at) if is_rank(config.run.num_ranks) else _run_ranks(config, started_at)
     return TrainingResult(folder, tuple(read_evaluations(folder / "evaluations.jsonl")), is_finished)
-
-
-def _is_one_process(config: Config) -> bool:
-    """Whether this process is a rank itself: the only one, or one that torchrun or Slurm has started."""
-    return config.run.num_ranks == 1 or "RANK" in os.environ
 
 
 def _run_here(config: Config, started_at: float) -> bool:
@@ -263,7 +257,7 @@ def _named(task: Task, config: Config) -> Iterator[str]:
     if (name := _importable_name(task)) is not None:
         yield name
         return
-    if not _is_one_process(config) or config.rewards.num_workers > 0:
+    if not is_rank(config.run.num_ranks) or config.rewards.num_workers > 0:
         raise UserError(
             f"task: a {type(task).__name__} that no module holds cannot reach other processes; set run.num_ranks = 1 and"
             " rewards.num_workers = 0, or put it into a module and give its name, module:object"

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,9 +48,14 @@ class Timeline:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _end_torn_line(self._path)
 
-    def span(self, name: str) -> _OpenSpan:
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
         """Records the body of `with timeline.span("decode"): …`, at a cost of about 1 µs. Spans may nest."""
-        return _OpenSpan(self, name)
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.record(name, start, self._clock())
 
     def add(self, span: Span) -> None:
         """Records a span measured elsewhere, on this rank's clock."""
@@ -80,20 +86,6 @@ class Timeline:
         with self._path.open("a", encoding="utf-8") as file:
             file.write("".join(line + "\n" for line in lines))
         self._spans = []
-
-
-class _OpenSpan:
-    __slots__ = ("_name", "_start", "_timeline")
-
-    def __init__(self, timeline: Timeline, name: str) -> None:
-        self._timeline = timeline
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._start = self._timeline._clock()
-
-    def __exit__(self, *_: object) -> None:
-        self._timeline.record(self._name, self._start, self._timeline._clock())
 
 
 def shared_epoch(
