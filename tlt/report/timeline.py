@@ -26,6 +26,8 @@ DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
 MERGE_GAP_SECONDS = 0.001
 """Adjacent spans of one name are one where at most this lies between them (an engine step follows another)."""
 
+_EPOCH_ROUNDS = 7
+"""Exchanges by which ranks on different machines compare their clocks."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -88,13 +90,7 @@ class Timeline:
         self._spans = []
 
 
-def shared_epoch(
-    rank: int,
-    gather: Callable[[Any], list[Any]],
-    clock: Callable[[], float] = time.perf_counter,
-    wall: Callable[[], float] = time.time,
-    num_rounds: int = 7,
-) -> float:
+def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> float:
     """Returns the seconds to add to this rank's clock to get rank 0's Unix time. Every rank calls it.
 
     gather: returns every rank's value in the order of ranks, when all have called it (a barrier). On one machine the monotonic
@@ -104,8 +100,8 @@ def shared_epoch(
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else f"rank {rank}"
     rounds = []
     gather(None)
-    for _ in range(num_rounds):
-        rounds.append(gather((boot_id, clock(), wall())))
+    for _ in range(_EPOCH_ROUNDS):
+        rounds.append(gather((boot_id, time.perf_counter(), time.time())))
     boot_0, clock_0, wall_0 = rounds[0][0]
     offset = 0.0
     if any(boot != boot_0 for boot, _, _ in rounds[0]):
