@@ -39,7 +39,7 @@ def test_an_interval_covers_the_true_ratio_nineteen_times_of_twenty() -> None:
 
 
 def test_a_constant_batch_stays_constant_and_every_engine_gets_every_round() -> None:
-    engines = {"off": make_engine(POLICY), "on": make_engine(POLICY, Fixed(SHORT))}
+    engines = {"off": make_engine(POLICY, max_batch_size=3), "on": make_engine(POLICY, Fixed(SHORT), max_batch_size=3)}
     seen = []
     original = engines["on"].step
     engines["on"].step = lambda: (seen.append(len(engines["on"].running)), original())[1]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.types import Request
 
@@ -68,7 +68,7 @@ def in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str,
 class _Stretch:
     """Keeps an engine at one batch size by an endless supply of requests."""
 
-    engine: RolloutEngine
+    engine: RolloutBackend
     supply: Callable[[int], Sequence[Request]]
     batch_size: int
     helping: int = 0
@@ -77,7 +77,7 @@ class _Stretch:
         """Generates for about so many seconds; returns the tokens per second."""
         tokens, start = self.engine.stats.num_tokens, time.perf_counter()
         while (elapsed := time.perf_counter() - start) < seconds:
-            while len(self.engine.scheduler.waiting) < self.batch_size:
+            while self.engine.num_waiting < self.batch_size:
                 self.engine.add(self.supply(self.helping))
                 self.helping += 1
             self.engine.step()
@@ -85,7 +85,7 @@ class _Stretch:
 
 
 def constant_batch(
-    engines: Mapping[str, RolloutEngine],
+    engines: Mapping[str, RolloutBackend],
     supply: Callable[[int], Sequence[Request]],
     batch_size: int,
     num_rounds: int,
@@ -93,12 +93,11 @@ def constant_batch(
 ) -> dict[str, list[float]]:
     """Returns every engine's tokens per second, one value for each round.
 
-    supply: gives the i-th helping of requests.  seconds: of one engine in one round; before the first round each
-    warms up for three times as long.
+    engines: decode `batch_size` sequences at a time.  supply: gives the i-th helping of requests.
+    seconds: of one engine in one round; before the first round each warms up for three times as long.
     """
     stretches = {name: _Stretch(engine, supply, batch_size) for name, engine in engines.items()}
     for stretch in stretches.values():
-        stretch.engine.scheduler.max_slots = batch_size
         stretch.run(3 * seconds)
         stretch.engine.stats = EngineStats()
     return in_turns({name: partial(stretch.run, seconds) for name, stretch in stretches.items()}, num_rounds)
