@@ -30,7 +30,7 @@ from benchmarks.plots import check_plots, plot_longtail, plot_regret
 from benchmarks.replay import RecordedCosts, Replay, replay
 from benchmarks.traces import Trace, side_by_side
 from tlt.bench.measure import Ratio
-from tlt.bench.report import header, provenance, ratio_text, table, write_report
+from tlt.bench.report import header, open_report, over_off, ratio_text, table, write_report
 from tlt.bench.subject import Subject
 from tlt.build import build_engine
 from tlt.config.load import load_config
@@ -236,8 +236,7 @@ def run_benchmark(config: Config, options: Options, command: str, say: Callable[
 def summary_line(m: Mapping[str, Any]) -> str:
     match m["kind"]:
         case "longtail":
-            words = [f"{name} {ratio_text(r)} times off" for name, r in m["ratios"].items()]
-            return f"{m['name']}: off {m['tokens_per_second']['off']:,.0f} tokens/s; " + ", ".join(words)
+            return over_off(m)
         case "arms":
             best, values = next(iter(m["arms"].items()))
             return f"{m['name']}: best {best}, {values['speed_over_off']:.2f} times off"
@@ -249,11 +248,7 @@ def summary_line(m: Mapping[str, Any]) -> str:
 
 def to_markdown(report: Mapping[str, Any]) -> str:
     """The report for people. Ratios are geometric means with 95 % confidence intervals unless said otherwise."""
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for m in report["measurements"]:
-        by_kind.setdefault(m["kind"], []).append(m)
-    blocks = ["# Rollout benchmark", *provenance(report)]
-    blocks.append("Ratios above 1 are faster than off: geometric mean of paired rounds (95 % confidence interval).")
+    blocks, by_kind = open_report(report)
     for m in by_kind.get("longtail", []):
         rows = []
         for name, speed in m["tokens_per_second"].items():

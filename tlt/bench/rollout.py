@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlt.bench.measure import Ratio, constant_batch
-from tlt.bench.report import Changes, number, provenance, ratio_text, table, with_changes
+from tlt.bench.report import Changes, number, open_report, over_off, ratio_text, table, with_changes
 from tlt.bench.subject import Subject
 from tlt.config.schema import Config
 from tlt.distributed.work_queue import connect_coordinator
@@ -170,19 +170,14 @@ def _generation_seconds(phase: PhaseResult) -> float:
 def summary_line(m: Mapping[str, Any]) -> str:
     """Returns one measurement as one line for the screen."""
     if m["kind"] == "constant":
-        words = [f"{name} {ratio_text(r)} times off" for name, r in m["ratios"].items()]
-        return f"{m['name']}: off {m['tokens_per_second']['off']:,.0f} tokens/s; " + ", ".join(words)
+        return over_off(m)
     low, high = m["ratio_range"]
     return f"{m['name']}: {m['median_ratio']:.2f} times as fast ({low:.2f} to {high:.2f})"
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
     """Returns the report for people. Ratios are geometric means with 95 % confidence intervals unless said otherwise."""
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for m in report["measurements"]:
-        by_kind.setdefault(m["kind"], []).append(m)
-    blocks = ["# Rollout benchmark", *provenance(report)]
-    blocks.append("Ratios above 1 are faster than off: geometric mean of paired rounds (95 % confidence interval).")
+    blocks, by_kind = open_report(report)
     if constants := by_kind.get("constant"):
         names = list(constants[0]["ratios"])
         rows = [
