@@ -176,8 +176,9 @@ def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
 def read_appended(path: Path, parse: Callable[[str], T], kind: str) -> list[T]:
     """Returns what `parse` makes of each line of a file that a run appends to, none where there is no file. A last line that a
     kill tore is left out; for any other line that is no `kind` it raises UserError."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
     parsed = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else (), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             parsed.append(parse(line))
         except (ValueError, TypeError) as error:
