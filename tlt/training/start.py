@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tlt.build import preset_changes
 from tlt.config.schema import Config
-from tlt.distributed.launch import launch
+from tlt.distributed.launch import is_rank, launch
 from tlt.drafter.folder import choose_preset, load_drafter
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
@@ -31,11 +31,10 @@ class Findings:
     num_held_out: int
 
 
-def start(config: Config, started_at: float) -> int:
+def launch_ranks(config: Config, started_at: float) -> int:
     """Trains on ranks of their own; returns the exit code. started_at: Unix time at which the user's command began."""
-    prepare(config)
     description, run = describe_run(config, started_at), config.run
-    if run.num_ranks > 1 and "RANK" not in os.environ:
+    if not is_rank(run.num_ranks):
         with Console() as console:
             console.note(f"starting {run.num_ranks} ranks …")  # which import torch, and are silent until they have
     return launch(description, run.num_ranks, "tlt.training.loop:main", run.threads_per_rank)
