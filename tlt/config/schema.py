@@ -9,25 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tlt.config.algorithm import AlgorithmSection
 from tlt.config.mistakes import mistake, validate
+from tlt.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from tlt.types import Strategy, UserError
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 AnyPath = Annotated[Path, Field(strict=False)]
 
 _DEFAULT_NUM_PROBLEMS = 4096
 DEFAULT_OUT_DIR = Path("runs/run")
-
-
-class Section(BaseModel):
-    """The base of all sections: no unknown keys, no silent conversions, no later changes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
 
 
 class RunSection(Section):
@@ -66,7 +58,7 @@ class TaskSection(Section):
 
     name: Annotated[str, Field(min_length=1)]
     """A registered task such as "countdown", or "package.module:object"."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     """Keyword arguments of the task."""
     num_problems: PositiveInt | None = None
     """Generated training problems; each epoch shuffles them anew. None exactly when `problems_file` is set."""
@@ -181,27 +173,6 @@ class DrafterSection(Section):
     """Response tokens indexed for retrieval, about 300 bytes each, per rank."""
 
 
-class AlgorithmSection(Section):
-    """GRPO: group-normalized advantages, clipped ratio, token-level loss."""
-
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: PositiveFloat = 0.28
-    """The ratio is clipped above at 1 + clip_high (higher than clip_low, as in DAPO, arXiv 2503.14476)."""
-    kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL to the initial policy; at 0 that policy is not loaded."""
-    normalize_advantages_by_std: bool = True
-    """False: subtract the group's mean only (Dr. GRPO, arXiv 2503.20783)."""
-    epochs: PositiveInt = 1
-    """Passes over a step's responses."""
-    minibatches: PositiveInt = 1
-    """Optimizer updates per epoch."""
-    tokens_per_micro_batch: PositiveInt = 8192
-    """Bounds the memory of one forward and backward."""
-    importance_correction_cap: PositiveFloat | None = None
-    """Cap of the weight exp(trainer logprob - engine logprob) per token; None: no correction."""
-
-
 class OptimizerSection(Section):
     """AdamW for the policy."""
 
@@ -281,6 +252,9 @@ class Config(Section):
             raise mistake(
                 f"algorithm.minibatches is {self.algorithm.minibatches} but a step has only {num_responses} responses: lower it"
             )
+        buffer, limit = self.algorithm.overlong_buffer_tokens or 0, self.sampling.max_tokens
+        if buffer > limit:
+            raise mistake(f"algorithm.overlong_buffer_tokens is {buffer} but sampling.max_tokens only {limit}: lower it")
         return self
 
     def to_json(self) -> str:
