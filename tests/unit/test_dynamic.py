@@ -18,7 +18,7 @@ from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.training.drafter_side import DrafterSide
-from tlt.training.dynamic import Draw, DynamicSampling, Group
+from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.training.phase import PhaseResult, ReplicaReport, RolloutPhase, StopRequested, combine
 from tlt.training.problems import problems_of_step, spare_problems
 from tlt.training.work import Work
@@ -163,7 +163,7 @@ def sample(engine: RolloutEngine, step: int = 4, drafter: DrafterSide | None = N
 
 
 def responses(groups: Sequence[Group]) -> list[tuple[str, int, tuple[int, ...], float]]:
-    pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
+    pairs = zip(*flatten(groups), strict=True)
     return [(rollout.problem_id, rollout.sample_index, rollout.token_ids, reward.value) for rollout, reward in pairs]
 
 

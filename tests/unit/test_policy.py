@@ -414,6 +414,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},
     "minibatches": {"minibatches": 3, "epochs": 2},
     "kl": {"kl_coefficient": 0.3},
+    "ratios and means of whole responses": {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "minibatches": 2},
+    "kl in the reward of a response": {"name": "rloo", "kl_coefficient": 0.3, "epochs": 2},
+    "kl in the rewards of tokens, whitened over the batch": {"name": "reinforce++", "kl_coefficient": 0.3},
     "fewer responses than ranks": {},
 }
 

@@ -67,12 +67,12 @@ class AlgorithmSection(Section):
     name: Name = "grpo"
     """The algorithm, which makes every choice that is left out below (docs/algorithms.md has the table)."""
     advantage: Advantage | None = None
-    """What a response's reward is compared with. group-std: (reward - mean) / standard deviation of its problem's responses.
-    group-mean: not divided. leave-one-out: reward - mean of the problem's other responses. batch-whitened: (reward - mean) /
-    standard deviation over all tokens of the step. None: the algorithm's."""
+    """How a response's reward becomes its advantage. group-mean: reward - mean over its problem's responses. group-std: that,
+    divided by their standard deviation. leave-one-out: reward - mean over the problem's other responses. batch-whitened:
+    (reward - mean) / standard deviation over all tokens of the step. None: the algorithm's."""
     ratio: Ratio | None = None
-    """Probability under the policy / under the one that sampled: of each token, the geometric mean over a response (sequence),
-    or the product over it (trajectory). None: the algorithm's."""
+    """The ratio of the policy's probability to that of the policy which sampled: of each token, its geometric mean over a
+    response (sequence), or its product over the response (trajectory). None: the algorithm's."""
     loss: Loss | None = None
     """clipped: PPO's, without a gradient where the ratio has left its range. cispo: the log-probability, weighted by the
     clipped ratio as a constant. None: the algorithm's."""
@@ -93,14 +93,14 @@ class AlgorithmSection(Section):
     mask_truncated: bool = False
     """Leaves responses that reached sampling.max_tokens out of the loss; their rewards still count in their groups."""
     overlong_buffer_tokens: NonNegativeInt | None = None
-    """The last so many tokens before sampling.max_tokens cost a growing penalty; 0: none. None: the algorithm's, for dapo a
-    fifth of max_tokens."""
+    """A response that ends within so many tokens of sampling.max_tokens loses reward, the more the longer it is; 0: none does.
+    None: the algorithm's, for dapo a fifth of max_tokens."""
     overlong_penalty: NonNegativeFloat = 1.0
-    """Subtracted from the reward of a response of sampling.max_tokens, in proportion within overlong_buffer_tokens."""
+    """The reward that a response of sampling.max_tokens loses; a shorter one within overlong_buffer_tokens in proportion."""
     dynamic_sampling: bool | None = None
     """Whether problems whose responses all have the same reward are replaced by others of the epoch. None: the algorithm's."""
     max_resamples: NonNegativeInt = 4
-    """With dynamic sampling, the most further rounds of a step; what then still lacks a signal stays."""
+    """Most rounds of dynamic sampling in a step after the first; then problems without a signal fill up."""
     epochs: PositiveInt = 1
     """Passes over a step's responses."""
     minibatches: PositiveInt = 1

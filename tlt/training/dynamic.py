@@ -45,6 +45,11 @@ class Group:
         return len({reward.value for reward in self.rewards if reward.is_scored}) > 1
 
 
+def flatten(groups: Sequence[Group]) -> tuple[list[Rollout], list[Reward]]:
+    """Returns the responses of all groups, and their rewards."""
+    return [r for group in groups for r in group.rollouts], [r for group in groups for r in group.rewards]
+
+
 @dataclass(frozen=True)
 class DynamicSampling:
     """The rule of one step.

@@ -25,10 +25,11 @@ from tlt.distributed.world import World, any_rank, gather_objects
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
+from tlt.rl.batch import in_order, key_of
 from tlt.rl.rewards import RewardPool
 from tlt.spans import SpanName
 from tlt.training.drafter_side import DrafterSide
-from tlt.training.dynamic import Draw, DynamicSampling, Group
+from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.training.work import Work
 from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams
 
@@ -105,7 +106,7 @@ class PhaseResult:
     @property
     def for_update(self) -> tuple[list[Rollout], list[Reward]]:
         """Responses and rewards that the update takes."""
-        return [r for group in self.kept for r in group.rollouts], [r for group in self.kept for r in group.rewards]
+        return flatten(self.kept)
 
     @property
     def seconds(self) -> float:
@@ -195,9 +196,7 @@ class RolloutPhase:
             rounds.append(reports)
             draws = [] if sampling is None else sampling.next_draws(groups, len(rounds))
         self.engine.release()  # the policy update wants the memory
-        pairs = [pair for group in groups for pair in zip(group.rollouts, group.rewards, strict=True)]
-        pairs.sort(key=lambda pair: (pair[0].problem_id, pair[0].sample_index))
-        rollouts, rewards = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        rollouts, rewards = in_order(*flatten(groups))
         replicas = combine(rounds)
         replica = replicas[self.world.rank]
         check = drafter.check(rollouts, replica.drafter.num_tokens, params.temperature)
@@ -232,7 +231,7 @@ class RolloutPhase:
         replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, *counts)
         with self.timeline.span(SpanName.WAIT):
             gathered = gather_objects(self.world, (rollouts, rewards, replica))
-        by_key = {(r.problem_id, r.sample_index): r for found, _, _ in gathered for r in found}
+        by_key = {key_of(rollout): rollout for found, _, _ in gathered for rollout in found}
         reward_of = {key: reward for _, rewards, _ in gathered for key, reward in rewards.items()}
         groups = []
         for draw, asked in zip(draws, requests, strict=True):
