@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.batch import in_order, key_of
@@ -149,7 +149,7 @@ class RolloutPhase:
     def __init__(
         self,
         world: World,
-        engine: RolloutEngine,
+        engine: RolloutBackend,
         coordinator: Coordinator,
         scorers: RewardPool,
         decode: Callable[[Sequence[int]], str],
