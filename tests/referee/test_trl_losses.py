@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.slow]
 
 STOP, PAD = 7, 0
 BETA = 0.3
+KL = {"beta": BETA, "use_bias_correction_kl": False}
 STD_FLOOR_OF_TRL = 1e-4
 """TRL adds it to a standard deviation; ours is 1e-6. It is the only difference, and set aside here."""
 
@@ -116,12 +117,16 @@ def check(case: Case, ours: dict[str, Any], theirs: tuple[float, Tensor]) -> Non
 
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "grpo": ({"name": "grpo"}, {"loss_type": "dapo", "epsilon_high": 0.28}),
-    "grpo, KL": ({"name": "grpo", "kl_coefficient": BETA}, {"loss_type": "dapo", "epsilon_high": 0.28, "beta": BETA}),
+    "grpo, KL": ({"name": "grpo", "kl_coefficient": BETA}, {"loss_type": "dapo", "epsilon_high": 0.28, **KL}),
+    "grpo, KL corrected, as is TRL's default": (
+        {"name": "grpo", "kl_coefficient": BETA, "kl_bias_correction": True},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "beta": BETA},
+    ),
     "grpo, one micro-batch": ({"name": "grpo"}, {"loss_type": "bnpo", "epsilon_high": 0.28}),
     "grpo, mean of sequences": ({"aggregation": "sequence", "clip_high": 0.2}, {"loss_type": "grpo"}),
     "grpo, truncated masked": (
         {"mask_truncated": True, "kl_coefficient": BETA},
-        {"loss_type": "dapo", "epsilon_high": 0.28, "mask_truncated_completions": True, "beta": BETA},
+        {"loss_type": "dapo", "epsilon_high": 0.28, "mask_truncated_completions": True, **KL},
     ),
     "mean of sequences, truncated masked": (
         {"aggregation": "sequence", "clip_high": 0.2, "mask_truncated": True},
@@ -130,7 +135,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "dr-grpo": ({"name": "dr-grpo"}, {"loss_type": "dr_grpo", "scale_rewards": "none"}),
     "dr-grpo, KL": (
         {"name": "dr-grpo", "kl_coefficient": BETA},
-        {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": BETA},
+        {"loss_type": "dr_grpo", "scale_rewards": "none", **KL},
     ),
     "gspo": (
         {"name": "gspo"},
@@ -138,12 +143,16 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "gspo, KL, wide": (
         {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "kl_coefficient": BETA},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence", **KL},
+    ),
+    "gspo, KL corrected, wide": (
+        {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "kl_coefficient": BETA, "kl_bias_correction": True},
         {"loss_type": "grpo", "importance_sampling_level": "sequence", "beta": BETA},
     ),
     "cispo": ({"name": "cispo"}, {"loss_type": "cispo", "epsilon_high": 5.0}),
     "cispo, KL, narrow": (
         {"name": "cispo", "clip_high": 0.2, "kl_coefficient": BETA},
-        {"loss_type": "cispo", "epsilon_high": 1.2, "beta": BETA},
+        {"loss_type": "cispo", "epsilon_high": 1.2, **KL},
     ),
 }
 

@@ -164,6 +164,18 @@ def test_a_kl_in_the_loss_is_added_to_every_token_before_the_mean(name: Any) -> 
         check(formula, CASE, name=name, kl_coefficient=0.3, kl_estimator=estimator)
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_a_corrected_kl_is_weighed_by_the_ratio_which_has_a_gradient(estimator: Any) -> None:
+    old, reference = CASE.old.numpy(), CASE.reference.numpy()
+
+    def formula(flat: Array, fixed: Array) -> float:
+        log_r = reference - flat
+        kl = -log_r if estimator == "k1" else np.exp(log_r) - log_r - 1
+        return grpo(CASE, flat, fixed) + 0.3 * float((np.exp(flat - old) * kl).mean())
+
+    check(formula, CASE, kl_coefficient=0.3, kl_estimator=estimator, kl_bias_correction=True)
+
+
 def test_a_kl_in_the_reward_is_a_responses_sum_for_rloo_and_what_is_still_to_come_for_reinforce() -> None:
     kl = [float((old - ref).sum()) for old, ref in zip(parts(CASE, CASE.old), parts(CASE, CASE.reference), strict=True)]
     penalized = with_rewards(CASE, [value - 0.2 * of for value, of in zip(CASE.values, kl, strict=True)])
@@ -206,7 +218,9 @@ def test_dapo_penalizes_the_last_fifth_and_a_key_says_otherwise() -> None:
     assert AlgorithmSection(overlong_buffer_tokens=7).resolve(100).overlong_buffer_tokens == 7
 
 
-def test_k1_in_the_loss_is_refused() -> None:
+def test_k1_in_the_loss_is_refused_and_so_is_a_correction_of_the_reward() -> None:
+    with pytest.raises(ValidationError, match="kl_bias_correction is for a KL in the loss"):
+        AlgorithmSection(name="rloo", kl_bias_correction=True)
     with pytest.raises(ValidationError, match="gradient of mean 0"):
         AlgorithmSection(kl_coefficient=0.1, kl_estimator="k1")
     with pytest.raises(ValidationError, match="gradient of mean 0"):

@@ -90,6 +90,8 @@ class AlgorithmSection(Section):
     kl_estimator: KLEstimator | None = None
     """Estimate of the KL from one token: with r = reference / policy, k1 = -log r, k2 = (log r)^2 / 2, k3 = r - log r - 1.
     None: the algorithm's."""
+    kl_bias_correction: bool = False
+    """Whether a KL in the loss is multiplied by the ratio: its gradient is then unbiased (DeepSeek-V3.2, arXiv 2512.02556)."""
     mask_truncated: bool = False
     """Leaves responses that reached sampling.max_tokens out of the loss; their rewards still count in their groups."""
     overlong_buffer_tokens: NonNegativeInt | None = None
@@ -113,8 +115,11 @@ class AlgorithmSection(Section):
     @model_validator(mode="after")
     def _kl_has_a_gradient(self) -> AlgorithmSection:
         chosen = self.resolve(max_tokens=1)
-        if self.kl_coefficient and (chosen.kl_in, chosen.kl_estimator) == ("loss", "k1"):
-            raise mistake("kl_estimator k1 in the loss has a gradient of mean 0: give k2 or k3, or kl_in = reward")
+        if chosen.kl_in == "reward" and self.kl_bias_correction:
+            raise mistake("kl_bias_correction is for a KL in the loss, and it is in the reward: remove it, or set kl_in = loss")
+        is_corrected = self.kl_coefficient == 0 or chosen.kl_in == "reward" or self.kl_bias_correction
+        if chosen.kl_estimator == "k1" and not is_corrected:
+            raise mistake("kl_estimator k1 in the loss has a gradient of mean 0: give k2, k3 or kl_bias_correction = true")
         return self
 
     def resolve(self, max_tokens: int) -> Algorithm:

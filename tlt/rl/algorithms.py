@@ -97,11 +97,8 @@ class PolicyLoss(NamedTuple):
     is_clipped_N: Tensor
 
 
-def policy_loss(
-    logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, lengths: Sequence[int], algorithm: Algorithm
-) -> PolicyLoss:
-    """Returns the loss of every token. lengths: tokens of each response, whole ones, which lie one after the other."""
-    ratio_N = importance_ratio(logprobs_N, old_logprobs_N, lengths, algorithm.ratio)
+def policy_loss(ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, algorithm: Algorithm) -> PolicyLoss:
+    """Returns the loss of every token."""
     low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
     if algorithm.loss == "cispo":
         return cispo_loss(ratio_N, logprobs_N, advantages_N, low, high)
@@ -114,6 +111,8 @@ def importance_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, lengths: Sequen
     token       of that token (PPO, arXiv 1707.06347, section 3)
     sequence    (Π_t ρ_t)^(1/T) over the T tokens of its response (GSPO, arXiv 2507.18071, equation 7)
     trajectory  Π_t ρ_t: the response is one action (RLOO, arXiv 2402.14740, section 2.3)
+
+    lengths: tokens of each response, whole ones, which lie one after the other.
     """
     log_ratio_N = logprobs_N - old_logprobs_N
     if level == "token":

@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tlt.config.schema import AlgorithmSection, OptimizerSection, SamplingSection
+from tlt.config.algorithm import AlgorithmSection
+from tlt.config.schema import OptimizerSection, SamplingSection
 from tlt.models.decoder import Transformer
-from tlt.rl.algorithms import importance_weights, kl_estimate, loss_divisor, loss_weight, policy_loss
+from tlt.rl.algorithms import importance_ratio, importance_weights, kl_estimate, loss_divisor, loss_weight, policy_loss
 from tlt.rl.batch import check_batch, in_order, key_of, make_responses
 from tlt.rl.logprobs import response_logprobs
 from tlt.rl.plan import MicroBatch, Response, plan_share, sample_flat
@@ -238,12 +239,14 @@ class PolicyTrainer:
             engine_T = logprobs_T.new_tensor([logprob for r in responses for logprob in r.rollout.logprobs])
             advantages_T = logprobs_T.new_tensor([advantage for r in responses for advantage in r.advantages])
             old_T, entropy_T = old or (logprobs_T.detach(), entropy_T)
-            loss_T, is_clipped_T = policy_loss(logprobs_T, old_T, advantages_T, lengths, self.algorithm)
+            ratio_T = importance_ratio(logprobs_T, old_T, lengths, self.algorithm.ratio)
+            loss_T, is_clipped_T = policy_loss(ratio_T, logprobs_T, advantages_T, self.algorithm)
             if a.importance_correction_cap is not None:
                 loss_T = loss_T * importance_weights(old_T, engine_T, cap=a.importance_correction_cap)
             kl_T = torch.zeros_like(loss_T)
             if reference is not None:
                 kl_T = kl_estimate(logprobs_T, reference[0], self.algorithm.kl_estimator)
+                kl_T = kl_T * ratio_T if a.kl_bias_correction else kl_T
             weights = [0.0 if r.is_masked else loss_weight(r.num_tokens, self.algorithm.aggregation) for r in responses]
             weight_T = torch.cat([logprobs_T.new_full((n,), w) for n, w in zip(lengths, weights, strict=True)])
             loss = ((loss_T + a.kl_coefficient * kl_T) * weight_T).sum() / divisor
