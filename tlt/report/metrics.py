@@ -46,7 +46,11 @@ class LengthStats:
 class StepRecord:
     """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise; sums run over all ranks.
 
-    reward_mean, solve_rate: over this step's responses that could be scored, as sampled for training; NaN: none could.
+    reward_mean, solve_rate: over this step's responses that could be scored, as sampled for training; NaN: none could. Like
+        `num_responses` and `num_tokens` they count the groups that dynamic sampling discarded.
+    algorithm: by name.
+    groups_sampled: problems of the step, each as often as it was sampled.  groups_discarded: of those, not in the update.
+    resample_rounds: rounds of dynamic sampling after the first.
     reward_errors: responses that could not.  first_reward_error: why the first one could not; empty: all could.
     truncated_share: of responses that reached their token limit.  zero_variance_groups: groups that give no gradient.
     engine_trainer_logprob_gap: mean |log-probability by the engine - by the trainer| over response tokens. Like `entropy` an
@@ -119,6 +123,10 @@ class StepRecord:
     drafter_set_aside: str = ""
     reward_errors: int = 0
     first_reward_error: str = ""
+    algorithm: str = ""
+    groups_sampled: int = 0
+    groups_discarded: int = 0
+    resample_rounds: int = 0
 
     def to_json(self) -> str:
         return dumps(dataclasses.asdict(self))

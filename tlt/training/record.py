@@ -21,7 +21,7 @@ def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, 
     ended = time.perf_counter()
     run.timeline.record(SpanName.STEP, started, ended)
     cpu_seconds = sum(gather_objects(run.world, time.process_time() - cpu_started))
-    line = step_record(run.step, phase, update, ended - started, cpu_seconds)
+    line = step_record(run.step, run.config.algorithm.name, phase, update, ended - started, cpu_seconds)
     if run.metrics is not None:
         run.metrics.write(line)
     run.console.step(line)
@@ -30,7 +30,9 @@ def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, 
     run.timeline.flush()
 
 
-def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_seconds: float, cpu_seconds: float) -> StepRecord:
+def step_record(
+    step: int, algorithm: str, phase: PhaseResult, update: UpdateMetrics, step_seconds: float, cpu_seconds: float
+) -> StepRecord:
     """Returns what metrics.jsonl keeps of a step."""
     lengths = [len(rollout.token_ids) for rollout in phase.rollouts]
     stats = phase.stats
@@ -84,4 +86,8 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         drafter_set_aside=check.set_aside if check is not None else "",
         reward_errors=rewards.num_errors,
         first_reward_error=rewards.first_error,
+        algorithm=algorithm,
+        groups_sampled=len(phase.groups),
+        groups_discarded=len(phase.groups) - len(phase.kept),
+        resample_rounds=phase.num_rounds - 1,
     )

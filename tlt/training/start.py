@@ -74,10 +74,27 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
     return {
         "model": f"{near(config.model.path)}: {model.architecture}, {_short(num_parameters)} parameters",
         "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
+        "algorithm": describe_algorithm(config),
         "ranks": f"{run.num_ranks} on {device.name} ({device.reason}), {run.dtype}",
         "speculation": speculation,
         "folder": near(Path(run.out_dir)),
     }
+
+
+def describe_algorithm(config: Config) -> str:
+    """Returns the algorithm's name and its choices, those of the preset and those of the configuration alike."""
+    settings, chosen = config.algorithm, config.algorithm.resolve(config.sampling.max_tokens)
+    clip = f"{chosen.loss} at [{1 - chosen.clip_low:g}, {1 + chosen.clip_high:g}]"
+    parts = [f"advantage {chosen.advantage}", f"{chosen.ratio} ratio {clip}", f"{chosen.aggregation} mean"]
+    if settings.kl_coefficient:
+        parts.append(f"{settings.kl_coefficient:g} × KL ({chosen.kl_estimator}) in the {chosen.kl_in}")
+    if chosen.overlong_buffer_tokens and settings.overlong_penalty:
+        parts.append(f"penalty in the last {chosen.overlong_buffer_tokens:,} tokens")
+    if settings.mask_truncated:
+        parts.append("truncated responses masked")
+    if chosen.dynamic_sampling:
+        parts.append(f"dynamic sampling, up to {settings.max_resamples} further rounds")
+    return f"{chosen.name}: {', '.join(parts)}"
 
 
 def _short(number: int) -> str:
