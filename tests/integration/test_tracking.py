@@ -61,7 +61,5 @@ def test_a_tracker_that_is_not_there_is_a_mistake_before_the_run(workspace: Path
     told, environment = command(workspace, *words)
     done = subprocess.run(told, env=environment, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 2
-    assert done.stderr.startswith(
-        "tlt: error: tracking.use: own:Missing cannot be loaded (ModuleNotFoundError: No module named 'own')"
-    )
+    assert done.stderr.startswith("tlt: error: tracking.use: own:Missing cannot be loaded (ModuleNotFoundError: ")
     assert not (workspace / "never").exists()
