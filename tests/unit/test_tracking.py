@@ -5,6 +5,7 @@ import json
 import math
 import os
 import sqlite3
+import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -308,17 +309,23 @@ def test_wandb_offline_needs_no_network_and_no_account(folder: Path, monkeypatch
 
 
 def wandb_rows(path: Path) -> list[dict[str, float]]:
+    """The figures in a .wandb file: LevelDB's log format (records cut at blocks of 32 KiB) behind a header of seven bytes."""
     from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
 
-    store, rows = DataStore(), []
-    store.open_for_scan(str(path))
-    while (data := store.scan_data()) is not None:
-        message = wandb_internal_pb2.Record()
-        message.ParseFromString(data)
-        if message.WhichOneof("record_type") == "history":
-            items = message.history.item
-            rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+    data, place, whole, rows = path.read_bytes(), 7, b"", []
+    while place + 7 <= len(data):
+        if 32768 - place % 32768 < 7:
+            place += 32768 - place % 32768
+        _, length, kind = struct.unpack_from("<IHB", data, place)
+        whole += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # whole, or the last part
+            message = wandb_internal_pb2.Record.FromString(whole)
+            whole = b""
+            if message.WhichOneof("record_type") == "history":
+                rows.append(
+                    {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in message.history.item}
+                )
     return rows
 
 
