@@ -70,7 +70,7 @@ class WandbTracker:
             config=dict(run.config),
             settings=wandb.Settings(console="off", silent=True),
         )
-        return self._run.url or f"offline; to upload: wandb sync {Path(self._run.dir).parent}"
+        return f"offline; to upload: wandb sync {Path(self._run.dir).parent}" if self._run.offline else self._run.url or ""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
