@@ -21,7 +21,7 @@ from tlt.report.tracking import Patience, Tracking, run_id, step_values, track
 from tlt.types import UserError
 
 FAKES = """
-import json, os, signal, sys, time
+import json, os, signal, sys, threading, time
 from pathlib import Path
 
 class Diary:
@@ -45,6 +45,9 @@ for how in (fail, leave, hang, die, be_killed):
     for where in ("begin", "log", "finish"):
         name, method = f"{how.__name__}_at_{where}", lambda self, *arguments, how=how: how()
         globals()[name] = type(name, (Diary,), {where: method})
+
+class Lingers(Diary):
+    def finish(self): threading.Thread(target=hang).start()
 
 class Hiccup(Diary):
     def log(self, step, values):
@@ -205,6 +208,13 @@ def test_a_log_never_waits_and_the_end_waits_no_longer_than_its_bound(folder: Pa
     assert said[1:] == [f"{about}; the run goes on, and its metrics.jsonl has all figures"]
     pid = int(str(diary(folder, "hang_at_log")[0][-1]))
     wait_for(lambda: not is_running(pid))
+
+
+def test_a_process_that_does_not_end_by_itself_is_ended(folder: Path) -> None:
+    said: list[str] = []
+    track(["fake_trackers:Lingers"], tracked(folder), said.append, Patience(exit=0.2)).finish()
+    assert said == ["tracking: fake_trackers:Lingers: look here"]
+    assert not is_running(int(str(diary(folder, "Lingers")[0][-1])))
 
 
 def test_a_tracker_that_cannot_be_started_does_no_harm(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

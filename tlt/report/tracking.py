@@ -89,10 +89,11 @@ def run_id(folder: Path) -> str:
 @dataclasses.dataclass(frozen=True)
 class Patience:
     """Seconds until a tracker is given up. answer: to begin, or to take a step's figures; the run does not wait meanwhile.
-    finish: for all trackers together, at the run's end; here it waits."""
+    finish: for all trackers together, at the run's end; here it waits.  exit: for a process to end once all is delivered."""
 
     answer: float = 120.0
     finish: float = 60.0
+    exit: float = 5.0
 
 
 class Tracking:
@@ -124,14 +125,10 @@ NO_TRACKING: Final = Tracking()
 
 def track(names: Sequence[str], run: TrackedRun, say: Callable[[str], None], patience: Patience = Patience()) -> Tracking:
     """Starts the trackers called `names`. say: takes one line for the user, from any thread."""
-    feeds = [_Feed(name, run, say, patience.answer) for name in names]
+    feeds = [_Feed(name, run, say, patience) for name in names]
     for feed in feeds:
         feed.start()
     return Tracking(feeds, patience.finish)
-
-
-EXIT_SECONDS = 5.0
-"""What a process may take to end once all is delivered."""
 
 
 class _Lost(Exception):
@@ -145,7 +142,7 @@ class _Feed(threading.Thread):
     in the run's folder.
     """
 
-    def __init__(self, name: str, run: TrackedRun, say: Callable[[str], None], patience: float) -> None:
+    def __init__(self, name: str, run: TrackedRun, say: Callable[[str], None], patience: Patience) -> None:
         super().__init__(name=f"tlt-tracker-{name}", daemon=True)
         self._tracker, self._run, self._say, self._patience = name, run, say, patience
         self._messages: SimpleQueue[Message] = SimpleQueue()
@@ -200,8 +197,8 @@ class _Feed(threading.Thread):
         if self._given_up:
             raise _Lost
         pipe.send(message)
-        if not pipe.poll(self._patience):
-            self.give_up(f"no answer within {self._patience:g} s")
+        if not pipe.poll(self._patience.answer):
+            self.give_up(f"no answer within {self._patience.answer:g} s")
             raise _Lost
         return pipe.recv()
 
@@ -225,7 +222,7 @@ class _Feed(threading.Thread):
             pipe.close()  # the process sees its end
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(EXIT_SECONDS)
+                self._process.wait(self._patience.exit)
             self.give_up("")
             self._process.wait()
 
