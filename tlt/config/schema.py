@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tlt.config.algorithm import AlgorithmSection
 from tlt.config.mistakes import mistake, validate
@@ -20,6 +20,11 @@ AnyPath = Annotated[Path, Field(strict=False)]
 
 _DEFAULT_NUM_PROBLEMS = 4096
 DEFAULT_OUT_DIR = Path("runs/run")
+
+
+def _split(value: Any) -> Any:
+    """Returns the words of a text with commas between them; anything else as it is."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
 class RunSection(Section):
@@ -225,6 +230,17 @@ class RewardsSection(Section):
     """Time limit of scoring one response; past it the response has no score, and the reason is recorded."""
 
 
+class TrackingSection(Section):
+    """Trackers that get the figures of metrics.jsonl as well (docs/tracking.md). None of them can stop a run."""
+
+    use: Annotated[list[str], BeforeValidator(_split)] = Field(default=[])
+    """Any of wandb, tensorboard and trackio, or your own as "package.module:Class"; on the command line with commas between."""
+    project: Annotated[str, Field(min_length=1)] | None = None
+    """The project of the run there; None: what WANDB_PROJECT says, else tlt."""
+    run_name: Annotated[str, Field(min_length=1)] | None = None
+    """The name of the run there; None: that of run.out_dir."""
+
+
 class Config(Section):
     """Everything a run depends on."""
 
@@ -238,6 +254,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     evaluation: EvaluationSection = EvaluationSection()
     rewards: RewardsSection = RewardsSection()
+    tracking: TrackingSection = TrackingSection()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:

@@ -65,6 +65,8 @@ class StepRecord:
     preemption_seconds: from the last response's end to the return of the drafter's trainer, for every rank that trained then.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
     accept_by_depth: survival to depth 1, 2, …, of the verifications that drafted so deep
+    draft_acceptance_rate, draft_mean_acceptance_length, draft_acceptance_rate_pos: as vLLM counts them (engine/stats.py),
+        the last for positions 1, 2, …
     strategy_seconds: engine seconds under each strategy, "off" included.
     strategy_speed: tokens per second of the engine steps under each.  strategy_predicted: what the tuner expected of them.
     tokens_per_second: response tokens / rollout seconds.
@@ -121,6 +123,9 @@ class StepRecord:
     retrieval_acceptance: Number = NAN
     drafter_training: str = "off"
     drafter_set_aside: str = ""
+    draft_acceptance_rate: Number = NAN
+    draft_mean_acceptance_length: Number = NAN
+    draft_acceptance_rate_pos: tuple[Number, ...] = ()
     reward_errors: int = 0
     first_reward_error: str = ""
     algorithm: str = ""

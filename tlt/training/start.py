@@ -16,6 +16,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
 from tlt.report.console import Console, near
+from tlt.report.trackers import check_trackers
 from tlt.training.lock import FolderLock
 from tlt.training.loop import describe_run
 from tlt.training.problems import load_problems
@@ -53,6 +54,7 @@ def prepare(config: Config) -> None:
 def preflight(config: Config) -> Findings:
     """Raises UserError for everything that can be refused before a process is started."""
     device_of(config)
+    check_trackers(config.tracking.use)
     model = load_model_config(config.model.path)
     if config.drafter.path is not None:
         stored = load_drafter(config.drafter.path, model)
