@@ -111,6 +111,7 @@ algorithm   epochs minibatches tokens_per_micro_batch importance_correction_cap
 optimizer   learning_rate beta1 beta2 eps weight_decay warmup_steps schedule clip_grad_norm
 evaluation  every num_problems samples_per_problem temperature keep_best
 rewards     num_workers timeout_seconds
+tracking    use project run_name
 """
 
 

@@ -35,7 +35,7 @@ class Train(WithOverrides):
     config: Annotated[Positional[Path | None], arg(metavar="[CONFIG]")] = None
     """TOML configuration, or the name of a recipe such as countdown; may be left out with --resume."""
     resume: Folder = None
-    """Continues the run in this folder with its own configuration; only [tracking] and the run's length and machine can change."""
+    """Continues the run in this folder with its own configuration; only [tracking] and the length and machine can change."""
 
 
 class TrainHelp(Train, Config):
