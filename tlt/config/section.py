@@ -1,8 +1,8 @@
-"""What every section of the configuration is made of: its base, and ranges of numbers. Knows no section."""
+"""The parts of every section of the configuration: its base, how its keys are explained, ranges of numbers. Knows no section."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -12,7 +12,18 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
-class Section(BaseModel):
+class Explained(BaseModel):
+    """A model whose fields are explained by the docstrings below them: each is one paragraph, however its lines break."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split()) or None
+
+
+class Section(Explained):
     """The base of all sections: no unknown keys, no silent conversions, no later changes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
