@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
@@ -16,7 +17,8 @@ from tests.unit.algorithm_parts import MAX_TOKENS, Case, make_case, update_by_ta
 from tlt.config.algorithm import PRESETS, AlgorithmSection, Name
 from tlt.config.load import load_config
 from tlt.rl.algorithms import STD_FLOOR
-from tlt.types import UserError
+from tlt.rl.batch import make_responses
+from tlt.types import Reward, Rollout, UserError
 
 Array = NDArray[np.float64]
 CASE = make_case()
@@ -181,6 +183,18 @@ def test_a_kl_in_the_reward_is_a_responses_sum_for_rloo_and_what_is_still_to_com
     penalized = with_rewards(CASE, [value - 0.2 * of for value, of in zip(CASE.values, kl, strict=True)])
     check(lambda flat, fixed: rloo(penalized, flat, fixed), CASE, name="rloo", kl_coefficient=0.2)
     check(lambda flat, fixed: reinforce(CASE, flat, fixed, 0.2), CASE, name="reinforce++", kl_coefficient=0.2)
+
+
+def test_a_response_whose_first_token_has_no_advantage_still_gets_a_gradient_for_the_others() -> None:
+    rollouts = [Rollout("p", index, (3,), (4, 7), (-1.0, -1.0), "stop", 0) for index in range(2)]
+    rewards = [Reward(1.0, True), Reward(-1.0, False)]
+    kl = [torch.tensor([1.0, 0.0], dtype=torch.float64), torch.tensor([-1.0, 0.0], dtype=torch.float64)]
+    settings = AlgorithmSection(name="reinforce++", kl_coefficient=1.0)
+    responses, num_flat = make_responses(rollouts, rewards, settings, settings.resolve(9), kl)
+    assert [response.advantages[0] for response in responses] == [0, 0]
+    assert [response.advantages[1] for response in responses] == pytest.approx([2**0.5, -(2**0.5)], abs=1e-5)
+    assert all(response.needs_grad for response in responses)
+    assert num_flat == 0
 
 
 def test_truncated_responses_are_left_out_of_the_loss_and_stay_in_their_groups() -> None:

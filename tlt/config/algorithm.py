@@ -65,42 +65,45 @@ class AlgorithmSection(Section):
     """The policy update: a published algorithm by name, of which every choice can be changed by a key of its own."""
 
     name: Name = "grpo"
-    """The algorithm, which makes every choice that is left out below (docs/algorithms.md has the table)."""
+    """The algorithm; it makes every choice that is left out below (table in docs/algorithms.md)."""
     advantage: Advantage | None = None
-    """How a response's reward becomes its advantage. group-mean: reward - mean over its problem's responses. group-std: that,
-    divided by their standard deviation. leave-one-out: reward - mean over the problem's other responses. batch-whitened:
-    (reward - mean) / standard deviation over all tokens of the step. None: the algorithm's."""
+    """What is subtracted from a response's reward, and what divides the difference; None: the algorithm's choice.
+    group-mean: the mean of its problem's responses. group-std: the same, then divided by their standard deviation.
+    leave-one-out: the mean of the problem's other responses.
+    batch-whitened: the mean over all tokens of the step, then divided by their standard deviation."""
     ratio: Ratio | None = None
-    """The ratio of the policy's probability to that of the policy which sampled: of each token, its geometric mean over a
-    response (sequence), or its product over the response (trajectory). None: the algorithm's."""
+    """Ratio of the policy's probability to that of the policy which sampled; None: the algorithm's choice.
+    token: of each token. sequence: the geometric mean over a response. trajectory: the product over a response."""
     loss: Loss | None = None
-    """clipped: PPO's, without a gradient where the ratio has left its range. cispo: the log-probability, weighted by the
-    clipped ratio as a constant. None: the algorithm's."""
+    """Loss of a token; None: the algorithm's choice.
+    clipped: PPO's, without a gradient where the ratio has left its range.
+    cispo: the log-probability, weighted by the clipped ratio as a constant."""
     aggregation: Aggregation | None = None
-    """The mean that makes one loss: over all tokens of an optimizer step (token), over responses of their means (sequence), or
-    sums / (responses x sampling.max_tokens) (constant). None: the algorithm's."""
+    """Mean of the tokens' losses; None: the algorithm's choice.
+    token: over all tokens of an optimizer step. sequence: over responses, of the mean of each.
+    constant: the sum, divided by responses x sampling.max_tokens."""
     clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
-    """The ratio is clipped below at 1 - clip_low. None: the algorithm's."""
+    """The ratio is clipped below at 1 - clip_low; None: the algorithm's choice."""
     clip_high: PositiveFloat | None = None
-    """The ratio is clipped above at 1 + clip_high. None: the algorithm's."""
+    """The ratio is clipped above at 1 + clip_high; None: the algorithm's choice."""
     kl_coefficient: NonNegativeFloat = 0.0
     """Weight of the KL to the initial policy; at 0 that policy is not loaded."""
     kl_in: KLPlace | None = None
-    """Whether the KL is added to the loss or subtracted from the reward. None: the algorithm's."""
+    """Whether the KL is added to the loss or subtracted from the reward; None: the algorithm's choice."""
     kl_estimator: KLEstimator | None = None
-    """Estimate of the KL from one token: with r = reference / policy, k1 = -log r, k2 = (log r)^2 / 2, k3 = r - log r - 1.
-    None: the algorithm's."""
+    """Estimate of the KL from one token; None: the algorithm's choice.
+    With r = reference / policy, k1 = -log r, k2 = (log r)^2 / 2, k3 = r - log r - 1."""
     kl_bias_correction: bool = False
     """Whether a KL in the loss is multiplied by the ratio: its gradient is then unbiased (DeepSeek-V3.2, arXiv 2512.02556)."""
     mask_truncated: bool = False
     """Leaves responses that reached sampling.max_tokens out of the loss; their rewards still count in their groups."""
     overlong_buffer_tokens: NonNegativeInt | None = None
-    """A response that ends within so many tokens of sampling.max_tokens loses reward, the more the longer it is; 0: none does.
-    None: the algorithm's, for dapo a fifth of max_tokens."""
+    """A response that ends within so many tokens of sampling.max_tokens loses reward, the more the longer it is.
+    0: none does. None: the algorithm's choice, for dapo a fifth of sampling.max_tokens."""
     overlong_penalty: NonNegativeFloat = 1.0
-    """The reward that a response of sampling.max_tokens loses; a shorter one within overlong_buffer_tokens in proportion."""
+    """Reward that a response of sampling.max_tokens loses; a shorter one within overlong_buffer_tokens in proportion."""
     dynamic_sampling: bool | None = None
-    """Whether problems whose responses all have the same reward are replaced by others of the epoch. None: the algorithm's."""
+    """Whether problems whose responses all have the same reward are replaced by others; None: the algorithm's choice."""
     max_resamples: NonNegativeInt = 4
     """Most rounds of dynamic sampling in a step after the first; then problems without a signal fill up."""
     epochs: PositiveInt = 1
