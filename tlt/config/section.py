@@ -1,4 +1,4 @@
-"""The parts of every section of the configuration: its base, how its keys are explained, ranges of numbers. Knows no section."""
+"""What all sections of the configuration share: their base, how keys are explained, ranges of numbers. Knows no section."""
 
 from __future__ import annotations
 
