@@ -6,7 +6,16 @@ import dataclasses
 
 import torch
 
-from tlt.build import EngineSettings, build_engine, load_model, load_stored, master_dtype, sampling_params
+from tlt.build import (
+    EngineSettings,
+    build_engine,
+    drafter_folder,
+    load_model,
+    load_stored,
+    master_dtype,
+    model_folder,
+    sampling_params,
+)
 from tlt.config.schema import Config
 from tlt.engine.engine import RolloutEngine
 from tlt.training.problems import load_problems, problems_of_step
@@ -23,8 +32,8 @@ class Subject:
         settings = EngineSettings.of_run(config, device_of(config).name)
         untrained = settings.drafting.model_copy(update={"train": False})  # nothing here trains: remember nothing for it
         self.settings = dataclasses.replace(settings, drafting=untrained)
-        self.model = load_model(config.model.path, master_dtype(config))
-        self.drafter = load_stored(config.drafter.path, self.model)
+        self.model = load_model(model_folder(config), master_dtype(config))
+        self.drafter = load_stored(drafter_folder(config), self.model)
         self.problems = load_problems(config, "train")
         self.params = sampling_params(config, self.model.stop_ids)
 
@@ -44,7 +53,8 @@ class Subject:
             settings = dataclasses.replace(settings, speculation=variant, tuner="cost-model")
         else:
             tuner = variant
-        return build_engine(self.model.config, self.model.tensors, settings, self.drafter, tuner=tuner)
+        model = self.model
+        return build_engine(model.config, model.tensors, settings, self.drafter, tuner=tuner, decode=model.decode)
 
     def requests(self, helping: int, num: int, temperature: float | None = None) -> list[Request]:
         """Returns the `helping`-th share of endless work: one response to each of `num` problems."""

@@ -66,7 +66,7 @@ def rollout(options: BenchRollout) -> Record:
     """Measures (see bench/rollout.py); returns the ratios over off, by measurement."""
     from tlt.bench.rollout import PARTS, Options, run_benchmark
     from tlt.drafter.hybrid import drafter_kinds
-    from tlt.training.start import preflight
+    from tlt.training.start import pin, preflight
     from tlt.tuning.tuner import make_tuner
 
     _check_words("--parts", options.parts, PARTS)
@@ -77,6 +77,7 @@ def rollout(options: BenchRollout) -> Record:
     for variant in options.variants:
         if variant != "beg-mab":
             make_tuner(variant, drafter_kinds(config.drafter.path is not None))
+    config = pin(config)
     preflight(config)
     measured = Options(
         options.parts, options.variants, options.batches, options.rounds, options.seconds, options.steps, options.out
@@ -95,7 +96,7 @@ def train(options: BenchTrain) -> Record:
     from tlt.bench.report import header, write_report
     from tlt.bench.train import FROZEN, OFF, Plan, launch_runs
     from tlt.bench.train_report import summarize, to_markdown
-    from tlt.training.start import preflight
+    from tlt.training.start import pin, preflight
 
     changes = {"tlt": {}, "frozen": FROZEN}
     _check_words("--variants", options.variants, tuple(changes))
@@ -105,6 +106,7 @@ def train(options: BenchTrain) -> Record:
         raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive")
     if "frozen" in options.variants and not config.drafter.train:
         raise UserError("--variants: frozen differs from tlt only where drafter.train is true; set it, or leave frozen out")
+    config = pin(config)
     preflight(config)
     plan = Plan({"off": OFF, **{name: changes[name] for name in options.variants}}, options.steps, options.minutes)
     code = launch_runs(config, plan)

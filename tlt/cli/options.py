@@ -8,6 +8,7 @@ mistake, `place: value; remedy`; tyro draws the help. Knows no command.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -17,7 +18,7 @@ from tyro.conf import Positional, Suppress, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from tlt.config.arguments import read_words
-from tlt.config.mistakes import Keys, find_nearest, remedy
+from tlt.config.mistakes import Keys, find_nearest, mistake, remedy
 from tlt.config.schema import Config
 from tlt.types import UserError
 
@@ -26,6 +27,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Folder = Annotated[Path | None, arg(metavar="DIR")]
+Drafter = Annotated[Path | None, arg(metavar="DRAFTER")]
 File = Annotated[Path | None, arg(metavar="FILE")]
 
 _POSITIONAL = get_args(Positional[int])[1]  # the marker that tyro.conf.Positional leaves on a type
@@ -45,6 +47,30 @@ def _listed(metavar: str) -> tuple[BeforeValidator, PrimitiveConstructorSpec[tup
         str_from_instance=lambda values: [",".join(map(str, values))],
     )
     return BeforeValidator(_split), shown
+
+
+def json_object(option: str) -> tuple[BeforeValidator, PrimitiveConstructorSpec[dict[str, Any]]]:
+    """Returns how an option that is a JSON object is read, and how the help shows it."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise mistake(f"{option}: {value!r} is no JSON ({error.msg}); write an object") from None
+        if not isinstance(value, dict):
+            raise mistake(f"{option}: '{json.dumps(value)}' is no JSON object; write one such as '{{\"key\": 1}}'")
+        return value
+
+    shown = PrimitiveConstructorSpec[dict[str, Any]](
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda texts: dict(read(texts[0])),
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    )
+    return BeforeValidator(read), shown
 
 
 _WORDS, _NUMBERS = _listed("NAME,..."), _listed("N,...")
