@@ -111,17 +111,13 @@ def pin_dataset(name: str | Path) -> Repository | None:
 
 
 def _snapshot(repository: Repository, kind: Kind, patterns: Sequence[str]) -> Path:
-    """Returns the snapshot's folder, which bears the commit's name. One that is pinned and whole in the cache is not asked for:
-    ranks and resumed runs need no network."""
+    """Returns the snapshot's folder, which bears the commit's name. One that is pinned and whole in the cache needs no network,
+    so ranks and resumed runs need none."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
     from huggingface_hub.utils import are_progress_bars_disabled
 
     given: dict[str, Any] = {"repo_type": kind, "revision": repository.revision, "allow_patterns": list(patterns)}
     with _refusals(repository, kind), quiet():
-        if repository.is_pinned:
-            with contextlib.suppress(LocalEntryNotFoundError):
-                return Path(snapshot_download(repository.name, local_files_only=True, **given))
         has_bars = sys.stderr.isatty() or are_progress_bars_disabled()
         given |= {"tqdm_class": None if has_bars else _progress_lines(str(repository)), "library_name": "tlt"}
         return Path(_interruptible(lambda: snapshot_download(repository.name, **given)))

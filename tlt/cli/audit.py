@@ -37,8 +37,8 @@ class Audit(Options):
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
     """The model that the engine should follow: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
     prompts: Data = None
-    """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub, with prompt (text or chat
-    messages), prompt_ids or messages, and optionally problem_id."""
+    """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
+    prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
     task: Annotated[str | None, arg(metavar="NAME")] = None
     """A task, such as countdown, whose test problems are answered instead of --prompts."""
     num: PositiveInt = 64

@@ -98,8 +98,8 @@ class DrafterEval(Options):
     model: Annotated[Path, arg(metavar="MODEL")]
     """The model it drafts for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
     prompts: Annotated[Path, arg(metavar="DATA")]
-    """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub, with prompt (text or chat
-    messages), prompt_ids or messages, and optionally problem_id."""
+    """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
+    prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
     out: File = None
     """JSON to write, with the whole result."""
     depth: Annotated[int, Field(ge=1, le=Strategy.MAX_DEPTH)] = 3

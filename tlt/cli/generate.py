@@ -51,8 +51,8 @@ class Generate(Options):
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
     """A Llama, Qwen2 or Qwen3 model: a Hugging Face checkpoint folder, or OWNER/NAME or OWNER/NAME@REVISION on the hub."""
     prompts: Annotated[Path, arg(metavar="DATA")]
-    """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub, with prompt (text or chat
-    messages), prompt_ids or messages, and optionally problem_id."""
+    """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
+    prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
     out: Annotated[Path, arg(metavar="FILE")]
     """JSONL to write, with one response a line."""
     speculation: Annotated[str, arg(metavar=SPECULATION)] = "off"
