@@ -183,7 +183,8 @@ def _import_datasets(source: DataSource) -> ModuleType:
         raise UserError(
             f"{source.option}: {source.name} needs the package datasets (JSONL does not); pip install 'tlt-rl[data]'"
         ) from None
-    return datasets
+    package: ModuleType = datasets  # which is Any where it is not installed
+    return package
 
 
 @contextlib.contextmanager

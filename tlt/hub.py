@@ -161,7 +161,7 @@ def _progress_lines(name: str, seconds: float = 10.0) -> type[Any]:
     """Returns a progress bar's class for where there is no terminal: a line at the first bytes, then every so many seconds."""
     from huggingface_hub.utils import tqdm
 
-    class Lines(tqdm):  # type: ignore[misc,type-arg]  # untyped there
+    class Lines(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.shows = kwargs.get("unit") == "B" and not str(kwargs.get("desc")).startswith("Reconstructing")
             self.said = -math.inf

@@ -28,6 +28,12 @@ class UserError(ValueError):
     """A mistake of the user's. Its message is one line that names the place, the value and the remedy (exit code 2)."""
 
 
+def one_line(error: BaseException, limit: int = 10_000) -> str:
+    """Returns kind and message of an exception on one line of bounded length."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """The sampling of one sequence. `top_k` 0, `top_p` 1 and `min_p` 0 switch the truncation off."""
@@ -43,13 +49,14 @@ class SamplingParams:
     """Texts that end a response at the first token after which its text holds one of them (engine/sequence.py)."""
 
     def __post_init__(self) -> None:
+        stop: object = self.stop  # a single text is a sequence of texts, too
         checks = (
             (self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more"),
             (self.top_k >= 0, "top_k", self.top_k, "0 (off) or more"),
             (0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]"),
             (0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]"),
             (self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more"),
-            (not isinstance(self.stop, str) and all(self.stop), "stop", repr(self.stop), "a list of texts, none of them empty"),
+            (not isinstance(stop, str) and all(self.stop), "stop", repr(stop), "a list of texts, none of them empty"),
         )
         for is_valid, name, value, remedy in checks:
             if not is_valid:

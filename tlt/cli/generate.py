@@ -2,47 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-from pydantic import BeforeValidator
 from tyro.conf import OmitArgPrefixes, Positional, arg
-from tyro.constructors import PrimitiveConstructorSpec
 
 from tlt.cli.data import PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order
 from tlt.cli.options import Options
-from tlt.config.mistakes import mistake
 from tlt.files import Record, check_output_file, write_jsonl
 from tlt.types import Rollout
 
 if TYPE_CHECKING:
     from tlt.engine.stats import EngineStats
-
-
-def _read_texts(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    if not value.startswith("["):
-        return (value,)
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise mistake(f'--stop: {value!r} is no JSON list ({error.msg}); write one such as \'["\\n\\n", "###"]\'') from None
-
-
-_SHOWN_AS_TEXTS = PrimitiveConstructorSpec[tuple[str, ...]](
-    nargs=1,
-    metavar="TEXT",
-    instance_from_str=lambda texts: tuple(_read_texts(texts[0])),
-    is_instance=lambda value: isinstance(value, tuple),
-    str_from_instance=lambda value: [json.dumps(value)],
-)
 
 
 class Generate(Options):
@@ -58,8 +33,6 @@ class Generate(Options):
     speculation: Annotated[str, arg(metavar=SPECULATION)] = "off"
     """How tokens are drafted: adaptive measures and chooses at every step; 4x1x4 drafts chains of four tokens, 3x2x5 trees.
     DRAFTER is learned, ngram (retrieval from the problem's own responses) or hybrid; ngram and adaptive need no --drafter."""
-    stop: Annotated[tuple[str, ...], BeforeValidator(_read_texts), _SHOWN_AS_TEXTS] = ()
-    """Text that ends a response, or a JSON list of such texts; the response keeps it."""
     data: Annotated[PromptOptions, OmitArgPrefixes] = PromptOptions()
     """What --prompts is read as."""
     sampling: Annotated[SamplingOptions, OmitArgPrefixes] = SamplingOptions()
@@ -83,8 +56,7 @@ def run(options: Generate) -> Record:
     model = load_model(resolve_model(options.model))
     vocab_size, window = model.config.vocab_size, model.config.max_positions
     prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
-    params = dataclasses.replace(options.sampling.params(model.stop_ids), stop=options.stop)
-    requests = make_requests(prompts, params, options.sampling.samples)
+    requests = make_requests(prompts, options.sampling.params(model.stop_ids), options.sampling.samples)
 
     torch.set_num_threads(options.engine.threads)
     engine = load_engine(model, options.engine.settings(options.speculation), options.engine.drafter_folder)

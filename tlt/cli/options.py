@@ -73,6 +73,24 @@ def json_object(option: str) -> tuple[BeforeValidator, PrimitiveConstructorSpec[
     return BeforeValidator(read), shown
 
 
+def _read_texts(value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith("["):
+        return (value,) if isinstance(value, str) else value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise mistake(f'--stop: {value!r} is no JSON list ({error.msg}); write one such as \'["\\n\\n", "###"]\'') from None
+
+
+_SHOWN_AS_TEXTS = PrimitiveConstructorSpec[tuple[str, ...]](
+    nargs=1,
+    metavar="TEXT",
+    instance_from_str=lambda texts: tuple(_read_texts(texts[0])),
+    is_instance=lambda value: isinstance(value, tuple),
+    str_from_instance=lambda value: [json.dumps(value)],
+)
+StopTexts = Annotated[tuple[str, ...], BeforeValidator(_read_texts), _SHOWN_AS_TEXTS]
+
 _WORDS, _NUMBERS = _listed("NAME,..."), _listed("N,...")
 Names = Annotated[tuple[str, ...], Field(min_length=1), *_WORDS]
 Numbers = Annotated[tuple[PositiveInt, ...], Field(min_length=1), *_NUMBERS]
