@@ -218,7 +218,7 @@ def _rows(rows: Iterable[Mapping[str, Any]], source: DataSource) -> Iterator[tup
                 record[column] = to_json(value)
             except TypeError as error:
                 raise UserError(
-                    f"{place}: column {column!r} holds {error}, which is no text, number or list; remove it"
+                    f"{place}: column {column!r} holds {error}, which is no text, number or list: remove the column"
                 ) from None
         yield place, record
 

@@ -54,14 +54,15 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """The policy to start from."""
+    """The policy to start from. --model.chat_template_kwargs.KEY VALUE sets a variable of the tokenizer's chat template, such
+    as enable_thinking."""
 
     path: AnyPath
     """A Hugging Face checkpoint folder (config.json, tokenizer, safetensors), or OWNER/NAME on the Hugging Face hub."""
     revision: str | None = None
     """Branch, tag or commit of a model of the hub; None: main. A run notes the commit that it has found and stays with it."""
     chat_template_kwargs: dict[str, Any] = {}
-    """Variables for the tokenizer's chat template, such as enable_thinking = false."""
+    """Variables for the tokenizer's chat template."""
 
 
 class TaskSection(Section):
