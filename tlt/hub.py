@@ -42,6 +42,9 @@ _DATASET_FILES = ("README.md", ".gitattributes")  # enough to know the commit; `
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"
 _REPOSITORY = re.compile(rf"(?P<name>{_NAME}/{_NAME})(?:@(?P<revision>[\w./+-]+))?", re.ASCII)
+_FILES = (".csv", ".json", ".jsonl", ".parquet", ".toml", ".txt")
+"""Endings of paths to files, which no repository has."""
+
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 Kind = Literal["model", "dataset"]
@@ -58,7 +61,7 @@ class Repository:
     def parse(text: str | Path, revision: str | None = None) -> Repository | None:
         """Reads `owner/name` or `owner/name@revision`; None: that is a path. Raises UserError for two revisions."""
         found = _REPOSITORY.fullmatch(str(text))
-        if found is None:
+        if found is None or found["name"].endswith(_FILES):
             return None
         if revision is not None and found["revision"] is not None:
             raise UserError(f"{text}: names a revision, and {revision!r} is given beside it; give one of them")
@@ -205,8 +208,8 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
 
     if isinstance(error, errors.LocalEntryNotFoundError):  # its cause says why the hub was not asked, or did not answer
         if constants.is_offline_mode():
-            cache = f"not (or not whole) in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set"
-            return f"is {cache}; unset it, or download it first with {_command(repository, kind)}"
+            place = f"is no folder or file here, and not (or not whole) in the cache {constants.HF_HUB_CACHE}"
+            return f"{place} while HF_HUB_OFFLINE is set; unset it, or download it first with {_command(repository, kind)}"
         if not isinstance(error.__cause__, errors.HfHubHTTPError):
             return _unreachable(error.__cause__ or error, repository, kind)
         error = error.__cause__

@@ -68,7 +68,9 @@ def test_a_name_of_the_hub_is_owner_and_name(name: str) -> None:
     assert str(found) == name
 
 
-@pytest.mark.parametrize("name", ["base", "./a/b", "/a/b", "~/a", "a/b/c", "../b", "a/b/", "a/.b", "a b/c", "runs/x.", "a/b@"])
+@pytest.mark.parametrize(
+    "name", ["base", "./a/b", "/a/b", "~/a", "a/b/c", "../b", "a/b/", "a/.b", "a b/c", "runs/x.", "a/b@", "data/rows.jsonl"]
+)
 def test_what_looks_like_a_path_is_one(name: str) -> None:
     assert Repository.parse(name) is None
     assert resolve_model(name) == Path(name)
@@ -156,7 +158,7 @@ def test_offline_a_model_comes_from_the_cache_or_says_how_it_gets_there(hub: Hub
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert resolve_model("me/model") == folder
     message = refusal("me/other@v1")
-    assert f"is not (or not whole) in the cache {constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set" in message
+    assert f"and not (or not whole) in the cache {constants.HF_HUB_CACHE} while HF_HUB_OFFLINE is set" in message
     assert message.endswith("download it first with hf download me/other --revision v1")
     assert hub.requests == []
 
@@ -194,8 +196,8 @@ def test_a_download_that_fails_leaves_nothing_half_written_and_the_next_fetches_
     assert "try again" in message
     assert half_written(Path(constants.HF_HUB_CACHE)) == []
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "is not (or not whole) in the cache" in refusal("me/model")
-    assert "is not (or not whole) in the cache" in refusal(f"me/model@{repo.commit}")
+    assert "not (or not whole) in the cache" in refusal("me/model")
+    assert "not (or not whole) in the cache" in refusal(f"me/model@{repo.commit}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     hub.cuts.clear()
     kept = {path.name for path in Path(constants.HF_HUB_CACHE).rglob("snapshots/*/*") if path.is_file()}
