@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from tlt.cli.data import PromptOptions
-from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order
+from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, show_busy
 from tlt.cli.options import Options
 from tlt.files import Record, check_output_file, write_jsonl
+from tlt.hub import resolve_model
 from tlt.types import Rollout
 
 if TYPE_CHECKING:
@@ -44,16 +45,17 @@ class Generate(Options):
 def run(options: Generate) -> Record:
     """Writes one line per response, in the order of prompts and samples; returns the summary."""
     start = time.perf_counter()
-    import torch
-
-    from tlt.api import to_response
-    from tlt.build import load_engine, load_model
-    from tlt.hub import resolve_model
-    from tlt.models.prompts import make_requests
-
-    options.engine.check(options.speculation)
     check_output_file(options.out, "--out")
-    model = load_model(resolve_model(options.model))
+    folder = resolve_model(options.model)
+    with show_busy():
+        import torch
+
+        from tlt.api import to_response
+        from tlt.build import load_engine, load_model
+        from tlt.models.prompts import make_requests
+
+        options.engine.check(options.speculation)
+        model = load_model(folder)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
     prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     requests = make_requests(prompts, options.sampling.params(model.stop_ids), options.sampling.samples)

@@ -20,7 +20,7 @@ TaskName = Annotated[Positional[str], arg(metavar="NAME")]
 
 
 class WriteProblems(Options):
-    """Write problems of a task: of its own making, or those that it makes of data."""
+    """Write a task's problems to a file: those that it makes itself, or makes of data."""
 
     name: TaskName
     """A task that comes with TLT, such as countdown, or your own as module:object."""

@@ -85,7 +85,31 @@ class Run:
         epoch = shared_epoch(world.rank, partial(gather_objects, world))
         self.timeline = Timeline(world.rank, rank_path(self.out_dir, world.rank), epoch)
         self.console = Console(enabled=prints and world.is_leader, num_steps=config.run.num_steps)
+        try:
+            with self.console.status("loading model and problems"):
+                self._load(coordinator, stop)
+        except BaseException:
+            self._leave()
+            raise
 
+    @property
+    def out_dir(self) -> Path:
+        return self.config.run.out_dir
+
+    @property
+    def policy(self) -> Transformer:
+        return self.trainer.model
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the user's command began."""
+        return time.time() - self.started_at
+
+    # ── making ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _load(self, coordinator: Coordinator | None, stop: StopRequest) -> None:
+        """Makes everything else; worker processes last, for what fails before has none to end."""
+        config, world = self.config, self.world
         self.problems = load_problems(config, "train")
         self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
         self.master_dtype = master_dtype(config)
@@ -102,28 +126,13 @@ class Run:
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints")
         self.step = self.first_step = self._resume()
         self.publish(self.step)
+        self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, writes=world.is_leader)
+        self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
 
         self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
         coordinator = coordinator or connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
         migrates = config.rollout.migrate
         self.phase = RolloutPhase(world, self.engine, coordinator, self.scorers, decode, self.timeline, stop.is_set, migrates)
-        self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, writes=world.is_leader)
-        self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
-
-    @property
-    def out_dir(self) -> Path:
-        return self.config.run.out_dir
-
-    @property
-    def policy(self) -> Transformer:
-        return self.trainer.model
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since the user's command began."""
-        return time.time() - self.started_at
-
-    # ── making ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _watch_drafter(self, stored: StoredDrafter | None) -> DrafterSide:
         """Makes the copy of the learned drafter that is trained, who trains it, and who watches over it."""
@@ -188,6 +197,10 @@ class Run:
         if self.metrics is not None:
             self.metrics.close()
         self.scorers.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Gives the terminal back, and the folder: a notebook that keeps an error's traceback keeps this object, too."""
         self.console.close()
         if self.lock is not None:
             self.lock.release()

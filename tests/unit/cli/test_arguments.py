@@ -49,9 +49,7 @@ def test_the_help_of_train_lists_every_key_of_the_configuration(capsys: pytest.C
     shown = capsys.readouterr().out
     config = Config.model_validate({"model": {"path": "m"}, "task": {"name": "t"}})
     keys = {f"--{section}.{key}" for section, values in config.model_dump().items() for key in values}
-    named_by_their_sections = {"--task.options", "--model.chat_template_kwargs"}
-    assert {key for key in keys if f"{key} " not in shown} == named_by_their_sections
-    assert all(f"{key}.KEY VALUE" in shown for key in named_by_their_sections)
+    assert {key for key in keys if f"{key} " not in shown} == set()
     assert "--task.options.KEY" in shown
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.cli.parts import VOCABULARY, WINDOW, fail, generate, read_lines, refuse, save_tokenizer, succeed, write_lines
 from tlt.api import to_response
-from tlt.cli.engine import Progress, show_progress
+from tlt.cli.engine import Progress, show_busy, show_progress
 from tlt.engine.engine import RolloutEngine
 from tlt.types import Rollout
 
@@ -207,3 +209,14 @@ def test_a_model_or_drafter_that_is_neither_a_folder_nor_a_name_is_refused(
     write_lines("prompts.jsonl", {"prompt": "1"})
     assert "./no/where: is no directory" in refuse(capsys, Path("./no/where/at/all")).replace("no/where/at/all", "./no/where")
     assert "--drafter: nowhere does not exist" in refuse(capsys, model, "--drafter", "nowhere")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_takes_seconds_is_said_on_a_terminal_alone(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with show_busy("loading"):
+        pass
+    assert ("loading" in stream.getvalue()) == is_terminal
