@@ -65,7 +65,7 @@ def serve_hub() -> Iterator[Hub]:
     class Handler(_Handler):
         served = hub
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
@@ -76,6 +76,11 @@ def serve_hub() -> Iterator[Hub]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """A client that has gone is no news."""
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -90,15 +90,14 @@ def test_ctrl_c_ends_a_download_soon_leaves_nothing_half_written_and_the_next_ca
     process = subprocess.Popen(
         command(tmp_path, "me/large"), cwd=tmp_path, env=environment(hub, tmp_path), stderr=subprocess.PIPE, text=True
     )
-    deadline = time.monotonic() + 60
-    while "model.safetensors" not in hub.downloads and time.monotonic() < deadline:
+    home, deadline = tmp_path / "home", time.monotonic() + 60
+    while not ("model.safetensors" in hub.downloads and [*home.rglob("snapshots/*/config.json")]):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(1.0)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130
     assert said.splitlines() == ["tlt: downloading me/large", "tlt: interrupted"]
-    home = tmp_path / "home"
     assert not [*home.rglob("*.incomplete"), *home.rglob("snapshots/*/model.safetensors")]
     whole = {path.name for path in home.rglob("snapshots/*/*")}
     hub.seconds_per_kib = 0.0

@@ -55,7 +55,7 @@ class RunSection(Section):
 
 class ModelSection(Section):
     """The policy to start from. --model.chat_template_kwargs.KEY VALUE sets a variable of the tokenizer's chat template, such
-    as enable_thinking."""
+    as enable_thinking; --model.chat_template_kwargs {} removes all that the file sets."""
 
     path: AnyPath
     """The Hugging Face checkpoint folder to train (config.json, tokenizer, safetensors), or OWNER/NAME on the hub."""
@@ -66,8 +66,8 @@ class ModelSection(Section):
 
 
 class TaskSection(Section):
-    """The task, its training problems, and how prompts are written (docs/data.md). --task.options.KEY VALUE sets an option of the
-    task's own; --task.options {} removes all that the file sets."""
+    """The task, its training problems, and how prompts are written (docs/data.md). --task.options.KEY VALUE sets an option of
+    the task's own; --task.options {} removes all that the file sets."""
 
     name: Annotated[str, Field(min_length=1)]
     """A task that comes with TLT, such as countdown, or your own as package.module:object."""
