@@ -168,7 +168,7 @@ def _progress_lines(name: str, seconds: float = 10.0) -> type[Any]:
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.shows = kwargs.get("unit") == "B" and not str(kwargs.get("desc")).startswith("Reconstructing")
             self.said = -math.inf
-            super().__init__(*args, **{**kwargs, "disable": True})
+            super().__init__(*args, **{**kwargs, "disable": True})  # type: ignore[no-untyped-call]  # tqdm has no types
 
         def update(self, n: float | None = 1) -> None:
             self.n += n or 0
