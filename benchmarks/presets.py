@@ -29,8 +29,9 @@ from tlt.drafter.losses import PRESETS, Preset
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.spot import FeatureRecompute
 from tlt.drafter.trainer import DrafterTrainer
+from tlt.files import read_jsonl
 from tlt.models.packed import PackedTransformer
-from tlt.models.prompts import read_prompts
+from tlt.models.prompts import encode_prompts
 from tlt.types import Request, Rollout, SamplingParams
 
 
@@ -87,7 +88,8 @@ def main() -> None:
     target = PackedTransformer(config, torch.float32)
     target.load(model.tensors, version=0)
     rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
-    prompts = read_prompts(options.prompts, tokenizer, vocab_size=config.vocab_size, window=config.max_positions)
+    records = read_jsonl(options.prompts, "--prompts")
+    prompts = encode_prompts(records, tokenizer, vocab_size=config.vocab_size, window=config.max_positions)
     params = SamplingParams(max_tokens=options.max_tokens, stop_ids=model.stop_ids)
     rows, measured = [], []
     for preset in PRESETS.values():

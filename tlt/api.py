@@ -30,6 +30,7 @@ from tlt.distributed.signals import StopRequest, handling_stop_signals
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.files import Record
+from tlt.hub import Repository, resolve_model
 from tlt.models.prompts import encode_prompts, make_requests
 from tlt.models.tokenizer import Tokenizer
 from tlt.tasks.base import Task
@@ -54,6 +55,7 @@ class Sampling(TypedDict, total=False):
     min_p: float
     max_tokens: int
     stop_ids: tuple[int, ...]
+    stop: tuple[str, ...]
     seed: int
 
 
@@ -64,7 +66,7 @@ class Response:
     problem_id: the record's own, else the prompt's position in the call, counted from 1.
     text: without special tokens; None for a model without a tokenizer.
     logprobs: natural, one per token: log-softmax(logits / temperature) before truncation; at temperature 0 those of 1.
-    finish_reason: "stop" (a stop token, which is the last of token_ids) or "length".
+    finish_reason: "stop" (a stop token or the end of a stop text, which is the last of token_ids) or "length".
     """
 
     problem_id: str
@@ -90,31 +92,34 @@ class Engine:
         cls,
         path: str | Path,
         *,
+        revision: str | None = None,
         drafter: str | Path | None = None,
         speculation: str | Strategy = "off",
         dtype: str | torch.dtype = "float32",
         device: str | torch.device = "auto",
         max_batch_size: int = 64,
     ) -> Engine:
-        """Loads a Hugging Face checkpoint folder and, where speculation is on, the drafter.
+        """Loads a Hugging Face checkpoint folder, or a model of the hub, and where speculation is on, the drafter.
 
-        drafter: a drafter's folder; None: what is drafted is retrieved from earlier responses to the same problem.
+        revision: branch, tag or commit of a model of the hub; None: main.
+        drafter: a drafter's folder or its name on the hub; None: what is drafted is retrieved from earlier responses to the
+            same problem.
         speculation: "off", "adaptive" (measured while running), or a strategy such as "4x1x4": depth, width, budget.
         dtype: of weights and activations: float32, float64 or bfloat16.  device: "auto" is a GPU where there is one.
         max_batch_size: sequences decoded at a time.
         """
         if max_batch_size < 1:
             raise UserError(f"max_batch_size: is {max_batch_size}; it must be 1 or more")
-        if drafter is not None and not Path(drafter).is_dir():
-            raise UserError(f"drafter: {drafter} does not exist; give a drafter's folder")
+        if drafter is not None and not Path(drafter).is_dir() and Repository.parse(drafter) is None:
+            raise UserError(f"drafter: {drafter} does not exist; give a drafter's folder, or its name on the Hugging Face hub")
         settings = EngineSettings(
             str(speculation),
             dtype=resolve_dtype(str(dtype).removeprefix("torch.")),
             device=resolve_device(device),
             max_batch_size=max_batch_size,
         )
-        model = load_model(Path(path))
-        return cls(model, load_engine(model, settings, None if drafter is None else Path(drafter)))
+        model = load_model(resolve_model(path, revision))
+        return cls(model, load_engine(model, settings, None if drafter is None else resolve_model(drafter)))
 
     @property
     def device(self) -> torch.device:
@@ -223,7 +228,7 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
         folder = config.run.out_dir
         refuse_begun(folder)
         started_at = time.time()
-        prepare(config)
+        config = prepare(config)
         is_finished = _run_here(config, started_at) if is_rank(config.run.num_ranks) else _run_ranks(config, started_at)
     return TrainingResult(folder, tuple(read_evaluations(folder / "evaluations.jsonl")), is_finished)
 

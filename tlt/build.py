@@ -28,6 +28,8 @@ from tlt.drafter.model import DraftModel, PackedDrafter
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
+from tlt.engine.sequence import Decode
+from tlt.hub import resolve_model
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import load_tensors
@@ -50,6 +52,21 @@ class Model:
     tensors: Mapping[str, Tensor]
     tokenizer: Tokenizer | None
     stop_ids: tuple[int, ...]
+
+    @property
+    def decode(self) -> Decode | None:
+        """Returns the text of a response's tokens; None without a tokenizer."""
+        return None if self.tokenizer is None else self.tokenizer.decode
+
+
+def model_folder(config: Config) -> Path:
+    """Returns the local folder of a run's model, which may come from the hub."""
+    return resolve_model(config.model.path, config.model.revision)
+
+
+def drafter_folder(config: Config) -> Path | None:
+    """Returns the local folder of a run's drafter, which may come from the hub; None: there is none."""
+    return None if config.drafter.path is None else resolve_model(config.drafter.path)
 
 
 def load_model(path: Path, dtype: torch.dtype | None = None) -> Model:
@@ -105,12 +122,14 @@ def build_engine(
     tuner: StrategyTuner | None = None,
     verify: Verify = verify_by_the_law,
     on_span: Callable[[Span], None] | None = None,
+    decode: Decode | None = None,
 ) -> RolloutEngine:
     """Returns an engine that holds the policy and, unless speculation is off, something to draft with: retrieval, and beside it
     the learned `drafter` where one is given.
 
     policy: tensors by their Hugging Face names.  tuner: chooses in place of the one that the settings name.
     verify: an audit puts a faulty one here.  on_span: receives what the engine spent its time on.
+    decode: the text of a response's tokens, in which stop texts are sought.
     Raises UserError for a speculation that needs a drafter which is not there.
     """
     tuner = tuner or make_tuner(settings.speculation, drafter_kinds(drafter is not None), settings.tuner)
@@ -122,6 +141,7 @@ def build_engine(
         tuner=tuner,
         on_span=on_span,
         verify=verify,
+        decode=decode,
     )
     engine.load_policy(policy)
     if tuner is not None:
@@ -136,7 +156,7 @@ def load_engine(
 ) -> RolloutEngine:
     """Returns an engine that holds the model, and the drafter of that folder unless speculation is off."""
     stored = load_stored(None if settings.speculation == "off" else drafter, model)
-    return build_engine(model.config, model.tensors, settings, stored, verify=verify)
+    return build_engine(model.config, model.tensors, settings, stored, verify=verify, decode=model.decode)
 
 
 def load_stored(drafter: Path | None, model: Model) -> StoredDrafter | None:

@@ -45,14 +45,18 @@ class SamplingParams:
     max_tokens: int = 2048
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
+    stop: tuple[str, ...] = ()
+    """Texts that end a response at the first token after which its text holds one of them (engine/sequence.py)."""
 
     def __post_init__(self) -> None:
+        stop: object = self.stop  # a single text is a sequence of texts, too
         checks = (
             (self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more"),
             (self.top_k >= 0, "top_k", self.top_k, "0 (off) or more"),
             (0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]"),
             (0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]"),
             (self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more"),
+            (not isinstance(stop, str) and all(self.stop), "stop", repr(stop), "a list of texts, none of them empty"),
         )
         for is_valid, name, value, remedy in checks:
             if not is_valid:

@@ -98,10 +98,10 @@ def test_the_hash_changes_with_any_value(folder: Path) -> None:
 
 KEYS = """
 run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every time_limit_minutes
-model       path
-task        name options num_problems problems_file
+model       path revision chat_template_kwargs
+task        name options num_problems data subset split columns chat system_prompt
 rollout     problems_per_step samples_per_problem max_batch_size speculation migrate tuner
-sampling    temperature top_k top_p min_p max_tokens
+sampling    temperature top_k top_p min_p max_tokens stop
 drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm coupling_temperature
 drafter     ranking feature_window ngram_tokens preset unrolled_steps step_decay feature_weight distribution_weight
 drafter     features refresh_during_rollout refresh_seconds gate confidence_threshold max_passes check_every
@@ -109,7 +109,7 @@ algorithm   name advantage ratio loss aggregation clip_low clip_high kl_coeffici
 algorithm   mask_truncated overlong_buffer_tokens overlong_penalty dynamic_sampling max_resamples
 algorithm   epochs minibatches tokens_per_micro_batch importance_correction_cap
 optimizer   learning_rate beta1 beta2 eps weight_decay warmup_steps schedule clip_grad_norm
-evaluation  every num_problems samples_per_problem temperature keep_best
+evaluation  every num_problems samples_per_problem temperature keep_best data subset split columns
 rewards     num_workers timeout_seconds
 tracking    use project run_name
 """
@@ -279,8 +279,23 @@ def test_problems_come_from_one_source(folder: Path) -> None:
     assert "exclude each other" in mistake(path)
     path = write(folder, '[model]\npath = "base"\n[task]\nname = "countdown"\nproblems_file = "problems.jsonl"\n')
     config = load_config(path)
-    assert (config.task.num_problems, config.task.problems_file) == (None, folder / "problems.jsonl")
-    assert load_config(path, ["--task.num_problems", "9"]).task.problems_file is None
+    assert (config.task.num_problems, config.task.data) == (None, folder / "problems.jsonl")
+    assert load_config(path, ["--task.num_problems", "9"]).task.data is None
+    (folder / "others.jsonl").write_text("{}\n")
+    for key in ("data", "problems_file"):  # the name that `data` had before
+        assert load_config(path, [f"--task.{key}", str(folder / "others.jsonl")]).task.data == folder / "others.jsonl"
+
+
+def test_names_of_the_hub_stay_as_they_are_where_no_folder_has_them(folder: Path) -> None:
+    path = write(folder, '[model]\npath = "me/model"\n[task]\nname = "countdown"\ndata = "me/data@v1"\n')
+    config = load_config(path, {"drafter.path": "me/drafter", "model.revision": "v2"})
+    assert (config.model.path, config.model.revision) == (Path("me/model"), "v2")
+    assert (config.task.data, config.drafter.path) == (Path("me/data@v1"), Path("me/drafter"))
+    (folder / "me" / "model").mkdir(parents=True)
+    assert load_config(path).model.path == folder / "me" / "model"
+    assert load_config(path, ["--model.path", "me/other"]).model.path == Path("me/other")
+    assert "model.path is " in mistake(path, "--model.path", "me/model/other")
+    assert "there is no such folder: give one that exists, or a model's name" in mistake(path, "--model.path", "model")
 
 
 def test_direct_construction_is_as_strict(folder: Path) -> None:

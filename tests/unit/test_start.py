@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
 
+from tests.standin import serve_hub
+from tests.unit.test_hub import point_at
+from tlt.cli.train import resolve_config
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.training.lock import FolderLock
 from tlt.training.loop import next_commands
-from tlt.training.start import prepare
+from tlt.training.problems import load_problems
+from tlt.training.start import preflight, prepare
 from tlt.types import UserError
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "countdown"
@@ -46,6 +52,32 @@ def test_the_header_names_model_parameters_task_device_drafter_and_folder(
     assert rows["folder"] == str(tmp_path / "mine")
 
 
+def test_names_of_the_hub_are_looked_up_once_and_the_run_and_its_resumption_stay_with_their_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    shutil.copy(RECIPE / "quickstart.toml", "run.toml")
+    words = ["--model.path", "me/base", "--drafter.path", "me/drafter", "--run.out_dir", "out", "--run.device", "cpu"]
+    words += ["--task.num_problems", "8", "--evaluation.num_problems", "4"]
+    with serve_hub() as hub:
+        point_at(monkeypatch, hub.url)
+        base, drafter = hub.add("me/base", RECIPE / "base"), hub.add("me/drafter", RECIPE / "drafter")
+        commits = base.commit, drafter.commit
+        config = prepare(resolve_config(Path("run.toml"), words, None))
+        assert (config.model.path, config.model.revision) == (Path("me/base"), commits[0])
+        assert config.drafter.path == Path(f"me/drafter@{commits[1]}")
+        assert f"me/base@{commits[0][:8]}: " in capsys.readouterr().out
+        Path("out/config.json").write_text(config.to_json())
+        hub.add("me/base", {"config.json": b"another"})
+        for path, overrides in ((None, []), (Path("run.toml"), words)):
+            resumed = resolve_config(path, overrides, Path("out"))
+            assert (resumed.model, resumed.drafter) == (config.model, config.drafter)
+    point_at(monkeypatch, "http://127.0.0.1:9")  # as ranks and resumed runs may find it
+    ranks = Config.from_json(config.to_json())
+    assert preflight(ranks).num_problems == len(load_problems(ranks, "train")) == 8
+
+
 def test_the_next_commands_make_problems_and_answer_them_with_the_drafter_where_the_run_has_one(tmp_path: Path) -> None:
     products = {"policy": Path("run/policy"), "drafter": Path("run/drafter")}
     task, generate = next_commands(make_config(tmp_path), products)
@@ -56,3 +88,12 @@ def test_the_next_commands_make_problems_and_answer_them_with_the_drafter_where_
     assert generate.startswith("tlt generate run/policy --prompts problems.jsonl ")
     assert generate.endswith(" --speculation adaptive --drafter run/drafter")
     assert "drafter" not in next_commands(make_config(tmp_path), {"policy": Path("run/policy")})[1]
+
+
+def test_the_next_commands_name_the_data_that_the_held_out_problems_were_read_from(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text("{}\n")
+    words = ["--evaluation.data", str(tmp_path / "test.jsonl"), "--evaluation.columns", '{prompt = "a b"}']
+    config = load_config(RECIPE / "quickstart.toml", words)
+    task, _ = next_commands(config, {"policy": Path("run/policy")})
+    expected = ["--data", str(tmp_path / "test.jsonl"), "--columns", '{"prompt": "a b"}']
+    assert shlex.split(task) == ["tlt", "task", "countdown", "--num", "8", "--out", "problems.jsonl", *expected]

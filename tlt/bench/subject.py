@@ -6,7 +6,16 @@ import dataclasses
 
 import torch
 
-from tlt.build import EngineSettings, build_engine, load_model, load_stored, master_dtype, sampling_params
+from tlt.build import (
+    EngineSettings,
+    build_engine,
+    drafter_folder,
+    load_model,
+    load_stored,
+    master_dtype,
+    model_folder,
+    sampling_params,
+)
 from tlt.config.schema import Config
 from tlt.engine.engine import RolloutEngine
 from tlt.training.problems import load_problems, problems_of_step
@@ -23,8 +32,8 @@ class Subject:
         settings = EngineSettings.of_run(config, device_of(config).name)
         untrained = settings.drafting.model_copy(update={"train": False})  # nothing here trains: remember nothing for it
         self.settings = dataclasses.replace(settings, drafting=untrained)
-        self.model = load_model(config.model.path, master_dtype(config))
-        self.drafter = load_stored(config.drafter.path, self.model)
+        self.model = load_model(model_folder(config), master_dtype(config))
+        self.drafter = load_stored(drafter_folder(config), self.model)
         self.problems = load_problems(config, "train")
         self.params = sampling_params(config, self.model.stop_ids)
 
@@ -32,7 +41,8 @@ class Subject:
         """Returns a fresh engine. variant: off, adaptive (the cost model), beg-mab, or a fixed strategy."""
         speculation, tuner = ("adaptive", "beg-mab") if variant == "beg-mab" else (variant, "cost-model")
         settings = dataclasses.replace(self.settings, speculation=speculation, tuner=tuner, max_batch_size=max_batch_size)
-        return build_engine(self.model.config, self.model.tensors, settings, self.drafter)
+        model = self.model
+        return build_engine(model.config, model.tensors, settings, self.drafter, decode=model.decode)
 
     def requests(self, helping: int, num: int) -> list[Request]:
         """Returns the `helping`-th share of endless work: one response to each of `num` problems."""

@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, show_busy
 from tlt.cli.options import File, Names, Options
 from tlt.cli.responses import response_ids
 from tlt.config.mistakes import mistake
 from tlt.config.section import PositiveInt
 from tlt.files import check_output_file, dumps, get_id, read_jsonl, write_json
+from tlt.hub import resolve_model
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -38,9 +40,10 @@ class Audit(Options):
     """
 
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
-    """Hugging Face checkpoint folder of the model that the engine should follow."""
-    prompts: File = None
-    """JSONL of prompts to answer: prompt (text), prompt_ids or messages (chat), and optionally problem_id."""
+    """The model that the engine should follow: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
+    prompts: Data = None
+    """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
+    prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
     task: Annotated[str | None, arg(metavar="NAME")] = None
     """A task, such as countdown, whose test problems are answered instead of --prompts."""
     num: PositiveInt = 64
@@ -63,6 +66,8 @@ class Audit(Options):
     """Number type of transformers' model, which the tokens are tested against; it runs on the CPU."""
     out: File = None
     """JSON to write, with the whole reports."""
+    data: Annotated[PromptOptions, OmitArgPrefixes] = PromptOptions()
+    """What --prompts is read as."""
     sampling: Annotated[SamplingOptions, OmitArgPrefixes] = SamplingOptions(samples=8, max_tokens=512)
     """How the engine that is judged samples, or sampled the --responses."""
     engine: Annotated[EngineOptions, OmitArgPrefixes] = EngineOptions()
@@ -70,6 +75,8 @@ class Audit(Options):
 
     @model_validator(mode="after")
     def _names_one_engine(self) -> Audit:
+        if self.sampling.stop:
+            raise mistake("--stop: ends responses by their text, where the audit knows tokens alone; leave it out")
         if self.responses is not None and self.url is not None:
             raise mistake("--responses and --url: name two engines; give one of them")
         if self.responses is None and (self.prompts is None) == (self.task is None):
@@ -92,6 +99,7 @@ def run(options: Audit) -> int:
     """Judges every mode, prints and writes the reports; returns 0 where all are lossless, else 1."""
     if options.out is not None:
         check_output_file(options.out, "--out")
+    folder = resolve_model(options.model)
     with show_busy():
         import torch
 
@@ -102,9 +110,9 @@ def run(options: Audit) -> int:
         for speculation in options.speculation:
             options.engine.check(speculation)
         torch.set_num_threads(options.engine.threads)
-        referee = Referee(options.model, resolve_dtype(options.referee_dtype))
-        tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
-    params = options.sampling.params(tokenizer.stop_ids if tokenizer is not None else read_stop_ids(options.model))
+        referee = Referee(folder, resolve_dtype(options.referee_dtype))
+        tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
+    params = options.sampling.params(tokenizer.stop_ids if tokenizer is not None else read_stop_ids(folder))
     reports = []
     for mode, rollouts in _modes(options, params, referee, tokenizer):
         auditor = Auditor(
@@ -147,13 +155,14 @@ def _modes(
     from tlt.models.prompts import encode_prompts, make_requests
     from tlt.tasks.base import make_problems
 
+    vocab_size, window = referee.vocab_size, referee.window
     if options.prompts is not None:
-        records = read_jsonl(options.prompts, "--prompts")
+        prompts = options.data.read(options.prompts, tokenizer, vocab_size=vocab_size, window=window)
     else:
         assert options.task is not None
         problems = make_problems(options.task, options.num, params.seed, {"split": "test"})
         records = [(f"task {options.task}", problem) for problem in problems]
-    prompts = encode_prompts(records, tokenizer, vocab_size=referee.vocab_size, window=referee.window)
+        prompts = encode_prompts(records, tokenizer, vocab_size=vocab_size, window=window)
     requests = make_requests(prompts, params, options.sampling.samples)
     if options.url is not None:
         from tlt.audit.server import complete
@@ -175,7 +184,7 @@ def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> 
 
     faulty = PlantedFault(options.plant_fault, options.sampling.seed) if options.plant_fault else verify
     settings = options.engine.settings(speculation)
-    engine = load_engine(load_model(options.model), settings, options.engine.drafter, faulty)
+    engine = load_engine(load_model(resolve_model(options.model)), settings, options.engine.drafter_folder, faulty)
     return generate_in_order(engine, requests)
 
 

@@ -70,7 +70,7 @@ def rollout(options: BenchRollout) -> Record:
     from tlt.bench.rollout import constant, launch_workload, summary_line, to_markdown
     from tlt.bench.subject import Subject
     from tlt.drafter.hybrid import drafter_kinds
-    from tlt.training.start import preflight
+    from tlt.training.start import pin, preflight
     from tlt.tuning.tuner import make_tuner
 
     _check_words("--parts", options.parts, PARTS)
@@ -81,6 +81,7 @@ def rollout(options: BenchRollout) -> Record:
     for variant in options.variants:
         if variant != "beg-mab":
             make_tuner(variant, drafter_kinds(config.drafter.path is not None))
+    config = pin(config)
     with show_busy("reading model and problems"):
         preflight(config)
     report: Record = {**header(config, _command("tlt bench rollout")), "measurements": []}
@@ -110,7 +111,7 @@ def train(options: BenchTrain) -> Record:
     from tlt.bench.report import header, write_report
     from tlt.bench.train import FROZEN, OFF, Plan, launch_runs
     from tlt.bench.train_report import summarize, to_markdown
-    from tlt.training.start import preflight
+    from tlt.training.start import pin, preflight
 
     changes = {"tlt": {}, "frozen": FROZEN}
     _check_words("--variants", options.variants, tuple(changes))
@@ -120,6 +121,7 @@ def train(options: BenchTrain) -> Record:
         raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive")
     if "frozen" in options.variants and not config.drafter.train:
         raise UserError("--variants: frozen differs from tlt only where drafter.train is true; set it, or leave frozen out")
+    config = pin(config)
     with show_busy("reading model and problems"):
         preflight(config)
     plan = Plan({"off": OFF, **{name: changes[name] for name in options.variants}}, options.steps, options.minutes)

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
-from tyro.conf import Positional, arg
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
-from tlt.cli.options import File, Folder, Options, Seed
+from tlt.cli.options import Drafter, File, Options, Seed
 from tlt.cli.responses import read_responses
 from tlt.config.mistakes import mistake
 from tlt.config.section import NonNegativeInt, PositiveFloat, PositiveInt
 from tlt.files import Record, check_new_folder, check_output_file, write_json
+from tlt.hub import resolve_model
 from tlt.types import Rollout, SamplingParams, Strategy, UserError
 
 _ANSWERS_AT_A_TIME = 64
@@ -32,21 +34,21 @@ class DrafterTrain(Options):
     """Train a drafter for a model on its own responses."""
 
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
-    """Hugging Face checkpoint folder of the model to draft for."""
+    """The model to draft for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
     out: Annotated[Path, arg(metavar="DIR")]
     """Folder to write the drafter to; must not exist yet."""
     responses: File = None
     """JSONL of responses with prompt_ids and token_ids, as tlt generate writes it."""
-    prompts: File = None
-    """JSONL of prompts, as for tlt generate, which the model answers first; instead of --responses."""
+    prompts: Data = None
+    """Prompts, as for tlt generate, which the model answers first; instead of --responses."""
     samples: PositiveInt = 1
     """Responses to every prompt of --prompts."""
     max_tokens: PositiveInt = 2048
     """Length at which a response to --prompts is cut off, in tokens."""
     temperature: Temperature = 1.0
     """Sampling temperature of the responses to --prompts."""
-    init: Folder = None
-    """Drafter folder to start from, instead of a random drafter."""
+    init: Drafter = None
+    """Drafter to start from, a folder or OWNER/NAME on the hub, instead of a random one."""
     preset: Annotated[Literal["eagle", "hass", "eagle3"] | None, arg(metavar="{eagle,hass,eagle3}")] = None
     """Form of the drafter and how it is trained (docs/drafter.md); by default that of --init, else hass."""
     draft_vocab: Annotated[Annotated[int, Field(ge=2)] | None, arg(metavar="N")] = None
@@ -61,6 +63,8 @@ class DrafterTrain(Options):
     """Seed of the initial weights, of the order of the responses, and of the sampling with --prompts."""
     threads: PositiveInt = 1
     """CPU threads to compute with."""
+    data: Annotated[PromptOptions, OmitArgPrefixes] = PromptOptions()
+    """What --prompts is read as."""
 
     @model_validator(mode="after")
     def _agree(self) -> DrafterTrain:
@@ -77,10 +81,10 @@ class DrafterTrain(Options):
 class DrafterExport(Options):
     """Write a drafter for vLLM or SGLang; its README.md says how to serve it."""
 
-    drafter: Annotated[Positional[Path], arg(metavar="DIR")]
-    """Drafter folder, of tlt or of another trainer."""
+    drafter: Annotated[Positional[Path], arg(metavar="DRAFTER")]
+    """Drafter of tlt or of another trainer: a folder, or OWNER/NAME on the hub."""
     target: Annotated[Path, arg(metavar="MODEL")]
-    """Hugging Face checkpoint folder of the model it drafts for; EAGLE-3 drafters carry rows of its head along."""
+    """The model it drafts for, a folder or OWNER/NAME on the hub; EAGLE-3 drafters carry rows of its head along."""
     to: Annotated[Path, arg(metavar="DIR")]
     """Folder to write; must not exist yet."""
     format: Literal["vllm-eagle", "vllm-eagle3", "sglang-eagle3", "speculators"]
@@ -90,12 +94,13 @@ class DrafterExport(Options):
 class DrafterEval(Options):
     """Measure how often a drafter's guesses are accepted, and where."""
 
-    drafter: Annotated[Positional[Path], arg(metavar="DIR")]
-    """Drafter folder, of tlt or of another trainer."""
+    drafter: Annotated[Positional[Path], arg(metavar="DRAFTER")]
+    """Drafter of tlt or of another trainer: a folder, or OWNER/NAME on the hub."""
     model: Annotated[Path, arg(metavar="MODEL")]
-    """Hugging Face checkpoint folder of the model it drafts for."""
-    prompts: Annotated[Path, arg(metavar="FILE")]
-    """JSONL of prompts: prompt (text), prompt_ids or messages (chat), and optionally problem_id."""
+    """The model it drafts for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
+    prompts: Annotated[Path, arg(metavar="DATA")]
+    """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
+    prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
     out: File = None
     """JSON to write, with the whole result."""
     depth: Annotated[int, Field(ge=1, le=Strategy.MAX_DEPTH)] = 3
@@ -114,11 +119,14 @@ class DrafterEval(Options):
     """Times that the responses are generated with and without the drafter, in turns, to time both; 0: not at all."""
     threads: PositiveInt = 1
     """CPU threads to compute with."""
+    data: Annotated[PromptOptions, OmitArgPrefixes] = PromptOptions()
+    """What --prompts is read as."""
 
 
 def train(options: DrafterTrain) -> Record:
     """Trains a drafter on responses of the model, given or made from prompts, and writes it to a new folder."""
     check_new_folder(options.out, "--out")
+    folder = resolve_model(options.model)
     with show_busy():
         import torch
 
@@ -131,17 +139,17 @@ def train(options: DrafterTrain) -> Record:
         from tlt.models.hf_weights import content_hash, load_tensors
         from tlt.models.packed import PackedTransformer
 
-    config = load_model_config(options.model)
+    config = load_model_config(folder)
     if options.draft_vocab is not None and options.draft_vocab >= config.vocab_size:
         raise UserError(f"--draft-vocab: {options.draft_vocab} must be less than the vocabulary, {config.vocab_size}")
-    tensors = load_tensors(options.model, config)
-    stored = None if options.init is None else load_drafter(options.init, config, tensors)
+    tensors = load_tensors(folder, config)
+    stored = None if options.init is None else load_drafter(resolve_model(options.init), config, tensors)
     preset = PRESETS[options.preset or "hass"] if stored is None else choose_preset(options.preset, stored)
     torch.set_num_threads(options.threads)
     if options.responses is not None:
         rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
     else:
-        rollouts = _answer(options)
+        rollouts = _answer(options, folder)
     target = PackedTransformer(config, torch.float32)
     target.load(tensors, version=0)
     if not any(map(is_trainable, rollouts)):
@@ -172,15 +180,15 @@ def train(options: DrafterTrain) -> Record:
     return {"responses": len(rollouts), **asdict(summary), "out": str(options.out)}
 
 
-def _answer(options: DrafterTrain) -> list[Rollout]:
+def _answer(options: DrafterTrain, folder: Path) -> list[Rollout]:
     """Returns the model's own responses to the prompts, made by adaptive speculation without a learned drafter."""
     from tlt.build import EngineSettings, build_engine, load_model
-    from tlt.models.prompts import make_requests, read_prompts
+    from tlt.models.prompts import make_requests
 
     assert options.prompts is not None, "responses or prompts are given"
-    model = load_model(options.model)
+    model = load_model(folder)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
-    prompts = read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
+    prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
     engine = build_engine(model.config, model.tensors, EngineSettings("adaptive", max_batch_size=_ANSWERS_AT_A_TIME))
     return generate_in_order(engine, make_requests(prompts, params, options.samples))
@@ -189,15 +197,16 @@ def _answer(options: DrafterTrain) -> list[Rollout]:
 def export(options: DrafterExport) -> Record:
     """Writes the new folder (see drafter/formats.py), and warns of weights that do not belong together."""
     check_new_folder(options.to, "--to")
+    folder, drafter_folder = resolve_model(options.target), resolve_model(options.drafter)
     with show_busy():
         from tlt.drafter.folder import load_drafter
         from tlt.drafter.formats import FORMATS, Target, export_drafter, mismatch
         from tlt.models.hf_config import config_to_hf, load_model_config
         from tlt.models.hf_weights import content_hash, load_tensors
 
-    config = load_model_config(options.target)
-    tensors = load_tensors(options.target, config)
-    drafter = load_drafter(options.drafter, config, tensors)
+    config = load_model_config(folder)
+    tensors = load_tensors(folder, config)
+    drafter = load_drafter(drafter_folder, config, tensors)
     (architecture,) = config_to_hf(config, drafter.tensors["fc.weight"].dtype)["architectures"]
     head_VE = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     target = Target(str(options.target), architecture, head_VE, content_hash(tensors))
@@ -211,18 +220,20 @@ def evaluate(options: DrafterEval) -> Record:
     """Generates responses with chains of guesses, and reports what became of the guesses (bench/acceptance.py)."""
     if options.out is not None:
         check_output_file(options.out, "--out")
+    folder, drafter_folder = resolve_model(options.model), resolve_model(options.drafter)
     with show_busy():
         import torch
 
         from tlt.bench.acceptance import observe, speedup
         from tlt.build import load_model
         from tlt.drafter.folder import load_drafter
-        from tlt.models.prompts import make_requests, read_prompts
+        from tlt.models.prompts import make_requests
 
-        model = load_model(options.model)
+        model = load_model(folder)
     config = model.config
-    drafter = load_drafter(options.drafter, config, model.tensors)
-    prompts = read_prompts(options.prompts, model.tokenizer, vocab_size=config.vocab_size, window=config.max_positions)
+    drafter = load_drafter(drafter_folder, config, model.tensors)
+    vocab_size, window = config.vocab_size, config.max_positions
+    prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
     requests = make_requests(prompts, params, options.samples)
     torch.set_num_threads(options.threads)

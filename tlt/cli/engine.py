@@ -7,13 +7,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict
 
-from tlt.cli.options import Folder, Options, Seed
+from tlt.cli.options import Drafter, Options, Seed, StopTexts
 from tlt.config.schema import SamplingSection
 from tlt.config.section import PositiveInt
+from tlt.hub import Repository, resolve_model
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -31,6 +33,8 @@ class SamplingOptions(SamplingSection, Options):
 
     model_config = ConfigDict(strict=False)
 
+    stop: StopTexts = ()
+    """Text that ends a response, or a JSON list of such texts; the response keeps it."""
     samples: PositiveInt = 1
     """Responses to every prompt."""
     seed: Seed = 0
@@ -44,8 +48,8 @@ class SamplingOptions(SamplingSection, Options):
 class EngineOptions(Options):
     """Drafter, numbers and device of the engine."""
 
-    drafter: Folder = None
-    """Folder of a learned drafter, as tlt drafter train writes it. Speculation by retrieval (ngram) needs none."""
+    drafter: Drafter = None
+    """Learned drafter: a folder as tlt drafter train writes it, or OWNER/NAME on the hub. Retrieval (ngram) needs none."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Number type of the engine's weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -61,9 +65,14 @@ class EngineOptions(Options):
         from tlt.tuning.tuner import make_tuner
 
         make_tuner(speculation, drafter_kinds(self.drafter is not None))
-        if self.drafter is not None and not self.drafter.is_dir():
-            raise UserError(f"--drafter: {self.drafter} does not exist; give a drafter folder")
+        if self.drafter is not None and not self.drafter.is_dir() and Repository.parse(self.drafter) is None:
+            raise UserError(f"--drafter: {self.drafter} does not exist; give a drafter folder, or OWNER/NAME on the hub")
         self.choose_device()
+
+    @property
+    def drafter_folder(self) -> Path | None:
+        """The local folder of the drafter, which may come from the hub."""
+        return None if self.drafter is None else resolve_model(self.drafter)
 
     def settings(self, speculation: str) -> EngineSettings:
         """Returns how to build the engine."""

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from tlt.cli.data import PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, show_busy
 from tlt.cli.options import Options
 from tlt.files import Record, check_output_file, write_jsonl
+from tlt.hub import resolve_model
 from tlt.types import Rollout
 
 if TYPE_CHECKING:
@@ -23,14 +25,17 @@ class Generate(Options):
     """Generate responses to prompts; speculation changes nothing but the time."""
 
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
-    """Hugging Face checkpoint folder of a Llama, Qwen2 or Qwen3 model."""
-    prompts: Annotated[Path, arg(metavar="FILE")]
-    """JSONL of prompts: prompt (text), prompt_ids or messages (chat), and optionally problem_id."""
+    """A Llama, Qwen2 or Qwen3 model: a Hugging Face checkpoint folder, or OWNER/NAME or OWNER/NAME@REVISION on the hub."""
+    prompts: Annotated[Path, arg(metavar="DATA")]
+    """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
+    prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
     out: Annotated[Path, arg(metavar="FILE")]
     """JSONL to write, with one response a line."""
     speculation: Annotated[str, arg(metavar=SPECULATION)] = "off"
     """How tokens are drafted: adaptive measures and chooses at every step; 4x1x4 drafts chains of four tokens, 3x2x5 trees.
     DRAFTER is learned, ngram (retrieval from the problem's own responses) or hybrid; ngram and adaptive need no --drafter."""
+    data: Annotated[PromptOptions, OmitArgPrefixes] = PromptOptions()
+    """What --prompts is read as."""
     sampling: Annotated[SamplingOptions, OmitArgPrefixes] = SamplingOptions()
     """How tokens are drawn."""
     engine: Annotated[EngineOptions, OmitArgPrefixes] = EngineOptions()
@@ -41,21 +46,22 @@ def run(options: Generate) -> Record:
     """Writes one line per response, in the order of prompts and samples; returns the summary."""
     start = time.perf_counter()
     check_output_file(options.out, "--out")
+    folder = resolve_model(options.model)
     with show_busy():
         import torch
 
         from tlt.api import to_response
         from tlt.build import load_engine, load_model
-        from tlt.models.prompts import make_requests, read_prompts
+        from tlt.models.prompts import make_requests
 
         options.engine.check(options.speculation)
-        model = load_model(options.model)
+        model = load_model(folder)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
-    prompts = read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
+    prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     requests = make_requests(prompts, options.sampling.params(model.stop_ids), options.sampling.samples)
 
     torch.set_num_threads(options.engine.threads)
-    engine = load_engine(model, options.engine.settings(options.speculation), options.engine.drafter)
+    engine = load_engine(model, options.engine.settings(options.speculation), options.engine.drafter_folder)
     print(f"tlt: {len(requests)} responses on {engine.device}", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     rollouts = generate_in_order(engine, requests)

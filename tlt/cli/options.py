@@ -8,6 +8,7 @@ mistake, `place: value; remedy`; tyro draws the help. Knows no command.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
@@ -17,13 +18,14 @@ from tyro.conf import Positional, Suppress, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from tlt.config.arguments import read_words
-from tlt.config.mistakes import Keys, find_nearest, remedy
+from tlt.config.mistakes import Keys, find_nearest, mistake, remedy
 from tlt.config.schema import Config
 from tlt.config.section import Explained, PositiveInt
 from tlt.types import UserError
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Folder = Annotated[Path | None, arg(metavar="DIR")]
+Drafter = Annotated[Path | None, arg(metavar="DRAFTER")]
 File = Annotated[Path | None, arg(metavar="FILE")]
 
 _POSITIONAL = get_args(Positional[int])[1]  # the marker that tyro.conf.Positional leaves on a type
@@ -44,6 +46,48 @@ def _listed(metavar: str) -> tuple[BeforeValidator, PrimitiveConstructorSpec[tup
     )
     return BeforeValidator(_split), shown
 
+
+def json_object(option: str) -> tuple[BeforeValidator, PrimitiveConstructorSpec[dict[str, Any]]]:
+    """Returns how an option that is a JSON object is read, and how the help shows it."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise mistake(f"{option}: {value!r} is no JSON ({error.msg}); write an object") from None
+        if not isinstance(value, dict):
+            raise mistake(f"{option}: '{json.dumps(value)}' is no JSON object; write one such as '{{\"key\": 1}}'")
+        return value
+
+    shown = PrimitiveConstructorSpec[dict[str, Any]](
+        nargs=1,
+        metavar="JSON",
+        instance_from_str=lambda texts: dict(read(texts[0])),
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [json.dumps(value)],
+    )
+    return BeforeValidator(read), shown
+
+
+def _read_texts(value: Any) -> Any:
+    if not isinstance(value, str) or not value.startswith("["):
+        return (value,) if isinstance(value, str) else value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError as error:
+        raise mistake(f'--stop: {value!r} is no JSON list ({error.msg}); write one such as \'["\\n\\n", "###"]\'') from None
+
+
+_SHOWN_AS_TEXTS = PrimitiveConstructorSpec[tuple[str, ...]](
+    nargs=1,
+    metavar="TEXT",
+    instance_from_str=lambda texts: tuple(_read_texts(texts[0])),
+    is_instance=lambda value: isinstance(value, tuple),
+    str_from_instance=lambda value: [json.dumps(value)],
+)
+StopTexts = Annotated[tuple[str, ...], BeforeValidator(_read_texts), _SHOWN_AS_TEXTS]
 
 _WORDS, _NUMBERS = _listed("NAME,..."), _listed("N,...")
 Names = Annotated[tuple[str, ...], Field(min_length=1), *_WORDS]

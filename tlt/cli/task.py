@@ -2,68 +2,65 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
-from tyro.conf import Positional, arg
-from tyro.constructors import PrimitiveConstructorSpec
+from pydantic import Field, model_validator
+from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from tlt.cli.options import File, Options, Seed
+from tlt.cli.data import Columns, Data, DataOptions, Subset
+from tlt.cli.options import File, Options, Seed, json_object
 from tlt.config.mistakes import mistake
 from tlt.config.section import PositiveInt
-from tlt.files import Record, check_output_file, get_id, line_number, read_jsonl, write_jsonl
+from tlt.data import DataSource, read_data
+from tlt.files import Record, check_output_file, get_id, read_jsonl, write_jsonl
 from tlt.types import Reward, UserError
 
 TaskName = Annotated[Positional[str], arg(metavar="NAME")]
 
 
-def _read_object(value: Any) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        value = json.loads(value)
-    except json.JSONDecodeError as error:
-        raise mistake(f"--options: {value!r} is no JSON ({error.msg}); write an object") from None
-    if not isinstance(value, dict):
-        raise mistake(f"--options: '{json.dumps(value)}' is no JSON object; write one such as '{{\"key\": 1}}'")
-    return value
-
-
-_SHOWN_AS_JSON = PrimitiveConstructorSpec[dict[str, Any]](
-    nargs=1,
-    metavar="JSON",
-    instance_from_str=lambda texts: dict(_read_object(texts[0])),
-    is_instance=lambda value: isinstance(value, dict),
-    str_from_instance=lambda value: [json.dumps(value)],
-)
-
-
 class WriteProblems(Options):
-    """Write a task's problems to a file."""
+    """Write a task's problems to a file: those that it makes itself, or makes of data."""
 
     name: TaskName
     """A task that comes with TLT, such as countdown, or your own as module:object."""
     num: PositiveInt
-    """Number of problems to write."""
+    """Number of problems to write; of data, the first ones."""
     out: Annotated[Path, arg(metavar="FILE")]
     """JSONL to write, with one problem a line."""
+    data: Data = None
+    """Rows to make the problems of: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub."""
+    subset: Subset = None
+    """Configuration of the dataset of --data."""
+    columns: Columns = Field(default_factory=dict)
+    """The names of the columns of --data by ours, such as '{"prompt": "question"}'."""
     seed: Seed = 0
     """Seed of the problems: the same seed gives the same problems."""
-    split: Literal["train", "test"] = "train"
-    """Problems to train on, or held-out ones; the two share none."""
-    options: Annotated[dict[str, Any], BeforeValidator(_read_object), _SHOWN_AS_JSON] = Field(default_factory=dict)
+    split: Annotated[str | None, arg(metavar="NAME")] = None
+    """Problems to train on (train, also where it is left out), or held-out ones (test); the two share none. Of --data, any
+    split that it has; where it is left out, the only one, else train."""
+    options: Annotated[dict[str, Any], *json_object("--options")] = Field(default_factory=dict)
     """The task's own options, as a JSON object."""
+
+    @model_validator(mode="after")
+    def _agree(self) -> WriteProblems:
+        if self.data is None and self.split not in (None, "train", "test"):
+            raise mistake(f"--split: is {self.split}; it must be train or test where there is no --data")
+        return self
 
 
 def write_problems(options: WriteProblems) -> Record:
     """Writes the problems; equal options give an equal file."""
-    from tlt.tasks.base import make_problems
+    from tlt.tasks.base import make_problems, prepare_records
 
     check_output_file(options.out, "--out")
-    problems = make_problems(options.name, options.num, options.seed, {"split": options.split, **options.options})
+    if options.data is not None:
+        source = DataSource(options.data, "--data", options.subset, options.split, options.columns)
+        problems = [problem for _, problem in prepare_records(options.name, read_data(source)[: options.num])]
+    else:
+        split = options.split or "train"
+        problems = make_problems(options.name, options.num, options.seed, {"split": split, **options.options})
     try:
         write_jsonl(options.out, problems)
     except TypeError as error:
@@ -72,7 +69,7 @@ def write_problems(options: WriteProblems) -> Record:
         "task": options.name,
         "problems": len(problems),
         "seed": options.seed,
-        "split": options.split,
+        "split": options.split or "train",
         "out": str(options.out),
     }
 
@@ -86,12 +83,14 @@ class Score(Options):
 
     name: TaskName
     """A task that comes with TLT, such as countdown, or your own as module:object."""
-    problems: Annotated[Path, arg(metavar="FILE")]
-    """JSONL of problems, as tlt task writes it. A problem without problem_id is named by its line."""
+    problems: Annotated[Path, arg(metavar="DATA")]
+    """Problems: JSONL as tlt task writes it, or data as for its --data. One without problem_id is named by its line or row."""
     responses: Annotated[Path, arg(metavar="FILE")]
     """JSONL of responses with problem_id and text, as tlt generate writes it."""
     out: File = None
     """JSONL to write: the responses again, with reward and solved."""
+    data: Annotated[DataOptions, OmitArgPrefixes] = DataOptions()
+    """What --problems is read as."""
 
 
 def score(options: Score) -> Record:
@@ -102,7 +101,7 @@ def score(options: Score) -> Record:
     if options.out is not None:
         check_output_file(options.out, "--out")
     task = get_task(options.name)
-    problems = _read_problems(options.problems)
+    problems = _read_problems(options.name, options.data.source(options.problems, "--problems"))
     scores: dict[str, list[Reward]] = {problem_id: [] for problem_id in problems}
     scored: list[Record] = []
     for place, response in read_jsonl(options.responses, "--responses"):
@@ -122,10 +121,12 @@ def score(options: Score) -> Record:
     return _summarize(scores)
 
 
-def _read_problems(path: Path) -> dict[str, Record]:
+def _read_problems(task: str, source: DataSource) -> dict[str, Record]:
+    from tlt.tasks.base import prepare_records
+
     problems: dict[str, Record] = {}
-    for place, problem in read_jsonl(path, "--problems"):
-        problem_id = get_id(place, problem, default=line_number(place))
+    for place, problem in prepare_records(task, read_data(source)):
+        problem_id = get_id(place, problem)
         if problem_id in problems:
             raise UserError(f"{place}: problem_id {problem_id!r} is there twice; make it unique")
         problems[problem_id] = problem

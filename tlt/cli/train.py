@@ -13,6 +13,7 @@ from tlt.cli.engine import show_busy
 from tlt.cli.options import Folder, WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
+from tlt.hub import Repository
 from tlt.training.lock import refuse_begun
 from tlt.types import UserError
 
@@ -49,8 +50,7 @@ def run(options: Train) -> int:
     with show_busy():
         from tlt.training.start import launch_ranks, prepare
 
-    prepare(config)
-    return launch_ranks(config, started_at)
+    return launch_ranks(prepare(config), started_at)
 
 
 def resolve_config(path: Path | None, overrides: Sequence[str], resume: Path | None) -> Config:
@@ -65,8 +65,23 @@ def resolve_config(path: Path | None, overrides: Sequence[str], resume: Path | N
     if not written.is_file():
         raise UserError(f"--resume: {resume} holds no run (no config.json); give the folder that the run wrote")
     config = load_config(path or written, [*overrides, "--run.out_dir", str(resume)])
-    _refuse_changes(load_config(written), config, resume)
+    before = load_config(written)
+    config = _keep_commits(before, config)
+    _refuse_changes(before, config, resume)
     return config
+
+
+def _keep_commits(before: Config, now: Config) -> Config:
+    """Returns the configuration with the commits that the run has noted, where it names the same repositories of the hub."""
+    values = now.model_dump()
+    for section, key in (("model", "path"), ("drafter", "path"), ("task", "data"), ("evaluation", "data")):
+        noted, named = getattr(getattr(before, section), key), values[section][key]
+        old, new = (Repository.parse(name) if name is not None else None for name in (noted, named))
+        if old is not None and new is not None and old.name == new.name and new.revision is None:
+            values[section][key] = noted
+    if values["model"]["path"] == before.model.path and values["model"]["revision"] is None:
+        values["model"]["revision"] = before.model.revision
+    return Config.model_validate(values)
 
 
 def _refuse_changes(before: Config, now: Config, folder: Path) -> None:

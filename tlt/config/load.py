@@ -6,7 +6,8 @@ Every mistake is one `UserError` line that names the place, the value and the re
 
 Paths: a relative path in a TOML file is taken from that file's folder if it exists there, else from the working
 directory. A relative path in an override, and `run.out_dir` always, is taken from the working directory. The resolved
-configuration holds absolute paths, so it means the same in every process and for `--resume`.
+configuration holds absolute paths, so it means the same in every process and for `--resume`; a relative one in it is the name
+of a repository of the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from typing import Any
 from tlt.config.arguments import read_words
 from tlt.config.mistakes import Keys, section_of, validate
 from tlt.config.schema import DEFAULT_OUT_DIR, Config
+from tlt.hub import Repository
 from tlt.recipes import resolve_config
 from tlt.types import UserError
 
-_PATH_KEYS = (("model", "path"), ("task", "problems_file"), ("drafter", "path"))
-_SOURCES_OF_PROBLEMS = {("task", "num_problems"): "problems_file", ("task", "problems_file"): "num_problems"}
+_PATH_KEYS = (("model", "path"), ("task", "data"), ("drafter", "path"), ("evaluation", "data"))
+_SOURCES_OF_PROBLEMS = {("task", "num_problems"): "data", ("task", "data"): "num_problems"}
+_RENAMED: dict[Keys, Keys] = {("task", "problems_file"): ("task", "data")}
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
@@ -44,6 +47,9 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     else:
         path = resolve_config(Path(source))
         file, folder, values = str(path), path.parent, _read_file(path)
+    for (section, old), (_, new) in _RENAMED.items():
+        if isinstance(table := values.get(section), dict) and old in table and new not in table:
+            table[new] = table.pop(old)
     for section, key in _PATH_KEYS:
         if isinstance(table := values.get(section), dict) and isinstance(text := table.get(key), str | Path):
             table[key] = str(_resolve(str(text), folder))
@@ -76,20 +82,24 @@ def _read_file(path: Path) -> dict[str, Any]:
 
 
 def _resolve(text: str, folder: Path) -> Path:
-    """Returns an absolute path: from `folder` if it exists there, else from the working directory."""
-    there = folder / text
-    return there.absolute() if there.exists() else Path(text).absolute()
+    """Returns an absolute path: from `folder` if it exists there, else from the working directory; or the name of a repository
+    of the hub where there is no such path."""
+    for path in (folder / text, Path(text)):
+        if path.exists():
+            return path.absolute()
+    return Path(text) if Repository.parse(text) is not None else Path(text).absolute()
 
 
 def _check_paths(config: Config, file: str, places: Mapping[Keys, str]) -> None:
     """Refuses inputs that lead nowhere now, not after the ranks have started."""
     for section, key in _PATH_KEYS:
         path: Path | None = getattr(getattr(config, section), key)
-        wants_folder = key == "path"
-        if path is not None and not (path.is_dir() if wants_folder else path.is_file()):
-            kind = "folder" if wants_folder else "file"
-            place = places.get((section, key), file)
-            raise UserError(f"{place}: {section}.{key} is {path}; there is no such {kind}: give one that exists")
+        if path is None or Repository.parse(path) is not None:
+            continue
+        if not (path.is_dir() if key == "path" else path.exists()):
+            kind, name = ("folder", "a model's name") if key == "path" else ("file or folder", "a dataset's name")
+            remedy = f"there is no such {kind}: give one that exists, or {name} on the Hugging Face hub, OWNER/NAME"
+            raise UserError(f"{places.get((section, key), file)}: {section}.{key} is {path}; {remedy}")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -117,6 +127,7 @@ def read_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> list[Overrid
 
 def _read_override(place: str, name: str, value: Any) -> Override:
     keys = tuple(name.split("."))
+    keys = _RENAMED.get(keys, keys)
     if len(keys) < 2 or not all(keys):
         raise UserError(f"{place}: unknown option; an override is written --section.key value, such as --run.seed 1")
     if isinstance(value, Path):
@@ -131,7 +142,7 @@ def _parse_value(keys: Keys, text: str) -> Any:
     if "null" in accepted and text.lower() == "none":
         return None
     if "path" in accepted:
-        return str(Path(text).absolute())
+        return str(_resolve(text, Path()) if keys in _PATH_KEYS else Path(text).absolute())
     if "string" in accepted:
         return text
     try:

@@ -51,33 +51,51 @@ class RunSection(Section):
 
 
 class ModelSection(Section):
-    """The policy to start from."""
+    """The policy to start from. --model.chat_template_kwargs.KEY VALUE sets a variable of the tokenizer's chat template, such
+    as enable_thinking; --model.chat_template_kwargs {} removes all that the file sets."""
 
     path: AnyPath
-    """The Hugging Face checkpoint folder to train: config.json, tokenizer, safetensors."""
+    """The Hugging Face checkpoint folder to train (config.json, tokenizer, safetensors), or OWNER/NAME on the hub."""
+    revision: str | None = None
+    """Branch, tag or commit of a model of the hub; None: main. A run notes the commit that it has found and stays with it."""
+    chat_template_kwargs: dict[str, Any] = Field(default={})
+    """Variables for the tokenizer's chat template."""
 
 
 class TaskSection(Section):
-    """The task, and its training problems. --task.options.KEY VALUE sets an option of the task's own; --task.options {} removes
-    all that the file sets."""
+    """The task, its training problems, and how prompts are written (docs/data.md). --task.options.KEY VALUE sets an option of
+    the task's own; --task.options {} removes all that the file sets."""
 
     name: Annotated[str, Field(min_length=1)]
     """A task that comes with TLT, such as countdown, or your own as package.module:object."""
     options: dict[str, Any] = Field(default={})
     """The task's own options, given to its problems() as keyword arguments."""
     num_problems: PositiveInt | None = None
-    """Number of training problems that the task makes, shuffled anew in each epoch; 4096 unless problems_file gives them."""
-    problems_file: AnyPath | None = None
-    """JSONL of training problems (prompt, prompt_ids or messages, and what the task scores by); instead of num_problems."""
+    """Number of training problems that the task makes, shuffled anew in each epoch; 4096 unless data gives them."""
+    data: AnyPath | None = None
+    """Training problems, instead of num_problems: a JSONL or Parquet file, a folder of them or of save_to_disk, or a dataset of
+    the Hugging Face hub, OWNER/NAME or OWNER/NAME@REVISION."""
+    subset: str | None = None
+    """Configuration of the dataset, such as "main"; None: its default."""
+    split: str | None = None
+    """Split of the dataset, such as "train" or "train[:1000]"; None: the only one, else train."""
+    columns: dict[str, str] = Field(default={})
+    """The dataset's names of columns, by ours: {prompt = "question"}. The others keep their names."""
+    chat: bool = False
+    """Whether a text prompt goes into the tokenizer's chat template, as the user's message; messages always do."""
+    system_prompt: str | None = None
+    """System message to begin every prompt with; text prompts then become the user's message."""
 
     @model_validator(mode="before")
     @classmethod
     def _one_source_of_problems(cls, values: Any) -> Any:
         if isinstance(values, Mapping):
-            has_number, has_file = (values.get(key) is not None for key in ("num_problems", "problems_file"))
-            if has_number and has_file:
-                raise mistake("problems_file and num_problems exclude each other: remove one")
-            if not has_number and not has_file:
+            has_number, has_data = (values.get(key) is not None for key in ("num_problems", "data"))
+            if has_number and has_data:
+                raise mistake("data and num_problems exclude each other: remove one")
+            if not has_data and (key := next((key for key in ("subset", "split", "columns") if values.get(key)), None)):
+                raise mistake(f"{key} is set but data, which it belongs to, is not: set data, or remove {key}")
+            if not has_number and not has_data:
                 return {**values, "num_problems": _DEFAULT_NUM_PROBLEMS}
         return values
 
@@ -123,6 +141,8 @@ class SamplingSection(Section):
     """Drops tokens less probable than this share of the most probable one; 0 keeps all tokens."""
     max_tokens: PositiveInt = 2048
     """Length at which a training response is cut off, in tokens."""
+    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """Texts that end a response, which keeps them; beside the model's own stop tokens."""
 
 
 class DrafterSection(Section):
@@ -207,12 +227,21 @@ class OptimizerSection(Section):
 
 
 class EvaluationSection(Section):
-    """Held-out problems, drawn from the task's test split: the same at every evaluation."""
+    """Held-out problems, the same at every evaluation: the test problems that the task makes, or the first of `data` or of
+    another `split` of task.data."""
 
     every: NonNegativeInt = 0
     """Policy steps between evaluations; 0: only before the first step and after the last."""
     num_problems: NonNegativeInt = 256
     """Held-out problems of an evaluation; 0: no evaluation."""
+    data: AnyPath | None = None
+    """Held-out problems: a file, folder or dataset as for task.data; None: task.data where `split` is set."""
+    subset: str | None = None
+    """Configuration of the dataset; None: its default, and for task.data that of the training problems."""
+    split: str | None = None
+    """Split of the dataset; None: the only one, else test."""
+    columns: dict[str, str] | None = None
+    """The dataset's names of columns, by ours; None: as for task.data."""
     samples_per_problem: PositiveInt = 4
     """Responses to each held-out problem."""
     temperature: NonNegativeFloat = 1.0
@@ -270,6 +299,8 @@ class Config(Section):
                     f"rollout.speculation is {self.rollout.speculation!r} but drafter.path is not set:"
                     " give a drafter folder, or use ngram, which needs none"
                 )
+        if self.task.data is None and self.evaluation.data is None and (self.evaluation.split or self.evaluation.subset):
+            raise mistake("evaluation.split and evaluation.subset need data: set evaluation.data or task.data, or remove them")
         if self.task.num_problems is not None and self.task.num_problems < self.rollout.problems_per_step:
             raise mistake(
                 f"rollout.problems_per_step is {self.rollout.problems_per_step} but task.num_problems only"

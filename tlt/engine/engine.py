@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt.engine.backend import Capabilities
 from tlt.engine.noise import NoiseBlocks
 from tlt.engine.scheduler import Admission, Scheduler
-from tlt.engine.sequence import Sequence
+from tlt.engine.sequence import Decode, Sequence, check_request
 from tlt.engine.stats import EngineStats
 from tlt.models.attention import StoringPrefill, cached, pad
 from tlt.models.decoder import ModelConfig
@@ -50,7 +50,8 @@ class RolloutEngine:
     """Generates responses for requests. All state lives in this object; nothing in it is random.
 
     on_span receives what the engine spent its time on (prefill, decode, speculate). `verify` is an argument so that
-    an audit can put a faulty one in its place.
+    an audit can put a faulty one in its place. `decode` gives the text in which stop texts are sought; None: a request with
+    any is refused.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class RolloutEngine:
         tuner: StrategyTuner | None = None,
         on_span: Callable[[Span], None] | None = None,
         verify: Verify = verify,
+        decode: Decode | None = None,
     ) -> None:
         self.config, self.device = config, torch.device(device)
         self.model = PackedTransformer(config, dtype, self.device)
@@ -73,7 +75,7 @@ class RolloutEngine:
         self.max_depth = Strategy.MAX_DEPTH if tuner is not None else 0
         self.noise = NoiseBlocks(config.vocab_size, max_batch_size, self.max_depth, self.device)
         self.on_span = on_span
-        self.verify = verify
+        self.verify, self.decode = verify, decode
         self.stats = EngineStats()
         self._params: BatchParams | None = None
         self._predicted_speed: float | None = None
@@ -120,13 +122,7 @@ class RolloutEngine:
         """Queues requests, also those that `withdraw` took out of another engine with the same policy."""
         requests = list(requests)
         for request in requests:
-            if not request.prompt_ids:
-                raise UserError(f"prompt of problem {request.problem_id!r} is empty; give it at least one token")
-            if len(request.prompt_ids) >= self.config.max_positions:
-                raise UserError(
-                    f"prompt of problem {request.problem_id!r} has {len(request.prompt_ids)} tokens; the model's window is "
-                    f"{self.config.max_positions}, so shorten it to at most {self.config.max_positions - 1}"
-                )
+            check_request(request, self.config.max_positions, self.decode is not None)
         self.scheduler.add(requests)
 
     @torch.inference_mode()
@@ -194,7 +190,7 @@ class RolloutEngine:
                 raise self._broken_policy(sequence)
             if not tree.is_chain:
                 self.cache.commit(slot, sequence.num_cached, verdict.path)
-            num_kept = sequence.commit(verdict)
+            num_kept = sequence.commit(verdict, self.decode)
             num_tokens += num_kept
             if not strategy.is_off:
                 self.stats.record_verification(strategy.depth, drafted[slot], verdict.num_accepted, num_kept)

@@ -1,10 +1,17 @@
-"""One response in the making: a request, the tokens committed so far, and when it is over."""
+"""One response in the making: a request, the tokens committed so far, and when it is over. That is a function of its tokens
+alone, so it ends where it does whatever was drafted, and wherever it goes on."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from tlt.types import FinishReason, Request, Rollout, Verdict
+from tlt.types import FinishReason, Request, Rollout, UserError, Verdict
+
+Decode = Callable[[list[int]], str]
+"""Returns the text of a response's tokens."""
+
+_SPARE_TOKENS = 8
 
 
 @dataclass
@@ -37,19 +44,31 @@ class Sequence:
         """Tokens whose keys and values the cache holds: all but the root."""
         return len(self.tokens) - 1
 
-    def commit(self, verdict: Verdict) -> int:
-        """Appends what was verified, up to a stop token or the limit; returns how many tokens were kept."""
+    def commit(self, verdict: Verdict, decode: Decode | None = None) -> int:
+        """Appends what was verified, up to a stop token, a stop text or the limit; returns how many tokens were kept."""
         before = len(self.logprobs)
         for token, logprob in zip(verdict.tokens, verdict.logprobs, strict=True):
             self.tokens.append(token)
             self.logprobs.append(logprob)
-            if token in self.request.params.stop_ids:
+            if token in self.request.params.stop_ids or (decode is not None and self._says_stop(decode)):
                 self.finish_reason = "stop"
                 break
             if len(self.logprobs) == self.max_tokens:
                 self.finish_reason = "length"
                 break
         return len(self.logprobs) - before
+
+    def _says_stop(self, decode: Decode) -> bool:
+        """Whether the text of the latest tokens holds a stop text.
+
+        Reading them alone is enough, and does not grow with the response: a stop text of n bytes lies within its last n tokens,
+        each a byte at least. A few more stand before, for those that decode to nothing.
+        """
+        if not (stop := self.request.params.stop):
+            return False
+        reach = max(len(text.encode()) for text in stop) + _SPARE_TOKENS
+        latest = decode(self.tokens[max(len(self.request.prompt_ids), len(self.tokens) - reach) :])
+        return any(text in latest for text in stop)
 
     def to_request(self) -> Request:
         """Returns the request with the tokens that it has so far: another engine goes on from there."""
@@ -67,3 +86,14 @@ class Sequence:
             finish_reason=self.finish_reason,
             policy_version=policy_version,
         )
+
+
+def check_request(request: Request, window: int, decodes: bool) -> None:
+    """Raises UserError for a request that no response can be made to. window: positions that the model has."""
+    prompt, length = f"prompt of problem {request.problem_id!r}", len(request.prompt_ids)
+    if not length:
+        raise UserError(f"{prompt} is empty; give it at least one token")
+    if length >= window:
+        raise UserError(f"{prompt} has {length} tokens; the model's window is {window}, so shorten it to at most {window - 1}")
+    if request.params.stop and not decodes:
+        raise UserError(f"sampling: stop is {request.params.stop!r}, but the model's folder has no tokenizer; give stop_ids")

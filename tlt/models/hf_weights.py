@@ -25,24 +25,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.files import replace_folder
+from tlt.hub import COMPANIONS
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import TOKEN_IDS, config_to_hf
 from tlt.models.hf_files import existing_directory, read_json, write_json
 from tlt.types import UserError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-
-COMPANIONS = (
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.*",
-    "merges.txt",
-    "chat_template*",
-    "additional_chat_templates",
-    "generation_config.json",
-)
-"""Patterns of the files that `save_model` copies from the checkpoint that the new one descends from."""
 
 STORED_DTYPES = ("F64", "F32", "F16", "BF16")
 """Number formats, by their safetensors names, in which weights may be stored; any other is a quantization."""

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from tlt.files import Record, get_id, read_jsonl
+from tlt.files import Record, get_id
 from tlt.models.tokenizer import Tokenizer, check_prompt
 from tlt.types import Request, SamplingParams, UserError
 
 KINDS = ("prompt", "prompt_ids", "messages")
-"""Keys by which a record gives its prompt: text, token ids, or chat messages for the tokenizer's template."""
+"""Keys by which a record gives its prompt: text, token ids, or chat messages for the tokenizer's template. As in TRL's and
+verl's data, `prompt` may be messages, too."""
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Says how prompts go into the tokenizer's chat template.
+
+    wraps: whether a text is put there, as the user's message; messages always are.
+    system_prompt: what every prompt begins with; a text is then wrapped.  variables: what else the template reads.
+    """
+
+    wraps: bool = False
+    system_prompt: str | None = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+PLAIN = ChatFormat()
+"""Text as it is, messages in the template as it is."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +40,13 @@ class Prompt:
     prompt_ids: tuple[int, ...]
 
 
-def read_prompts(path: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int) -> list[Prompt]:
-    """Reads a JSONL file of prompts. A line without problem_id is named by its number."""
-    return encode_prompts(read_jsonl(path, "--prompts"), tokenizer, vocab_size=vocab_size, window=window)
-
-
 def encode_prompts(
-    records: Sequence[tuple[str, Record]], tokenizer: Tokenizer | None, *, vocab_size: int, window: int
+    records: Sequence[tuple[str, Record]],
+    tokenizer: Tokenizer | None,
+    chat: ChatFormat = PLAIN,
+    *,
+    vocab_size: int,
+    window: int,
 ) -> list[Prompt]:
     """Encodes (place, record) pairs; a place ends with ":line". Raises UserError for a problem_id that is given twice, and for
     a prompt that the model cannot read."""
@@ -40,33 +58,54 @@ def encode_prompts(
             raise UserError(f"{place}: problem_id {problem_id!r} was given at {places[problem_id]} already; make it unique")
         places[problem_id] = place
         where = f"{place} (problem {problem_id!r})"
-        prompt_ids = encode_prompt(record, tokenizer, where)
+        prompt_ids = encode_prompt(record, tokenizer, where, chat)
         check_prompt(prompt_ids, where, vocab_size=vocab_size, window=window)
         prompts.append(Prompt(problem_id, prompt_ids))
     return prompts
 
 
-def encode_prompt(record: Record, tokenizer: Tokenizer | None, place: str) -> tuple[int, ...]:
+def encode_prompt(record: Record, tokenizer: Tokenizer | None, place: str, chat: ChatFormat = PLAIN) -> tuple[int, ...]:
     """Encodes one record, which gives exactly one of `KINDS`."""
-    kinds = [kind for kind in KINDS if kind in record]
+    kinds = [kind for kind in KINDS if record.get(kind) is not None]
     if len(kinds) != 1:
         found = "no prompt" if not kinds else " and ".join(kinds)
         raise UserError(f"{place}: has {found}; give exactly one of prompt (text), prompt_ids (token ids), messages (chat)")
     (kind,) = kinds
     value = record[kind]
     if kind == "prompt_ids":
-        if not isinstance(value, list | tuple) or not all(type(token) is int for token in value):
-            raise UserError(f"{place}: prompt_ids must be a list of whole numbers")
-        return tuple(value)
+        return _check_ids(value, place, chat)
     if tokenizer is None:
         raise UserError(f"{place}: {kind} needs a tokenizer but the model's folder has none; add it, or give prompt_ids")
-    if kind == "prompt":
-        if not isinstance(value, str) or not value:
+    if isinstance(value, str) and kind == "prompt":
+        if not value:
             raise UserError(f"{place}: prompt is {value!r}; it must be text")
-        return tokenizer.encode_text(value, place)
+        if not chat.wraps and chat.system_prompt is None:
+            return tokenizer.encode_text(value, place)
+        value = [{"role": "user", "content": value}]
+    return tokenizer.encode_chat(_with_system_prompt(value, kind, place, chat), place, chat.variables)
+
+
+def _check_ids(value: Any, place: str, chat: ChatFormat) -> tuple[int, ...]:
+    if not isinstance(value, list | tuple) or not all(type(token) is int for token in value):
+        raise UserError(f"{place}: prompt_ids must be a list of whole numbers")
+    if chat.system_prompt is not None:
+        raise UserError(f"{place}: the system prompt cannot be put before prompt_ids; remove it, or give prompt or messages")
+    return tuple(value)
+
+
+def _with_system_prompt(value: Any, kind: str, place: str, chat: ChatFormat) -> list[Record]:
+    """Returns the messages that the template gets. Keys without a value, which a Parquet file gives to all messages where one
+    has them, are left out."""
     if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+        if kind == "prompt":
+            raise UserError(f"{place}: prompt is {value!r}; it must be text, or a list of chat messages")
         raise UserError(f"{place}: messages must be a list of objects such as {{'role': 'user', 'content': '…'}}")
-    return tokenizer.encode_chat(value, place)
+    messages = [{key: item for key, item in message.items() if item is not None} for message in value]
+    if chat.system_prompt is None:
+        return messages
+    if messages[0].get("role") == "system":
+        raise UserError(f"{place}: {kind} begins with a system message already; remove the system prompt that is set")
+    return [{"role": "system", "content": chat.system_prompt}, *messages]
 
 
 def make_requests(prompts: Iterable[Prompt], params: SamplingParams, samples: int) -> list[Request]:

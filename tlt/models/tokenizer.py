@@ -34,12 +34,18 @@ class Tokenizer:
             _check_coverage(self.hf, text, encoded["offset_mapping"], place, self.path)
         return self._checked(encoded["input_ids"], place)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], place: str = "messages") -> tuple[int, ...]:
-        """Returns the ids of chat messages in the tokenizer's template, up to where the assistant's turn begins."""
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], place: str = "messages", variables: Mapping[str, Any] | None = None
+    ) -> tuple[int, ...]:
+        """Returns the ids of chat messages in the tokenizer's template, up to where the assistant's turn begins.
+
+        variables: what else the template reads, such as enable_thinking."""
         if not self.hf.chat_template:
             raise UserError(f"{place}: {self.path} has no chat template; give prompt (text) or prompt_ids instead")
         try:
-            ids = self.hf.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+            ids = self.hf.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=False, **(variables or {})
+            )
         except Exception as error:  # a template refuses roles and shapes by exceptions of its own (jinja2's)
             message = f"{place}: the chat template of {self.path} refuses them ({one_line(error, 160)}); correct them"
             raise UserError(message) from None

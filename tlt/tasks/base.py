@@ -9,7 +9,7 @@ import importlib
 import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
@@ -36,6 +36,21 @@ class Task(Protocol):
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
         """Returns at least {"reward": float, "solved": bool}. The text is the response alone, without special tokens."""
+        ...
+
+
+@runtime_checkable
+class PreparesRecords(Protocol):
+    """A task that makes problems of records of data, too: of one's own files, or of datasets with columns of their own."""
+
+    def prepare(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Returns the problem that a row of `task.data` amounts to: with a prompt, as for `Task.problems`, and whatever scoring
+        needs.
+
+        The row's columns have the names that `task.columns` gives them, its values are those of JSON, and it has a
+        `problem_id`. The same row gives the same problem. A problem that `prepare` or `problems` has made is returned as it
+        is, for `tlt task --out` writes those to files that are data again.
+        """
         ...
 
 
@@ -101,6 +116,29 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
             raise UserError(f"{place}: problem_id {problem_id!r} is that of problem {numbers[problem_id]}; make it unique")
         numbers[problem_id] = number
     return problems
+
+
+def prepare_records(name: str, records: Sequence[tuple[str, Record]]) -> list[tuple[str, Record]]:
+    """Returns (place, problem) pairs for pairs of (place, row of data): the rows themselves where the task called `name`
+    prepares none. Raises UserError, which names the place, for whatever its prepare() raises or returns instead."""
+    task = get_task(name)
+    return (
+        [(place, _prepare(name, task, place, row)) for place, row in records]
+        if isinstance(task, PreparesRecords)
+        else [*records]
+    )
+
+
+def _prepare(name: str, task: PreparesRecords, place: str, row: Record) -> Record:
+    try:
+        problem = task.prepare(row)
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+    except (Exception, SystemExit) as error:
+        raise UserError(f"{place}: task {name}: prepare() failed ({_describe(error)}); correct it, or the row") from None
+    if not isinstance(problem, dict):
+        raise UserError(f"{place}: task {name}: prepare() returned a {type(problem).__name__}; it must be a dict")
+    return {"problem_id": row["problem_id"], **problem} if "problem_id" in row else problem
 
 
 def _describe_refusal(known: list[str], options: Mapping[str, Any], error: TypeError) -> str:

@@ -27,7 +27,7 @@ from tlt.spans import SpanName
 from tlt.training.dynamic import DynamicSampling
 from tlt.training.evaluate import evaluate
 from tlt.training.phase import PhaseResult, StopRequested
-from tlt.training.problems import problems_of_step, spare_problems
+from tlt.training.problems import data_source, problems_of_step, spare_problems
 from tlt.training.record import record
 from tlt.training.run import Run, join_ranks
 from tlt.types import UserError
@@ -142,9 +142,15 @@ def finish(run: Run) -> None:
 
 def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
     """Returns commands that use what the run has made: held-out problems of its task, and the policy's responses to them."""
-    task = f"tlt task {shlex.quote(config.task.name)} --num 8 --split test --out problems.jsonl"
-    if config.task.options:
-        task += f" --options {shlex.quote(json.dumps(config.task.options))}"
+    task = f"tlt task {shlex.quote(config.task.name)} --num 8 --out problems.jsonl"
+    if (source := data_source(config, "test")) is not None:
+        name = near(source.name) if source.name.exists() else str(source.name)
+        given = {"data": name, "subset": source.subset, "split": source.split, "columns": dict(source.columns)}
+    else:
+        given = {"split": "test", "options": config.task.options}
+    for option, value in given.items():
+        if value:
+            task += f" --{option} {shlex.quote(value if isinstance(value, str) else json.dumps(value))}"
     policy = shlex.quote(near(products["policy"]))
     generate = f"tlt generate {policy} --prompts problems.jsonl --out responses.jsonl --max-tokens {config.sampling.max_tokens}"
     if "drafter" in products:

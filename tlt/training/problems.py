@@ -1,29 +1,31 @@
-"""A run's problems: made by its task or read from a file, as tokens; and which of them each step takes."""
+"""A run's problems: made by its task or read from data, as tokens; and which of them each step takes."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
+from tlt.build import model_folder
 from tlt.config.schema import Config
-from tlt.files import Record, read_jsonl
+from tlt.data import DataSource, Records, read_data
 from tlt.models.hf_config import load_model_config
-from tlt.models.prompts import encode_prompts
+from tlt.models.prompts import ChatFormat, encode_prompts
 from tlt.models.tokenizer import load_tokenizer
-from tlt.tasks.base import make_problems
+from tlt.tasks.base import make_problems, prepare_records
 from tlt.types import Problem, UserError
 
 
 def load_problems(config: Config, split: str) -> list[Problem]:
     """Returns the task's problems of a split, "train" or "test". Raises UserError for one that the model cannot read, and where
     there are fewer than a step takes."""
-    tokenizer = load_tokenizer(config.model.path)
-    window = load_model_config(config.model.path).max_positions
+    folder = model_folder(config)
+    tokenizer, window = load_tokenizer(folder), load_model_config(folder).max_positions
+    chat = ChatFormat(config.task.chat, config.task.system_prompt, config.model.chat_template_kwargs)
     records = _records(config, split)
-    prompts = encode_prompts(records, tokenizer, vocab_size=tokenizer.vocab_size, window=window)
+    prompts = encode_prompts(records, tokenizer, chat, vocab_size=tokenizer.vocab_size, window=window)
     per_step = config.rollout.problems_per_step
     if split == "train" and len(prompts) < per_step:
-        source = config.task.problems_file or f"task {config.task.name}"
+        source = data_source(config, split) or f"task {config.task.name}"
         raise UserError(
             f"{source}: gives {len(prompts)} problems, fewer than a step takes;"
             f" give more, or lower rollout.problems_per_step, which is {per_step}"
@@ -34,13 +36,26 @@ def load_problems(config: Config, split: str) -> list[Problem]:
     ]
 
 
-def _records(config: Config, split: str) -> list[tuple[str, Record]]:
+def data_source(config: Config, split: str) -> DataSource | None:
+    """Returns the data that the problems of a split, "train" or "test", are read from; None: the task makes them."""
+    task, held_out = config.task, config.evaluation
+    if split == "train":
+        return None if task.data is None else DataSource(task.data, "task.data", task.subset, task.split, task.columns)
+    columns = task.columns if held_out.columns is None else held_out.columns
+    if held_out.data is not None:
+        return DataSource(held_out.data, "evaluation.data", held_out.subset, held_out.split, columns, usual_split="test")
+    if task.data is not None and held_out.split is not None:
+        return DataSource(task.data, "task.data", held_out.subset or task.subset, held_out.split, columns)
+    return None
+
+
+def _records(config: Config, split: str) -> Records:
     """Returns (place, record) pairs."""
-    task, file = config.task, config.task.problems_file
-    if split == "train" and file is not None:
-        return read_jsonl(file, "task.problems_file")
+    task, source = config.task, data_source(config, split)
     num = task.num_problems if split == "train" else config.evaluation.num_problems
-    assert num is not None, "there is a number where there is no file"
+    if source is not None:
+        return prepare_records(task.name, read_data(source)[:num])
+    assert num is not None, "there is a number where there is no data"
     problems = make_problems(task.name, num, config.run.seed, {"split": split, **task.options})
     return [(f"task {task.name}, problem {number}", problem) for number, problem in enumerate(problems, start=1)]
 

@@ -16,9 +16,11 @@ from tlt.build import (
     build_engine,
     build_policy_trainer,
     build_spot_trainer,
+    drafter_folder,
     load_model,
     load_stored,
     master_dtype,
+    model_folder,
     sampling_params,
 )
 from tlt.config.schema import Config
@@ -114,13 +116,15 @@ class Run:
         self.problems = load_problems(config, "train")
         self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
         self.master_dtype = master_dtype(config)
-        model = load_model(config.model.path, self.master_dtype)
+        model = load_model(model_folder(config), self.master_dtype)
+        self.model_folder = model.path
         assert model.tokenizer is not None, "problems have been encoded with it"
         self.params = sampling_params(config, model.stop_ids)
         self.trainer = build_policy_trainer(config, model, world.device, world.group)
-        stored = load_stored(config.drafter.path, model)
+        stored = load_stored(drafter_folder(config), model)
         settings = EngineSettings.of_run(config, world.device)
-        self.engine = build_engine(model.config, model.tensors, settings, stored, on_span=self.timeline.add)
+        decode, on_span = model.tokenizer.decode, self.timeline.add
+        self.engine = build_engine(model.config, model.tensors, settings, stored, on_span=on_span, decode=decode)
         self.drafter = self._watch_drafter(stored)
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints")
         self.step = self.first_step = self._resume()
@@ -130,7 +134,7 @@ class Run:
 
         self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
         coordinator = coordinator or connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
-        decode, migrates = model.tokenizer.decode, config.rollout.migrate
+        migrates = config.rollout.migrate
         self.phase = RolloutPhase(world, self.engine, coordinator, self.scorers, decode, self.timeline, stop.is_set, migrates)
 
     def _watch_drafter(self, stored: StoredDrafter | None) -> DrafterSide:
@@ -198,8 +202,8 @@ class Run:
 
     def save_policy(self, folder: Path) -> None:
         """Writes the policy as a checkpoint that transformers loads."""
-        source, config = self.config.model.path, self.policy.config
-        save_model(folder, config, self.policy.state_dict(), dtype=self.master_dtype, source=source)
+        config, weights = self.policy.config, self.policy.state_dict()
+        save_model(folder, config, weights, dtype=self.master_dtype, source=self.model_folder)
 
     def close(self) -> None:
         """Ends worker processes and gives up files, terminal and folder."""

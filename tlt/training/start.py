@@ -8,10 +8,11 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlt.build import preset_changes
+from tlt.build import drafter_folder, model_folder, preset_changes
 from tlt.config.schema import Config
 from tlt.distributed.launch import is_rank, launch
 from tlt.drafter.folder import choose_preset, load_drafter
+from tlt.hub import Repository, pin_dataset, pin_model
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
@@ -41,23 +42,39 @@ def launch_ranks(config: Config, started_at: float) -> int:
     return launch(description, run.num_ranks, "tlt.training.loop:main", run.threads_per_rank)
 
 
-def prepare(config: Config) -> None:
-    """Refuses what can be refused now, and prints the header."""
+def prepare(config: Config) -> Config:
+    """Refuses what can be refused now, and prints the header. Returns the configuration with its names pinned."""
+    config = pin(config)
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this command once for every rank
     with Console(enabled=is_first) as console:
         with console.status("reading model and problems") if console.is_live else nullcontext():
             findings = preflight(config)
         FolderLock(config.run.out_dir).release()
         console.header(describe(config, findings))
+    return config
+
+
+def pin(config: Config) -> Config:
+    """Returns the configuration with the commit of whatever it names on the hub, downloaded where it is not in the cache: ranks
+    and a resumed run take the same, without a network."""
+    values = config.model_dump()
+    if (model := pin_model(config.model.path, config.model.revision)) is not None:
+        values["model"] |= {"path": model.name, "revision": model.revision}
+    if config.drafter.path is not None and (drafter := pin_model(config.drafter.path)) is not None:
+        values["drafter"]["path"] = str(drafter)
+    for section, data in (("task", config.task.data), ("evaluation", config.evaluation.data)):
+        if data is not None and (dataset := pin_dataset(data)) is not None:
+            values[section]["data"] = str(dataset)
+    return Config.model_validate(values)
 
 
 def preflight(config: Config) -> Findings:
     """Raises UserError for everything that can be refused before a process is started."""
     device_of(config)
     check_trackers(config.tracking.use)
-    model = load_model_config(config.model.path)
-    if config.drafter.path is not None:
-        stored = load_drafter(config.drafter.path, model)
+    model = load_model_config(model_folder(config))
+    if (drafter := drafter_folder(config)) is not None:
+        stored = load_drafter(drafter, model)
         choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
     num_held_out = len(load_problems(config, "test")) if config.evaluation.num_problems else 0
     return Findings(model, len(load_problems(config, "train")), num_held_out)
@@ -69,12 +86,13 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
     num_parameters = sum(shape.numel() for shape in expected_shapes(model).values())
     speculation = rollout.speculation
     if speculation != "off":
-        speculation += ", by retrieval alone" if drafter.path is None else f", drafter {near(drafter.path)}"
+        speculation += ", by retrieval alone" if drafter.path is None else f", drafter {_named(drafter.path)}"
         speculation += ", trained in idle time" if drafter.train else ""
     held_out = f"{findings.num_held_out:,} held out" if findings.num_held_out else "none held out"
+    name = _named(config.model.path, config.model.revision)
     responses = f"{rollout.problems_per_step} × {rollout.samples_per_problem} responses a step, {run.num_steps} steps"
     return {
-        "model": f"{near(config.model.path)}: {model.architecture}, {_short(num_parameters)} parameters",
+        "model": f"{name}: {model.architecture}, {_short(num_parameters)} parameters",
         "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
         "algorithm": describe_algorithm(config),
         "ranks": f"{run.num_ranks} on {device.name} ({device.reason}), {run.dtype}",
@@ -97,6 +115,12 @@ def describe_algorithm(config: Config) -> str:
     if chosen.dynamic_sampling:
         parts.append(f"dynamic sampling, up to {settings.max_resamples} further rounds")
     return f"{chosen.name}: {', '.join(parts)}"
+
+
+def _named(path: Path, revision: str | None = None) -> str:
+    """Returns a path as one would type it, or a repository of the hub with the first digits of its commit."""
+    repository = None if path.exists() else Repository.parse(path, revision)
+    return near(path) if repository is None else f"{repository.name}@{(repository.revision or 'main')[:8]}"
 
 
 def _short(number: int) -> str:

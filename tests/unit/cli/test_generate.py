@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from tests.unit.cli.parts import VOCABULARY, WINDOW, generate, read_lines, refuse, write_lines
+from tests.unit.cli.parts import VOCABULARY, WINDOW, fail, generate, read_lines, refuse, save_tokenizer, succeed, write_lines
 from tlt.api import to_response
 from tlt.cli.engine import Progress, show_busy, show_progress
 from tlt.engine.engine import RolloutEngine
@@ -154,6 +154,61 @@ def test_generate_refuses_a_model_whose_weights_are_not_finite(model: Path, caps
     write_lines("prompts.jsonl", {"prompt_ids": [2, 3]})
     message = refuse(capsys, Path("broken"))
     assert "tensor model.norm.weight holds NaN or infinite values as" in message
+
+
+@pytest.mark.usefixtures("here")
+def test_generate_reads_rows_with_other_names_of_columns_and_writes_prompts_as_chat(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    chatty = tmp_path / "chatty"
+    shutil.copytree(model, chatty)
+    template = "{% for m in messages %}{{ '*' if m.role == 'system' else '/' }}{{ m.content }}{% endfor %}{{ end or '' }}="
+    save_tokenizer(chatty, chat_template=template)
+    for file in ("test", "train"):
+        write_lines(f"{file}.jsonl", {"question": "12" if file == "test" else "34", "level": 3})
+    Path("rows").mkdir()
+    for file in ("test.jsonl", "train.jsonl"):
+        Path(file).rename(f"rows/{file}")
+    data = ("--prompts", "rows", "--out", "out.jsonl", "--max-tokens", "2", "--columns", '{"prompt": "question"}')
+    for options, text in (
+        ((), "12"),
+        (("--split", "train"), "34"),
+        (("--chat", "true"), "/12="),
+        (("--system-prompt", "9"), "*9/12="),
+        (("--chat", "true", "--chat-template-kwargs", '{"end": "!"}'), "/12!="),
+    ):
+        succeed(capsys, "generate", str(chatty), *data, *options)
+        (record,) = read_lines("out.jsonl")
+        assert "".join(VOCABULARY[token] for token in record["prompt_ids"]) == text
+    assert "--columns: '{' is no JSON" in fail(capsys, "generate", str(chatty), *data[:-1], "{")
+    assert "--chat: is maybe" in fail(capsys, "generate", str(chatty), *data, "--chat", "maybe")
+
+
+@pytest.mark.usefixtures("here")
+def test_generate_ends_a_response_at_a_stop_text_which_it_keeps(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines("prompts.jsonl", {"prompt": "[2,9:7]"})
+    options = ("--samples", "30", "--max-tokens", "20", "--dtype", "float64")
+    generate(capsys, model, *options)
+    whole = [record["token_ids"] for record in read_lines("out.jsonl")]
+    for words, stops in ((("--stop", "7"), ("7",)), (("--stop", '["1", "23"]'), ("1", "23"))):
+        for more in ((), ("--speculation", "ngram:4x1x4")):
+            generate(capsys, model, *options, *words, *more)
+            records = read_lines("out.jsonl")
+            assert all(
+                record["token_ids"] == ids[: len(record["token_ids"])] for record, ids in zip(records, whole, strict=True)
+            )
+            ended = [record for record in records if any(stop in record["text"] for stop in stops)]
+            assert ended
+            assert all(record["finish_reason"] == "stop" and record["text"].endswith(stops) for record in ended)
+    assert "--stop: '[1' is no JSON list" in refuse(capsys, model, "--stop", "[1")
+
+
+def test_a_model_or_drafter_that_is_neither_a_folder_nor_a_name_is_refused(
+    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_lines("prompts.jsonl", {"prompt": "1"})
+    assert "./no/where: is no directory" in refuse(capsys, Path("./no/where/at/all")).replace("no/where/at/all", "./no/where")
+    assert "--drafter: nowhere does not exist" in refuse(capsys, model, "--drafter", "nowhere")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

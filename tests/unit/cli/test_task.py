@@ -195,3 +195,32 @@ def test_a_task_that_cannot_take_its_options_says_what_to_change(
     with pytest.raises(UserError) as caught:
         make_problems(f"task_of_options:{attribute}", 2, 0, {"split": "test", "mix": {}})
     assert said in str(caught.value)
+
+
+@pytest.mark.usefixtures("here")
+def test_task_writes_the_problems_that_a_task_makes_of_data_and_score_reads_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    Path("sums.py").write_text(
+        "class Sums:\n"
+        "    def problems(self, num, seed, split='train'):\n        return [{'problem_id': 'a', 'prompt': split}]\n"
+        "    def prepare(self, record):\n"
+        "        return record if 'gold' in record else {'prompt': record['q'] + '=', 'gold': record['a']}\n"
+        "    def score(self, problem, text):\n        return {'reward': 1.0, 'solved': text == problem['gold']}\n"
+        "TASK = Sums()\n"
+    )
+    write_lines("rows.jsonl", *({"question": f"{i}+1", "a": str(i + 1)} for i in range(4)))
+    data = ("--data", "rows.jsonl", "--columns", '{"q": "question"}')
+    summary = succeed(capsys, "task", "sums:TASK", *data, "--num", "3", "--out", "problems.jsonl")
+    assert summary["problems"] == 3
+    assert read_lines("problems.jsonl")[1] == {"problem_id": "2", "prompt": "1+1=", "gold": "2"}
+    write_lines("responses.jsonl", {"problem_id": "1", "text": "1"}, {"problem_id": "2", "text": "9"})
+    for problems in (("--problems", "problems.jsonl"), ("--problems", *data[1:])):
+        assert succeed(capsys, "score", "sums:TASK", *problems, "--responses", "responses.jsonl")["solve_rate"] == 0.5
+    assert "rows.jsonl:1: task sums:TASK: prepare() failed (KeyError: 'q'" in fail(
+        capsys, "task", "sums:TASK", *data[:2], "--num", "3", "--out", "o"
+    )
+    assert "--split: is dev; it must be train or test" in fail(
+        capsys, "task", "sums:TASK", "--split", "dev", "--num", "3", "--out", "o"
+    )

@@ -1,0 +1,55 @@
+"""Options of the commands that read prompts or problems: which rows of the data, and how a prompt is written. Does not know
+what they are for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import Field
+from tyro.conf import arg
+
+from tlt.cli.options import Options, json_object
+from tlt.data import DataSource, read_data
+
+if TYPE_CHECKING:
+    from tlt.models.prompts import Prompt
+    from tlt.models.tokenizer import Tokenizer
+
+Data = Annotated[Path | None, arg(metavar="DATA")]
+Subset = Annotated[str | None, arg(metavar="NAME")]
+Columns = Annotated[dict[str, str], *json_object("--columns")]
+
+
+class DataOptions(Options):
+    """The rows of the data."""
+
+    subset: Subset = None
+    """Configuration of a dataset, such as main."""
+    split: Annotated[str | None, arg(metavar="NAME")] = None
+    """Split of a dataset, such as test or 'test[:100]'; by default the only one, else test."""
+    columns: Columns = Field(default_factory=dict)
+    """The data's names of columns by ours, such as '{"prompt": "question"}'."""
+
+    def source(self, name: Path, option: str) -> DataSource:
+        """Returns the data that the user names."""
+        return DataSource(name, option, self.subset, self.split, self.columns, usual_split="test")
+
+
+class PromptOptions(DataOptions):
+    """The rows of the prompts, and how a prompt is written."""
+
+    chat: bool = False
+    """Whether a text goes into the chat template as the user's message (true or false); messages always do."""
+    system_prompt: Annotated[str | None, arg(metavar="TEXT")] = None
+    """System message to begin every prompt with; a text then becomes the user's message."""
+    chat_template_kwargs: Annotated[dict[str, Any], *json_object("--chat-template-kwargs")] = Field(default_factory=dict)
+    """Variables for the chat template, such as '{"enable_thinking": false}'."""
+
+    def read(self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int) -> list[Prompt]:
+        """Returns the prompts of --prompts as token ids."""
+        from tlt.models.prompts import ChatFormat, encode_prompts
+
+        chat = ChatFormat(self.chat, self.system_prompt, self.chat_template_kwargs)
+        records = read_data(self.source(name, "--prompts"))
+        return encode_prompts(records, tokenizer, chat, vocab_size=vocab_size, window=window)
