@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, Pipe
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from tlt.tasks.base import Task, get_task
+from tlt.tasks.base import PreparedTask, Task, get_task
 from tlt.types import Reward, UserError
 
 START_SECONDS = 120.0
@@ -263,6 +263,8 @@ def work() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a rank has some blocked; what the task starts must hear them
     try:
         task = get_task(sys.argv[2])
+        if isinstance(task, PreparedTask):
+            task.prepare()
     except (Exception, SystemExit) as error:
         pipe.send(_one_line(error))
         return

@@ -18,7 +18,11 @@ from tlt.files import Record, get_id
 from tlt.types import UserError
 
 #: The tasks that come with TLT, as "module:object".
-BUILTIN = {"countdown": "tlt.tasks.countdown:TASK"}
+BUILTIN = {
+    "countdown": "tlt.tasks.countdown:TASK",
+    "math": "tlt.tasks.math:TASK",
+    "word-problems": "tlt.tasks.wordproblems:TASK",
+}
 
 
 @runtime_checkable
@@ -36,6 +40,15 @@ class Task(Protocol):
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
         """Returns at least {"reward": float, "solved": bool}. The text is the response alone, without special tokens."""
+        ...
+
+
+@runtime_checkable
+class PreparedTask(Task, Protocol):
+    """A task whose scoring begins with something slow, such as a heavy import."""
+
+    def prepare(self) -> None:
+        """Runs once in every reward worker before its first response, whose time-out does not count it."""
         ...
 
 
