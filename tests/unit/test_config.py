@@ -178,7 +178,9 @@ def test_an_unknown_section_suggests_the_nearest(folder: Path) -> None:
 
 
 def test_an_unknown_key_far_from_all_others_lists_them(folder: Path) -> None:
-    assert "known keys are functions, weights, solved_at, num_workers, timeout_seconds" in mistake(folder / "run.toml", "--rewards.zzz", "1")
+    assert "known keys are functions, weights, solved_at, num_workers, timeout_seconds" in mistake(
+        folder / "run.toml", "--rewards.zzz", "1"
+    )
 
 
 def test_a_misspelt_required_key_is_reported_as_unknown_and_not_as_missing(folder: Path) -> None:
@@ -188,7 +190,7 @@ def test_a_misspelt_required_key_is_reported_as_unknown_and_not_as_missing(folde
 
 def test_a_missing_section_and_a_missing_key_say_how_to_add_them(folder: Path) -> None:
     assert "model is missing; add a section [model]" in mistake(write(folder, '[task]\nname = "countdown"\n'))
-    assert "model.path is missing; add it to section [model]" in mistake(write(folder, '[model]\n[task]\n'))
+    assert "model.path is missing; add it to section [model]" in mistake(write(folder, "[model]\n[task]\n"))
 
 
 def test_a_task_is_needed_where_no_reward_function_scores(folder: Path) -> None:

@@ -22,7 +22,9 @@ from tlt.types import UserError
 BUILTIN = {
     "countdown": "tlt.tasks.countdown:TASK",
     "data": "tlt.tasks.data:TASK",
+    "math": "tlt.tasks.math:TASK",
     "mixture": "tlt.tasks.mixture:TASK",
+    "word-problems": "tlt.tasks.wordproblems:TASK",
 }
 
 #: Many tasks of one kind, "family:member", as the function that makes one of a member's name.
