@@ -28,7 +28,10 @@ BUILTIN = {
 }
 
 #: Many tasks of one kind, "family:member", as the function that makes one of a member's name.
-FAMILIES = {"reasoning-gym": "tlt.tasks.reasoning_gym:make_task"}
+FAMILIES = {
+    "reasoning-gym": "tlt.tasks.reasoning_gym:make_task",
+    "verifiers": "tlt.tasks.verifiers:make_task",
+}
 
 MAX_MESSAGE = 300
 """Characters that are kept of an exception's message."""

@@ -113,8 +113,8 @@ class ReasoningGym:
                 if split_of(entry["question"]) == split:
                     found.setdefault(entry["question"], (entry, {**source, "index": index}))
         raise UserError(
-            f"task reasoning-gym:{self.name}: gives only {len(found)} different {split} questions with options {options}; ask for"
-            " fewer (task.num_problems, evaluation.num_problems), or widen the options"
+            f"task reasoning-gym:{self.name}: gives only {len(found)} different {split} questions with options {options};"
+            " ask for fewer (task.num_problems, evaluation.num_problems), or widen the options"
         )
 
 
@@ -156,7 +156,8 @@ def _make_dataset(name: str, settings: str) -> Any:
         return dataset(config=config(**values))
     except (AssertionError, TypeError, ValueError) as error:
         options = {option: value for option, value in values.items() if option not in NO_OPTIONS}
-        raise UserError(f"task reasoning-gym:{name}: refuses the options {options} ({error}); correct them") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"task reasoning-gym:{name}: refuses the options {options} ({reason}); correct them") from None
 
 
 @lru_cache(maxsize=64)
