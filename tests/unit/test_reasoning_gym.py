@@ -5,58 +5,74 @@ A stand-in of two generators shows the rules wherever the tests run; the library
 from __future__ import annotations
 
 import json
-import random
 import subprocess
 import sys
-from dataclasses import dataclass
-from types import ModuleType
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tlt.rl.rewards import RewardPool
+from tlt.rl.scoring import RewardSpec
 from tlt.tasks.base import get_task, make_problems
 from tlt.tasks.reasoning_gym import ReasoningGym, _extract, _make_dataset, _make_entry
-from tlt.types import UserError
+from tlt.types import Reward, UserError
 
+FACTORY = '''
+import random
+from dataclasses import dataclass
 
 @dataclass
-class SumsConfig:
+class Config:
     largest: int = 50
-    operators: tuple[str, ...] = ("+",)
+    operators: tuple = ("+",)
+    sets: bool = False
     seed: int | None = None
     size: int = 500
-
 
 class Sums:
     """Like reasoning-gym's: entry i depends on seed + i. Its metadata do not survive JSON, and its scorer raises at words."""
 
-    def __init__(self, config: SumsConfig) -> None:
+    def __init__(self, config):
         assert config.largest > 0, "largest must be positive"
         assert isinstance(config.operators, tuple)
         self.config = config
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index):
+        print("a generator that prints")
         assert index < self.config.size
-        rng = random.Random((self.config.seed or 0) + index)
+        rng = random.Random(self.config.seed + index)
         a, b = rng.randint(1, self.config.largest), rng.randint(1, self.config.largest)
-        return {"question": f"{a} + {b} =", "answer": str(a + b), "metadata": {"terms": (a, b)}}
+        name = rng.choice(list({"Ada", "Bea", "Cia", "Dot", "Eve", "Fay"})) + ": " if self.config.sets else ""
+        return {"question": f"{name}{a} + {b} =", "answer": str(a + b), "metadata": {"terms": (a, b)}}
 
-    def score_answer(self, answer: str, entry: dict[str, Any]) -> float:
+    def score_answer(self, answer, entry):
         assert isinstance(entry["metadata"]["terms"], tuple)
         return {0: 1.0, 1: 0.5, 2: 7.0, 3: float("nan")}.get(abs(int(answer) - int(entry["answer"])), 0.0)
 
+DATASETS = {"sums": (Sums, Config), "chain_sum": (Sums, Config), "composite": (Sums, Config)}
+'''
+
 
 @pytest.fixture
-def sums(monkeypatch: pytest.MonkeyPatch) -> ReasoningGym:
-    factory = ModuleType("reasoning_gym.factory")
-    vars(factory)["DATASETS"] = {"sums": (Sums, SumsConfig), "chain_sum": (Sums, SumsConfig), "composite": (Sums, SumsConfig)}
-    monkeypatch.setitem(sys.modules, "reasoning_gym", ModuleType("reasoning_gym"))
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
-    for cache in (_make_dataset, _make_entry):
-        cache.cache_clear()
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ReasoningGym]:
+    (tmp_path / "reasoning_gym").mkdir()
+    (tmp_path / "reasoning_gym" / "__init__.py").touch()
+    (tmp_path / "reasoning_gym" / "factory.py").write_text(FACTORY)
+    monkeypatch.syspath_prepend(tmp_path)
+    forget()
     task = get_task("reasoning-gym:sums")
     assert isinstance(task, ReasoningGym)
-    return task
+    yield task
+    forget()
+
+
+def forget() -> None:
+    for module in [name for name in sys.modules if name.partition(".")[0] == "reasoning_gym"]:
+        del sys.modules[module]
+    for cache in (_make_dataset, _make_entry):
+        cache.cache_clear()
 
 
 def draw(num: int, split: str = "train", seed: int = 0, name: str = "sums", **options: Any) -> list[dict[str, Any]]:
@@ -82,6 +98,15 @@ def test_equal_arguments_give_equal_problems_and_an_id_is_of_the_question(sums: 
 
 
 @pytest.mark.parametrize(("off", "reward"), [(0, 1.0), (1, 0.5), (2, 1.0), (3, 0.0), (9, 0.0)])
+def test_the_parent_and_its_workers_draw_alike_where_a_generator_walks_through_sets(sums: ReasoningGym) -> None:
+    problems = draw(40, sets=True, answer_in="whole")
+    with RewardPool(RewardSpec("reasoning-gym:sums"), 2, timeout_seconds=30) as pool:
+        for problem in problems:
+            pool.submit((problem["problem_id"], 0), problem, problem["answer"])
+        rewards = pool.drain()
+    assert [rewards[p["problem_id"], 0] for p in problems] == [Reward(1.0, True)] * 40
+
+
 def test_the_generator_scores_within_0_and_1_what_went_through_json(sums: ReasoningGym, off: int, reward: float) -> None:
     (problem,) = json.loads(json.dumps(draw(1, answer_in="whole")))
     assert problem["prompt"] == problem["question"]
@@ -115,9 +140,9 @@ def test_options_reach_the_generator_with_lists_as_its_tuples(sums: ReasoningGym
     assert max(int(problem["answer"]) for problem in problems) <= 10
 
 
-def test_problems_that_another_version_made_are_refused(sums: ReasoningGym) -> None:
+def test_problems_that_were_drawn_otherwise_are_refused(sums: ReasoningGym) -> None:
     (problem,) = draw(1)
-    with pytest.raises(UserError, match="another version made the problems"):
+    with pytest.raises(UserError, match="was drawn otherwise; draw it again"):
         sums.score({**problem, "question": "1 + 1 ="}, "2")
 
 
@@ -141,7 +166,8 @@ def test_a_mistake_is_one_line(sums: ReasoningGym, name: str, options: dict[str,
 
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    for module in ("reasoning_gym", "reasoning_gym.factory"):
+        monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=r"pip install 'tlt-rl\[reasoning-gym\]'"):
         get_task("reasoning-gym:chain_sum")
 
@@ -151,6 +177,8 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
 ALL = """
 import json, sys
 from reasoning_gym.factory import DATASETS
+from tlt.rl.rewards import RewardPool
+from tlt.rl.scoring import RewardSpec
 from tlt.tasks.base import get_task, make_problems
 
 unscored, problems = [], {}

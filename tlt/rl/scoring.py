@@ -209,7 +209,7 @@ def score_by_task(task: Task, response: Response) -> tuple[float, bool]:
 
 def load_function(spec: str) -> Callable[..., Any]:
     """Returns the reward function "package.module:object". Raises UserError."""
-    function = get_object(f"reward function {spec!r}", spec)
+    function: Callable[..., Any] = get_object(f"reward function {spec!r}", spec)
     if not callable(function):
         raise UserError(f"reward function {spec!r} is a {type(function).__name__}; give a function")
     return function
