@@ -97,7 +97,6 @@ def test_equal_arguments_give_equal_problems_and_an_id_is_of_the_question(sums: 
     assert len(both) < 100, "seeds 0 and 1 are no shifts of each other"
 
 
-@pytest.mark.parametrize(("off", "reward"), [(0, 1.0), (1, 0.5), (2, 1.0), (3, 0.0), (9, 0.0)])
 def test_the_parent_and_its_workers_draw_alike_where_a_generator_walks_through_sets(sums: ReasoningGym) -> None:
     problems = draw(40, sets=True, answer_in="whole")
     with RewardPool(RewardSpec("reasoning-gym:sums"), 2, timeout_seconds=30) as pool:
@@ -107,6 +106,7 @@ def test_the_parent_and_its_workers_draw_alike_where_a_generator_walks_through_s
     assert [rewards[p["problem_id"], 0] for p in problems] == [Reward(1.0, True)] * 40
 
 
+@pytest.mark.parametrize(("off", "reward"), [(0, 1.0), (1, 0.5), (2, 1.0), (3, 0.0), (9, 0.0)])
 def test_the_generator_scores_within_0_and_1_what_went_through_json(sums: ReasoningGym, off: int, reward: float) -> None:
     (problem,) = json.loads(json.dumps(draw(1, answer_in="whole")))
     assert problem["prompt"] == problem["question"]
