@@ -151,7 +151,11 @@ def test_problems_that_were_drawn_otherwise_are_refused(sums: ReasoningGym) -> N
     [
         ("chain_sums", {}, r"reasoning-gym:chain_sums: no such generator; did you mean chain_sum\?"),
         ("composite", {}, "reasoning-gym:composite: no such generator"),
-        ("sums", {"largst": 3}, r"unknown option 'largst'; did you mean largest\? known are largest, operators, answer_in"),
+        (
+            "sums",
+            {"largst": 3},
+            r"unknown option 'largst'; did you mean largest\? known are largest, operators, sets, answer_in",
+        ),
         ("sums", {"size": 3}, "unknown option 'size'"),
         ("sums", {"largest": -1}, r"refuses the options .*largest must be positive"),
         ("sums", {"answer_in": "box"}, "answer_in is 'box'; it must be one of tag, boxed, whole"),
