@@ -34,6 +34,7 @@ from tlt.models.prompts import encode_prompts, make_requests
 from tlt.models.tokenizer import Tokenizer
 from tlt.tasks.base import Task
 from tlt.training.evaluate import Evaluation, read_evaluations
+from tlt.training.lock import refuse_begun
 from tlt.training.loop import describe_run, main
 from tlt.training.start import launch_ranks, prepare
 from tlt.types import FinishReason, Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
@@ -220,8 +221,7 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
     with _named(task, config) if task is not None else nullcontext(config.task.name) as name:
         config = load_config(config.model_dump(mode="json"), {"task.name": name})
         folder = config.run.out_dir
-        if (folder / "config.json").exists():
-            raise UserError(f"run.out_dir: {folder} holds a run already; give another, or tlt train --resume {folder}")
+        refuse_begun(folder)
         started_at = time.time()
         prepare(config)
         is_finished = _run_here(config, started_at) if is_rank(config.run.num_ranks) else _run_ranks(config, started_at)

@@ -261,6 +261,15 @@ def test_a_malformed_override_says_how_to_write_it(overrides: list[str], message
     assert str(caught.value) == message
 
 
+def test_a_tasks_options_are_a_toml_table_or_a_json_object(folder: Path) -> None:
+    """tlt task takes them as JSON."""
+    for text in ("{label = 'hard', sizes = [2, 3]}", '{"label": "hard", "sizes": [2, 3]}'):
+        config = load_config(folder / "run.toml", ["--task.options", text])
+        assert config.task.options == {"label": "hard", "sizes": [2, 3]}
+    message = mistake(folder / "run.toml", "--task.options", "{label}")
+    assert message.endswith("task.options is '{label}'; it must be a table such as '{key = 1}'")
+
+
 def test_a_model_folder_that_does_not_exist_is_refused(folder: Path) -> None:
     assert "model.path is /nowhere; there is no such folder" in mistake(folder / "run.toml", "--model.path", "/nowhere")
 

@@ -299,6 +299,12 @@ def show(stream: io.StringIO, environ: dict[str, str], **options: object) -> str
     return stream.getvalue()
 
 
+def test_in_a_notebook_the_lines_go_to_the_stream_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """rich alone would show each of them as an output of its own."""
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    assert "40.2% → 48.3%" in show(io.StringIO(), {})
+
+
 @pytest.mark.parametrize(
     ("stream", "environ"), [(io.StringIO(), {}), (Terminal(), {"NO_COLOR": "1"}), (Terminal(), {"TERM": "dumb"})]
 )

@@ -8,6 +8,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from tlt.cli.engine import show_busy
 from tlt.cli.options import Names, Numbers, PositiveFloat, PositiveInt, WithOverrides
 from tlt.config.load import load_config
 from tlt.files import Record, check_output_file
@@ -19,7 +20,7 @@ PARTS = ("constant", "workload")
 
 
 class BenchRollout(WithOverrides):
-    """Measure how fast a configuration's rollout is with speculation, against none.
+    """Measure how much faster rollouts are with speculation than without.
 
     Every key of the configuration can be overridden, as for tlt train.
     """
@@ -33,19 +34,19 @@ class BenchRollout(WithOverrides):
     variants: Names = ("adaptive",)
     """What to compare with off: adaptive, beg-mab, fixed strategies such as 4x1x4 or ngram:8x1x8."""
     batches: Numbers = (1, 2, 4, 8, 16, 32)
-    """Batch sizes of the part constant."""
+    """Batch sizes to measure in the part called constant."""
     rounds: PositiveInt = 8
-    """Turns of every variant at each constant batch size."""
+    """Turns of every variant at each batch size of the part called constant."""
     seconds: PositiveFloat = 2.0
-    """Length of one turn at a constant batch size, in seconds."""
+    """Length of one turn in the part called constant, in seconds."""
     steps: PositiveInt = 12
-    """Rollout phases of the part workload, on all ranks."""
+    """Policy steps whose rollouts the part called workload measures, on all ranks."""
 
 
 class BenchTrain(WithOverrides):
-    """Measure whole RL runs in turns, with TLT and without speculation.
+    """Measure how much faster whole RL steps are with TLT than without speculation.
 
-    The runs stay in run.out_dir; the same command with more --steps goes on.
+    The runs take turns and stay in run.out_dir; more --steps continue them.
 
     Every key of the configuration can be overridden, as for tlt train.
     """
@@ -79,7 +80,8 @@ def rollout(options: BenchRollout) -> Record:
     for variant in options.variants:
         if variant != "beg-mab":
             make_tuner(variant, drafter_kinds(config.drafter.path is not None))
-    preflight(config)
+    with show_busy("reading model and problems"):
+        preflight(config)
     report: Record = {**header(config, _command("tlt bench rollout")), "measurements": []}
 
     def note(measured: Record) -> None:
@@ -117,7 +119,8 @@ def train(options: BenchTrain) -> Record:
         raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive")
     if "frozen" in options.variants and not config.drafter.train:
         raise UserError("--variants: frozen differs from tlt only where drafter.train is true; set it, or leave frozen out")
-    preflight(config)
+    with show_busy("reading model and problems"):
+        preflight(config)
     plan = Plan({"off": OFF, **{name: changes[name] for name in options.variants}}, options.steps, options.minutes)
     code = launch_runs(config, plan)
     if code not in (0, 130, 143):

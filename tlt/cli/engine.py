@@ -105,6 +105,18 @@ class Progress:
 
 
 @contextlib.contextmanager
+def show_busy(what: str = "loading") -> Iterator[None]:
+    """Says on a terminal what is going on: importing torch and transformers alone takes seconds. Elsewhere it says nothing."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
+
+
+@contextlib.contextmanager
 def show_progress(read: Callable[[], Progress], seconds: float = 10.0) -> Iterator[None]:
     """Shows on stderr what `read` returns: a bar on a terminal, elsewhere a line every so many seconds."""
     if sys.stderr.isatty():

@@ -41,7 +41,7 @@ _SHOWN_AS_JSON = PrimitiveConstructorSpec[dict[str, Any]](
 
 
 class WriteProblems(Options):
-    """Write problems of a task."""
+    """Write a task's problems to a file."""
 
     name: TaskName
     """A task that comes with TLT, such as countdown, or your own as module:object."""

@@ -78,7 +78,9 @@ class CheckpointWriter:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise UserError(f"the checkpoint of step {self._step} is not written ({error}); the one before is whole") from error
+            kept = latest_checkpoint(self.folder)
+            left = "there is none before it" if kept is None else f"the one before, {kept}, is whole"
+            raise UserError(f"the checkpoint of step {self._step} is not written ({error}); {left}") from error
 
     def _write(self, checkpoint: Checkpoint) -> None:
         try:

@@ -75,6 +75,9 @@ def train(run: Run) -> None:
                 evaluate(run)
             if is_due(run, config.run.checkpoint_every):
                 run.checkpoint()
+        if run.step < config.run.num_steps:
+            ended = f"after {run.step} of {config.run.num_steps} steps; go on with: tlt train --resume {run.out_dir}"
+            run.console.note(f"run.time_limit_minutes, {config.run.time_limit_minutes:g}, ends the run {ended}")
         evaluate(run)
         finish(run)
     except StopRequested as where:

@@ -84,28 +84,12 @@ class Run:
         epoch = shared_epoch(world.rank, partial(gather_objects, world))
         self.timeline = Timeline(world.rank, rank_path(self.out_dir, world.rank), epoch)
         self.console = Console(enabled=prints and world.is_leader, num_steps=config.run.num_steps)
-
-        self.problems = load_problems(config, "train")
-        self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
-        self.master_dtype = master_dtype(config)
-        model = load_model(config.model.path, self.master_dtype)
-        assert model.tokenizer is not None, "problems have been encoded with it"
-        self.params = sampling_params(config, model.stop_ids)
-        self.trainer = build_policy_trainer(config, model, world.device, world.group)
-        stored = load_stored(config.drafter.path, model)
-        settings = EngineSettings.of_run(config, world.device)
-        self.engine = build_engine(model.config, model.tensors, settings, stored, on_span=self.timeline.add)
-        self.drafter = self._watch_drafter(stored)
-        self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints")
-        self.step = self.first_step = self._resume()
-        self.publish(self.step)
-
-        self.scorers = RewardPool(reward_spec(config), config.rewards.num_workers, config.rewards.timeout_seconds)
-        coordinator = coordinator or connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
-        decode, migrates = model.tokenizer.decode, config.rollout.migrate
-        self.phase = RolloutPhase(world, self.engine, coordinator, self.scorers, decode, self.timeline, stop.is_set, migrates)
-        self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, writes=world.is_leader)
-        self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
+        try:
+            with self.console.status("loading model and problems"):
+                self._load(coordinator, stop)
+        except BaseException:
+            self._leave()
+            raise
 
     @property
     def out_dir(self) -> Path:
@@ -121,6 +105,31 @@ class Run:
         return time.time() - self.started_at
 
     # ── making ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _load(self, coordinator: Coordinator | None, stop: StopRequest) -> None:
+        """Makes everything else; worker processes last, for what fails before has none to end."""
+        config, world = self.config, self.world
+        self.problems = load_problems(config, "train")
+        self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
+        self.master_dtype = master_dtype(config)
+        model = load_model(config.model.path, self.master_dtype)
+        assert model.tokenizer is not None, "problems have been encoded with it"
+        self.params = sampling_params(config, model.stop_ids)
+        self.trainer = build_policy_trainer(config, model, world.device, world.group)
+        stored = load_stored(config.drafter.path, model)
+        settings = EngineSettings.of_run(config, world.device)
+        self.engine = build_engine(model.config, model.tensors, settings, stored, on_span=self.timeline.add)
+        self.drafter = self._watch_drafter(stored)
+        self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints")
+        self.step = self.first_step = self._resume()
+        self.publish(self.step)
+        self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, writes=world.is_leader)
+        self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
+
+        self.scorers = RewardPool(reward_spec(config), config.rewards.num_workers, config.rewards.timeout_seconds)
+        coordinator = coordinator or connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
+        decode, migrates = model.tokenizer.decode, config.rollout.migrate
+        self.phase = RolloutPhase(world, self.engine, coordinator, self.scorers, decode, self.timeline, stop.is_set, migrates)
 
     def _watch_drafter(self, stored: StoredDrafter | None) -> DrafterSide:
         """Makes the copy of the learned drafter that is trained, who trains it, and who watches over it."""
@@ -185,6 +194,10 @@ class Run:
         if self.metrics is not None:
             self.metrics.close()
         self.scorers.close()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Gives the terminal back, and the folder: a notebook that keeps an error's traceback keeps this object, too."""
         self.console.close()
         if self.lock is not None:
             self.lock.release()

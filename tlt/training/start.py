@@ -4,12 +4,13 @@ trained, and then the ranks begin."""
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from tlt.build import preset_changes, reward_spec
 from tlt.config.schema import Config
-from tlt.distributed.launch import launch
+from tlt.distributed.launch import is_rank, launch
 from tlt.drafter.folder import choose_preset, load_drafter
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
@@ -34,15 +35,19 @@ class Findings:
 def launch_ranks(config: Config, started_at: float) -> int:
     """Trains on ranks of their own; returns the exit code. started_at: Unix time at which the user's command began."""
     description, run = describe_run(config, started_at), config.run
+    if not is_rank(run.num_ranks):
+        with Console() as console:
+            console.note(f"starting {run.num_ranks} ranks …")  # which import torch, and are silent until they have
     return launch(description, run.num_ranks, "tlt.training.loop:main", run.threads_per_rank)
 
 
 def prepare(config: Config) -> None:
     """Refuses what can be refused now, and prints the header."""
-    findings = preflight(config)
-    FolderLock(config.run.out_dir).release()
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this command once for every rank
     with Console(enabled=is_first) as console:
+        with console.status("reading model and problems") if console.is_live else nullcontext():
+            findings = preflight(config)
+        FolderLock(config.run.out_dir).release()
         console.header(describe(config, findings))
 
 
