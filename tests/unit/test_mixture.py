@@ -68,6 +68,10 @@ def test_shares_sum_to_the_number_and_none_is_off_by_one_whole_problem(num: int,
     assert all(abs(quota - num * weight / sum(weights)) < 1 for quota, weight in zip(quotas, weights, strict=True))
 
 
+def test_the_largest_remainders_get_what_is_left() -> None:
+    assert [divide(4, [1, 3, 3]), divide(5, [1e-9, 1]), divide(2, [1, 1, 1])] == [[0, 2, 2], [0, 5], [1, 1, 0]]
+
+
 def test_a_part_scores_its_own_problems_as_it_made_them() -> None:
     echo, countdown = (next(p for p in mix(4, ECHO, COUNTDOWN) if p["task"] == task) for task in ("echo", "countdown"))
     mixture = get_task("mixture")
