@@ -65,8 +65,8 @@ class TaskSection(Section):
     all that the file sets."""
 
     name: Annotated[str, Field(min_length=1)] = "data"
-    """A task that comes with TLT, such as countdown, or your own as package.module:object (docs/tasks.md); data: the rows of
-    problems_file, scored by rewards.functions alone."""
+    """A task that comes with TLT, such as countdown, or your own as package.module:object (docs/tasks.md).
+    The default stands for the rows of problems_file, scored by rewards.functions alone."""
     options: dict[str, Any] = {}
     """The task's own options, given to its problems() as keyword arguments."""
     num_problems: PositiveInt | None = None
