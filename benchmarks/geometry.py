@@ -23,7 +23,7 @@ import torch
 
 from tlt.bench.report import environment, write_report
 from tlt.build import EngineSettings, build_engine
-from tlt.config.schema import DrafterSection
+from tlt.config.drafter import DrafterSection
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig

@@ -1,6 +1,6 @@
 """The Countdown tokenizer: one token for each character, and `<bos>` before every prompt. Knows no model.
 
-python recipes/countdown/make_tokenizer.py --out recipes/countdown/base
+python -m recipes.countdown.make_tokenizer --out recipes/countdown/base
 """
 
 import argparse

@@ -33,6 +33,8 @@ def record(step: int, **changes: object) -> StepRecord:
     values |= {"policy_version": step, "drafter_version": step, "step": step}
     values |= {"response_tokens": LengthStats.of([5, 9, 700]), "accept_by_depth": (0.8, 0.6), "strategy_seconds": {"off": 1.5}}
     values |= {"strategy_speed": {"off": 200.0}, "strategy_predicted": {}, "preemption_seconds": (0.01, 0.002)}
+    values |= {"reward_parts": {"task": 0.5, "brief": -0.5}, "reward_metrics": {}}
+    values |= {"reward_by_task": {"sums": 0.5}, "solve_rate_by_task": {"sums": 0.25}}
     return StepRecord(**(values | changes))
 
 
@@ -67,8 +69,8 @@ def test_what_does_not_exist_is_null_in_the_file_and_nan_in_the_record(tmp_path:
 
 def test_a_step_written_before_a_field_existed_still_reads() -> None:
     old = json.loads(record(0).to_json())
-    del old["reward_errors"], old["first_reward_error"]
-    assert StepRecord.from_json(json.dumps(old)) == record(0, reward_errors=0, first_reward_error="")
+    del old["reward_errors"], old["first_reward_error"], old["reward_by_task"]
+    assert StepRecord.from_json(json.dumps(old)) == record(0, reward_errors=0, first_reward_error="", reward_by_task={})
 
 
 def test_generated_logprobs_that_are_not_finite_are_null_in_the_users_file(tmp_path: Path) -> None:

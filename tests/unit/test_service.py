@@ -17,7 +17,8 @@ from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine
 from tests.unit.watch_parts import POLICY, TARGET, Parts, make_rollouts
-from tlt.config.schema import Config, DrafterSection, ModelSection, TaskSection
+from tlt.config.drafter import DrafterSection
+from tlt.config.schema import Config, ModelSection, TaskSection
 from tlt.distributed.world import World
 from tlt.drafter.folder import load_drafter, save_drafter
 from tlt.drafter.hybrid import HybridDrafter

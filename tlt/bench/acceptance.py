@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tlt.bench.measure import Ratio, in_turns
 from tlt.build import EngineSettings, Model, build_engine, build_learned
-from tlt.config.schema import DrafterSection
+from tlt.config.drafter import DrafterSection
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.learned import LearnedProposal, OnVerdicts
 from tlt.engine.engine import RolloutEngine

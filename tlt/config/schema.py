@@ -12,11 +12,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tlt.config.algorithm import AlgorithmSection
+from tlt.config.drafter import DrafterSection
 from tlt.config.mistakes import mistake, validate
-from tlt.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from tlt.config.section import AnyPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from tlt.types import Strategy, UserError
-
-AnyPath = Annotated[Path, Field(strict=False)]
 
 _DEFAULT_NUM_PROBLEMS = 4096
 DEFAULT_OUT_DIR = Path("runs/run")
@@ -66,8 +65,9 @@ class TaskSection(Section):
     """The task, its training problems, and how prompts are written (docs/data.md). --task.options.KEY VALUE sets an option of
     the task's own; --task.options {} removes all that the file sets."""
 
-    name: Annotated[str, Field(min_length=1)]
-    """A task that comes with TLT, such as countdown, or your own as package.module:object."""
+    name: Annotated[str, Field(min_length=1)] = "data"
+    """A task that comes with TLT, such as countdown, or your own as package.module:object (docs/tasks.md).
+    The default stands for the rows of task.data, scored by rewards.functions alone."""
     options: dict[str, Any] = Field(default={})
     """The task's own options, given to its problems() as keyword arguments."""
     num_problems: PositiveInt | None = None
@@ -145,61 +145,6 @@ class SamplingSection(Section):
     """Texts that end a response, which keeps them; beside the model's own stop tokens."""
 
 
-class DrafterSection(Section):
-    """The drafter, and how idle ranks train it."""
-
-    path: AnyPath | None = None
-    """A drafter folder, as tlt drafter train writes it; None: drafts come from retrieval alone."""
-    train: bool = False
-    """Whether idle ranks train the drafter."""
-    preset: Literal["eagle", "hass", "eagle3"] | None = None
-    """How the drafter is trained (docs/drafter.md); None: by the preset that its folder names."""
-    unrolled_steps: PositiveInt | None = None
-    """Steps for which the drafter's training feeds it its own outputs; None: the preset's number."""
-    step_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Weight of each unrolled step's loss in the drafter's training, as a share of the step before; None: the preset's."""
-    feature_weight: NonNegativeFloat | None = None
-    """Weight of the Smooth L1 loss between the drafter's hidden state and the target's feature; None: the preset's.
-    eagle3 has no such loss."""
-    distribution_weight: PositiveFloat | None = None
-    """Weight of the cross-entropy between the target's distribution and the drafter's; None: the preset's."""
-    learning_rate: PositiveFloat = 3e-4
-    """Learning rate of the drafter's training in idle time."""
-    tokens_per_micro_step: PositiveInt = 1024
-    """Most tokens of one optimizer step of the drafter; fewer where it would take over half a percent of a policy step."""
-    buffer_mib: PositiveInt = 512
-    """MiB of responses and features that each rank keeps to train the drafter on; the oldest are dropped first."""
-    carry_longest: NonNegativeInt = 8
-    """Number of the previous step's longest responses that the drafter is trained on again."""
-    max_passes: PositiveFloat | None = 4.0
-    """Most passes of the drafter's training over its responses in one policy step, so that it does not learn them by heart.
-    None: no limit."""
-    features: Literal["captured", "recomputed"] = "captured"
-    """Features that the drafter is trained on: those that the engine captured while generating, or recomputed ones."""
-    refresh_during_rollout: bool = False
-    """Whether ranks that still generate take up the drafter that idle ranks are training."""
-    refresh_seconds: PositiveFloat = 1.0
-    """Least seconds between two refreshes of the drafter during a rollout."""
-    clip_grad_norm: PositiveFloat = 1.0
-    """Largest gradient norm of the drafter's training."""
-    gate: NonNegativeFloat | None = None
-    """Trains the drafter only after its acceptance, a share, has fallen by more than this since its last training.
-    None: it is trained in every step, since idle time costs nothing."""
-    check_every: PositiveInt = 1
-    """Policy steps between measurements of the drafter's acceptance; while that is bad, drafts come from retrieval instead.
-    That the drafter is finite and the same on all ranks is checked in every step."""
-    ranking: Literal["coupled", "top-k"] = "coupled"
-    """Drafts are ranked by log q / tau + the sampling noise (coupled) or by log q (top-k, EAGLE-2). Changes the speed alone."""
-    coupling_temperature: PositiveFloat | None = None
-    """Temperature tau of the coupled ranking; None: tuned while running."""
-    confidence_threshold: Annotated[float, Field(ge=0, lt=1)] = 0.4
-    """Drafting a chain stops where the chance that the whole chain is accepted falls below this; 0: never."""
-    feature_window: Annotated[int, Field(ge=256)] = 4096
-    """Latest positions of each sequence whose features are kept, so that the drafter can be switched on later."""
-    ngram_tokens: NonNegativeInt = 200_000
-    """Response tokens that each rank indexes for drafts by retrieval; about 300 bytes each."""
-
-
 class OptimizerSection(Section):
     """AdamW for the policy."""
 
@@ -251,12 +196,26 @@ class EvaluationSection(Section):
 
 
 class RewardsSection(Section):
-    """The worker processes that score responses while others still generate."""
+    """The score of a response, and the worker processes that compute it while others still generate (docs/tasks.md)."""
 
+    functions: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """Reward functions in TRL's signature as "package.module:object", and "task" for the task's own score; none: that alone."""
+    weights: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    """Weights of the functions in the sum that is the reward; none: 1 each."""
+    solved_at: float = 1.0
+    """A response is solved from this reward on, where "task", which says so itself, is not among the functions."""
     num_workers: NonNegativeInt = 1
     """Worker processes of each rank that score responses; 0: the rank scores itself, without time-out, as in a notebook."""
     timeout_seconds: PositiveFloat = 10.0
     """Time limit of scoring one response; past it the response has no score, and the reason is recorded."""
+
+    @model_validator(mode="after")
+    def _a_weight_for_each(self) -> RewardsSection:
+        if self.weights and len(self.weights) != len(self.functions):
+            raise mistake(f"weights has {len(self.weights)} values for {len(self.functions)} functions: give each its weight")
+        if len(set(self.functions)) < len(self.functions):
+            raise mistake(f"functions names one twice ({', '.join(self.functions)}): give it once")
+        return self
 
 
 class TrackingSection(Section):
@@ -301,6 +260,8 @@ class Config(Section):
                 )
         if self.task.data is None and self.evaluation.data is None and (self.evaluation.split or self.evaluation.subset):
             raise mistake("evaluation.split and evaluation.subset need data: set evaluation.data or task.data, or remove them")
+        if self.task.name == "data" and not set(self.rewards.functions) - {"task"}:
+            raise mistake("task.name is 'data' (the default), which scores nothing: give a task.name, or rewards.functions")
         if self.task.num_problems is not None and self.task.num_problems < self.rollout.problems_per_step:
             raise mistake(
                 f"rollout.problems_per_step is {self.rollout.problems_per_step} but task.num_problems only"

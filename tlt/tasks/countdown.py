@@ -14,20 +14,17 @@ a model of a few million parameters learn the search.
 This file runs in reward workers: it imports neither torch nor transformers.
 """
 
-import hashlib
 import random
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal, cast, get_args
+from typing import Any
 
-Split = Literal["train", "test"]
+from tlt.tasks.splits import Split, check_split, split_of
 
 #: Solutions are sought among steps with results up to this bound (the scorer accepts any positive integer).
 MAX_INTERMEDIATE = 99
-#: One puzzle in this many belongs to the test split.
-TEST_ONE_IN = 8
 #: Weights of puzzles with 2, 3 and 4 numbers where the caller names none.
 DEFAULT_MIX: Mapping[int, float] = {2: 0.05, 3: 0.5, 4: 0.45}
 
@@ -47,8 +44,7 @@ class Puzzle:
     @property
     def split(self) -> Split:
         """A function of the puzzle alone: train and test cannot overlap, whatever the seeds."""
-        digest = hashlib.blake2b(str(self).encode(), digest_size=8).digest()
-        return "test" if int.from_bytes(digest, "big") % TEST_ONE_IN == 0 else "train"
+        return split_of(str(self))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -146,8 +142,7 @@ class Countdown:
         max_number   the given numbers are 1..max_number
         max_target   targets are 1..max_target
         """
-        if split not in get_args(Split):
-            raise ValueError(f"countdown split {split!r} does not exist: use one of {get_args(Split)}")
+        checked = check_split("countdown", split)
         weights = {int(count): float(weight) for count, weight in (mix or DEFAULT_MIX).items()}
         if not set(weights) <= {2, 3, 4, 5} or min(weights.values()) < 0 or sum(weights.values()) <= 0:
             raise ValueError(f"countdown mix {weights} is not valid: give positive weights to counts between 2 and 5")
@@ -156,7 +151,7 @@ class Countdown:
         problems = []
         for index in range(num):
             rng = random.Random(f"countdown {split} {seed} {index}")
-            puzzle = draw_puzzle(rng, cast(Split, split), weights, max_number, max_target)
+            puzzle = draw_puzzle(rng, checked, weights, max_number, max_target)
             problems.append(
                 {
                     "problem_id": f"countdown-{split}-{seed}-{index}",

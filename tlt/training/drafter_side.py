@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from tlt.config.schema import DrafterSection
+from tlt.config.drafter import DrafterSection
 from tlt.distributed.mailbox import Mailbox, connect_mailbox
 from tlt.distributed.world import World
 from tlt.drafter.folder import save_drafter

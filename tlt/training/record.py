@@ -99,4 +99,8 @@ def step_record(
         groups_sampled=len(phase.groups),
         groups_discarded=len(phase.groups) - len(phase.kept),
         resample_rounds=phase.num_rounds - 1,
+        reward_parts=rewards.parts,
+        reward_metrics=rewards.metrics,
+        reward_by_task=rewards.reward_by_task,
+        solve_rate_by_task=rewards.solve_rate_by_task,
     )

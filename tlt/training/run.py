@@ -21,6 +21,7 @@ from tlt.build import (
     load_stored,
     master_dtype,
     model_folder,
+    reward_spec,
     sampling_params,
 )
 from tlt.config.schema import Config
@@ -132,7 +133,7 @@ class Run:
         self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, writes=world.is_leader)
         self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
 
-        self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
+        self.scorers = RewardPool(reward_spec(config), config.rewards.num_workers, config.rewards.timeout_seconds)
         coordinator = coordinator or connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
         migrates = config.rollout.migrate
         self.phase = RolloutPhase(world, self.engine, coordinator, self.scorers, decode, self.timeline, stop.is_set, migrates)

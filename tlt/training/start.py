@@ -8,7 +8,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlt.build import drafter_folder, model_folder, preset_changes
+from tlt.build import drafter_folder, model_folder, preset_changes, reward_spec
 from tlt.config.schema import Config
 from tlt.distributed.launch import is_rank, launch
 from tlt.drafter.folder import choose_preset, load_drafter
@@ -18,6 +18,7 @@ from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
 from tlt.report.console import Console, near
 from tlt.report.trackers import check_trackers
+from tlt.rl.scoring import Scorer
 from tlt.training.lock import FolderLock
 from tlt.training.loop import describe_run
 from tlt.training.problems import load_problems
@@ -76,8 +77,10 @@ def preflight(config: Config) -> Findings:
     if (drafter := drafter_folder(config)) is not None:
         stored = load_drafter(drafter, model)
         choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
+    problems = load_problems(config, "train")
+    Scorer(reward_spec(config)).check(problems[0].data)
     num_held_out = len(load_problems(config, "test")) if config.evaluation.num_problems else 0
-    return Findings(model, len(load_problems(config, "train")), num_held_out)
+    return Findings(model, len(problems), num_held_out)
 
 
 def describe(config: Config, findings: Findings) -> dict[str, str]:
@@ -95,6 +98,7 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
         "model": f"{name}: {model.architecture}, {_short(num_parameters)} parameters",
         "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
         "algorithm": describe_algorithm(config),
+        **({"rewards": _weighted(config)} if config.rewards.functions else {}),
         "ranks": f"{run.num_ranks} on {device.name} ({device.reason}), {run.dtype}",
         "speculation": speculation,
         "folder": near(Path(run.out_dir)),
@@ -121,6 +125,13 @@ def _named(path: Path, revision: str | None = None) -> str:
     """Returns a path as one would type it, or a repository of the hub with the first digits of its commit."""
     repository = None if path.exists() else Repository.parse(path, revision)
     return near(path) if repository is None else f"{repository.name}@{(repository.revision or 'main')[:8]}"
+
+
+def _weighted(config: Config) -> str:
+    """Returns the sum of reward functions: 1 × task + 0.2 × my_rewards:length_penalty."""
+    functions, weights = config.rewards.functions, config.rewards.weights
+    terms = zip(weights or (1,) * len(functions), functions, strict=True)
+    return " + ".join(f"{weight:g} × {function}" for weight, function in terms)
 
 
 def _short(number: int) -> str:

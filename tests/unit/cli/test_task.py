@@ -130,11 +130,11 @@ def own_task(here: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize(
     ("body", "part"),
     [
-        ("return {'reward': 1.0}", "KeyError: 'solved'"),
-        ("return {'solved': True}", "KeyError: 'reward'"),
-        ("return {'reward': 'high', 'solved': True}", "could not convert"),
+        ("return {'reward': 1.0}", "score() returned {'reward': 1.0}; it must be"),
+        ("return {'solved': True}", "score() returned {'solved': True}; it must be"),
+        ("return {'reward': 'high', 'solved': True}", "the reward is 'high'; it must be a finite number"),
         ("return {'reward': float('nan'), 'solved': True}", "the reward is nan"),
-        ("return None", "TypeError"),
+        ("return None", "score() returned None; it must be"),
         ("raise RuntimeError('of its own')", "RuntimeError: of its own"),
     ],
 )

@@ -1,0 +1,64 @@
+"""The drafter's keys: which one, how it drafts, and how idle ranks train it. Does not know what a preset means."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from tlt.config.section import AnyPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+
+
+class DrafterSection(Section):
+    """The drafter, and how idle ranks train it."""
+
+    path: AnyPath | None = None
+    """A drafter folder, as tlt drafter train writes it; None: drafts come from retrieval alone."""
+    train: bool = False
+    """Whether idle ranks train the drafter."""
+    preset: Literal["eagle", "hass", "eagle3"] | None = None
+    """How the drafter is trained (docs/drafter.md); None: by the preset that its folder names."""
+    unrolled_steps: PositiveInt | None = None
+    """Steps for which the drafter's training feeds it its own outputs; None: the preset's number."""
+    step_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Weight of each unrolled step's loss in the drafter's training, as a share of the step before; None: the preset's."""
+    feature_weight: NonNegativeFloat | None = None
+    """Weight of the Smooth L1 loss between the drafter's hidden state and the target's feature; None: the preset's.
+    eagle3 has no such loss."""
+    distribution_weight: PositiveFloat | None = None
+    """Weight of the cross-entropy between the target's distribution and the drafter's; None: the preset's."""
+    learning_rate: PositiveFloat = 3e-4
+    """Learning rate of the drafter's training in idle time."""
+    tokens_per_micro_step: PositiveInt = 1024
+    """Most tokens of one optimizer step of the drafter; fewer where it would take over half a percent of a policy step."""
+    buffer_mib: PositiveInt = 512
+    """MiB of responses and features that each rank keeps to train the drafter on; the oldest are dropped first."""
+    carry_longest: NonNegativeInt = 8
+    """Number of the previous step's longest responses that the drafter is trained on again."""
+    max_passes: PositiveFloat | None = 4.0
+    """Most passes of the drafter's training over its responses in one policy step, so that it does not learn them by heart.
+    None: no limit."""
+    features: Literal["captured", "recomputed"] = "captured"
+    """Features that the drafter is trained on: those that the engine captured while generating, or recomputed ones."""
+    refresh_during_rollout: bool = False
+    """Whether ranks that still generate take up the drafter that idle ranks are training."""
+    refresh_seconds: PositiveFloat = 1.0
+    """Least seconds between two refreshes of the drafter during a rollout."""
+    clip_grad_norm: PositiveFloat = 1.0
+    """Largest gradient norm of the drafter's training."""
+    gate: NonNegativeFloat | None = None
+    """Trains the drafter only after its acceptance, a share, has fallen by more than this since its last training.
+    None: it is trained in every step, since idle time costs nothing."""
+    check_every: PositiveInt = 1
+    """Policy steps between measurements of the drafter's acceptance; while that is bad, drafts come from retrieval instead.
+    That the drafter is finite and the same on all ranks is checked in every step."""
+    ranking: Literal["coupled", "top-k"] = "coupled"
+    """Drafts are ranked by log q / tau + the sampling noise (coupled) or by log q (top-k, EAGLE-2). Changes the speed alone."""
+    coupling_temperature: PositiveFloat | None = None
+    """Temperature tau of the coupled ranking; None: tuned while running."""
+    confidence_threshold: Annotated[float, Field(ge=0, lt=1)] = 0.4
+    """Drafting a chain stops where the chance that the whole chain is accepted falls below this; 0: never."""
+    feature_window: Annotated[int, Field(ge=256)] = 4096
+    """Latest positions of each sequence whose features are kept, so that the drafter can be switched on later."""
+    ngram_tokens: NonNegativeInt = 200_000
+    """Response tokens that each rank indexes for drafts by retrieval; about 300 bytes each."""

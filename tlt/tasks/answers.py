@@ -1,0 +1,84 @@
+r"""Where a text says its answer: `\boxed{…}`, `#### …`, `Answer: …`, or its last number. Judges no answer, and knows no task.
+
+    boxed     the last \boxed{…} that is closed
+    marked    the last of \boxed{…}, `#### …` (GSM8K) and `Answer: …` (DAPO), whichever ends the text
+    any       marked, else the last number
+
+This file runs in reward workers: it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Literal
+
+Search = Literal["boxed", "marked", "any"]
+
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*(?=\{)")
+_BARE_BOX = re.compile(r"\\boxed\s+([^\s${}]+)")
+_MARK = re.compile(r"####[ \t]*([^\n]+)|(?i:\banswer)\**\s*:[ \t]*\**[ \t]*([^\n]+)")
+_NUMBER = re.compile(r"(?<![\d.])-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?(?:/\d+)?|(?<![\d.])-?\.\d+")
+_EXACT = re.compile(r"[-+]?(?:\d+(?:\.\d+)?|\.\d+)(?:/\d+)?")
+
+
+def find_answer(text: str, search: Search = "marked") -> str | None:
+    """Returns the answer that `text` gives, without its mark; None where it gives none."""
+    start, answer = _last_boxed(text)
+    if search == "boxed":
+        return answer
+    for mark in _MARK.finditer(text):
+        if mark.end() > start and not _BOX.search(mark[0]):  # a box inside the line of a mark is what it says
+            start, answer = mark.start(), _bare(mark[1] or mark[2])
+    if answer is None and search == "any":
+        numbers = _NUMBER.findall(text)
+        answer = numbers[-1] if numbers else None
+    return answer
+
+
+def after_thinking(text: str, closing_tag: str) -> str:
+    """Returns what follows the last closing tag, such as `</think>`; the whole text where there is none. A thought that was
+    begun and never closed says nothing yet: then it returns ""."""
+    _, tag, rest = text.rpartition(closing_tag)
+    if not tag and text.lstrip().startswith(closing_tag.replace("/", "", 1)):
+        return ""
+    return rest
+
+
+def to_number(text: str) -> Fraction | None:
+    """Returns the exact value of `-1,234.5`, `3/4` or `$12`; None for whatever is no plain number."""
+    plain = text.strip().replace("\\$", "").replace("$", "").replace(",", "").rstrip(".").strip()
+    if not _EXACT.fullmatch(plain):
+        return None
+    numerator, _, denominator = plain.partition("/")
+    return None if denominator and not int(denominator) else Fraction(numerator) / int(denominator or 1)
+
+
+def _last_boxed(text: str) -> tuple[int, str | None]:
+    """Returns where the last closed box begins, and what is in it; (-1, None) where there is none."""
+    for box in reversed(list(_BOX.finditer(text))):
+        if (content := _in_braces(text, box.end())) is not None:
+            return box.start(), content.strip()
+    bare = list(_BARE_BOX.finditer(text))  # `\boxed 5`, as some solutions of MATH have it
+    return (bare[-1].start(), bare[-1][1]) if bare else (-1, None)
+
+
+def _in_braces(text: str, start: int) -> str | None:
+    """Returns what the brace at `start` encloses, escaped braces counted as text; None where it is never closed."""
+    depth, position = 0, start
+    while position < len(text):
+        if text[position] == "\\":
+            position += 1
+        elif text[position] == "{":
+            depth += 1
+        elif text[position] == "}":
+            depth -= 1
+            if depth == 0:
+                return text[start + 1 : position]
+        position += 1
+    return None
+
+
+def _bare(answer: str) -> str:
+    """Returns an answer without the emphasis and the full stop around it."""
+    return answer.strip().strip("*").strip().removesuffix(".").strip()

@@ -1,0 +1,26 @@
+"""Train or test: a function of a problem's content alone, so that the two share nothing, whatever the seeds. Knows no task."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal, cast, get_args
+
+from tlt.types import UserError
+
+Split = Literal["train", "test"]
+
+TEST_ONE_IN = 8
+"""One problem in this many belongs to the test split."""
+
+
+def split_of(content: str) -> Split:
+    """Returns the split of the problem that `content` identifies."""
+    digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
+    return "test" if int.from_bytes(digest, "big") % TEST_ONE_IN == 0 else "train"
+
+
+def check_split(task: str, split: str) -> Split:
+    """Returns `split` where it is one. Raises UserError."""
+    if split not in get_args(Split):
+        raise UserError(f"task {task}: split {split!r} does not exist; use one of {get_args(Split)}")
+    return cast(Split, split)

@@ -1,0 +1,276 @@
+r"""Arithmetic word problems: drawn, told in English and solved by templates, scored exactly. Knows text, not models.
+
+    chain      12+7-4                                            a number, and one to four operations from left to right
+    problem    Mia has 12 apples. Ben gives her 7 more. …        the chain told as a story
+    worked     12+7=19. 19-4=15. The answer is \boxed{15}.
+    terse      The answer is \boxed{15}.
+
+A chain belongs to the train or to the test split whatever story tells it: no arithmetic of a test problem occurs in training
+under other names. Results are positive integers and division is exact.
+
+This file runs in reward workers: it imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tlt.tasks.answers import after_thinking, find_answer, to_number
+from tlt.tasks.splits import Split, check_split, split_of
+from tlt.types import UserError
+
+MAX_STEPS = 4
+MAX_FACTOR = 9
+"""The largest number that is multiplied or divided by."""
+MAX_TRIES = 10_000
+DEFAULT_STEPS: Mapping[int, float] = {1: 0.1, 2: 0.5, 3: 0.4}
+"""Weights of problems with so many operations, where the caller names none."""
+THINKING_ENDS = "</think>"
+
+
+@dataclass(frozen=True)
+class Difficulty:
+    """Limits of a problem's arithmetic."""
+
+    steps: Mapping[int, float]
+    """Weight of problems with so many operations."""
+    max_number: int
+    """The largest number that a problem gives."""
+    max_result: int
+    """The largest result, those on the way included."""
+
+    def __post_init__(self) -> None:
+        steps, counts = dict(self.steps), range(1, MAX_STEPS + 1)
+        if not set(steps) <= set(counts) or min(steps.values(), default=0) < 0 or sum(steps.values()) <= 0:
+            raise UserError(
+                f"word-problems: steps is {steps}; give positive weights to numbers of operations from 1 to {MAX_STEPS}"
+            )
+        if self.max_number < 4 or self.max_result < self.max_number:
+            raise UserError(
+                f"word-problems: max_number is {self.max_number}, max_result {self.max_result};"
+                " the first must be at least 4, the second no smaller than the first"
+            )
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A number and the operations applied to it, from left to right."""
+
+    start: int
+    steps: tuple[tuple[str, int], ...]
+    """(operator, operand): operators are + - * /."""
+
+    def __str__(self) -> str:
+        return str(self.start) + "".join(f"{operator}{operand}" for operator, operand in self.steps)
+
+    @property
+    def split(self) -> Split:
+        return split_of(str(self))
+
+    @property
+    def equations(self) -> list[str]:
+        """The operations written out: `12+7=19`, `19-4=15`."""
+        values = self.values
+        return [f"{values[i]}{op}{operand}={values[i + 1]}" for i, (op, operand) in enumerate(self.steps)]
+
+    @property
+    def values(self) -> list[int]:
+        """The start and every result; the last one is the answer."""
+        values = [self.start]
+        for operator, operand in self.steps:
+            values.append(apply(values[-1], operator, operand))
+        return values
+
+
+def apply(a: int, operator: str, b: int) -> int:
+    """Returns the result of one operation, which must be a positive integer."""
+    result = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operator]
+    assert result > 0, f"{a}{operator}{b} is not positive"
+    assert operator != "/" or a % b == 0, f"{a}{operator}{b} is not exact"
+    return result
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Arithmetic
+
+
+def draw_chain(rng: random.Random, split: Split, difficulty: Difficulty) -> Chain:
+    """Draws a chain of the split: how many operations, then each among those that the limits leave."""
+    counts = list(difficulty.steps)
+    (count,) = rng.choices(counts, [difficulty.steps[c] for c in counts])
+    for _ in range(MAX_TRIES):
+        start = value = rng.randint(2, difficulty.max_number)
+        steps: list[tuple[str, int]] = []
+        while len(steps) < count and (possible := _possible_steps(value, difficulty)):
+            operator = rng.choice(list(possible))
+            steps.append((operator, rng.choice(possible[operator])))
+            value = apply(value, *steps[-1])
+        chain = Chain(start, tuple(steps))
+        if len(steps) == count and chain.split == split:
+            return chain
+    raise UserError(f"word-problems: no {split} problem of {count} operations within {difficulty}; raise the limits")
+
+
+def _possible_steps(value: int, difficulty: Difficulty) -> dict[str, list[int]]:
+    """Returns the operands that each operator may have after `value`; operators without any are left out."""
+    largest, factors = difficulty.max_number, range(2, min(MAX_FACTOR, difficulty.max_number) + 1)
+    operands = {
+        "+": list(range(2, min(largest, difficulty.max_result - value) + 1)),
+        "-": list(range(2, min(largest, value - 1) + 1)),
+        "*": [factor for factor in factors if value * factor <= difficulty.max_result],
+        "/": [factor for factor in factors if value % factor == 0 and value > factor],
+    }
+    return {operator: numbers for operator, numbers in operands.items() if numbers}
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# English
+
+WOMEN = ("Mia", "Anna", "Zoe", "Lena", "Rosa", "Emma", "Nora", "Ines", "Ada", "Tess", "Ruth", "Olga")
+MEN = ("Ben", "Tom", "Max", "Leo", "Paul", "Omar", "Hugo", "Jan", "Sam", "Karl", "Ivan", "Noah")
+THINGS = (
+    "apples", "pears", "books", "stamps", "coins", "marbles", "shells", "cards", "pencils", "flowers", "cookies", "buttons",
+    "stones", "balloons", "tickets", "beads", "eggs", "candles", "stickers", "nuts",
+)  # fmt: skip
+PACKS = ("boxes", "bags", "baskets", "trays")
+PLACES = ("basket", "box", "bag", "drawer")
+
+OPENINGS = (
+    "{name} has {a} {things}.",
+    "{name} starts the day with {a} {things}.",
+    "There are {a} {things} in {name}'s {place}.",
+)
+FIRST_STEPS: Mapping[str, tuple[str, ...]] = {
+    "+": (
+        "{other} has {a} {things}, and {name} has {n} more than that.",
+        "{name} finds {a} {things} on Monday and {n} on Tuesday.",
+    ),
+    "-": ("{other} has {a} {things}, and {name} has {n} fewer than that.",),
+    "*": (
+        "{name} has {a} {packs} with {n} {things} in each.",
+        "{name} buys {n} {packs} of {a} {things}.",
+    ),
+    "/": ("{other} shares {a} {things} equally among {n} people, and {name} is one of them.",),
+}
+"""Openings that tell the first operation, too."""
+STEPS: Mapping[str, tuple[str, ...]] = {
+    "+": (
+        "{other} gives {her} {n} more.",
+        "{she} buys {n} more {things}.",
+        "then {she} finds {n} {things} on the way home.",
+        "{she} gets {n} more from {other}.",
+    ),
+    "-": (
+        "{she} gives {n} of them to {other}.",
+        "{she} loses {n} {things}.",
+        "then {she} sells {n} {things}.",
+        "{other} takes {n} of them.",
+    ),
+    "*": (
+        "{she} works hard and soon has {n} times as many.",
+        "by the end of the week {she} has {n} times as many {things}.",
+    ),
+    "/": (
+        "{she} sorts them into {n} equal piles and keeps only one pile.",
+        "{she} shares them equally among {n} people and keeps one share.",
+    ),
+}
+STEPS_OF_TWO: Mapping[str, tuple[str, ...]] = {
+    "*": ("{she} soon has twice as many.", "then the number of {things} doubles."),
+    "/": ("{she} gives half of them to {other}.", "then {she} loses half of the {things}."),
+}
+"""Steps whose operand 2 stands in words."""
+QUESTIONS = (
+    "How many {things} does {name} have now?",
+    "How many {things} does {name} have in the end?",
+    "{name} counts the {things}. How many are there?",
+)
+
+
+def tell(chain: Chain, rng: random.Random) -> str:
+    """Returns the chain as a story that ends in a question."""
+    is_woman = rng.random() < 0.5
+    people, others = (WOMEN, MEN) if is_woman else (MEN, WOMEN)  # so that a pronoun means one of the two alone
+    words = {
+        "name": rng.choice(people),
+        "she": "she" if is_woman else "he",
+        "her": "her" if is_woman else "him",
+        "things": rng.choice(THINGS),
+        "packs": rng.choice(PACKS),
+        "place": rng.choice(PLACES),
+    }
+    sentences: list[str] = []
+
+    def say(templates: tuple[str, ...], operand: int = 0) -> None:
+        text = rng.choice(templates).format_map({**words, "a": chain.start, "n": operand, "other": rng.choice(others)})
+        sentences.append(text[0].upper() + text[1:])
+
+    steps = list(chain.steps)
+    if rng.random() < 0.5:
+        operator, operand = steps.pop(0)
+        say(FIRST_STEPS[operator], operand)
+    else:
+        say(OPENINGS)
+    for operator, operand in steps:
+        in_words = STEPS_OF_TWO.get(operator, ()) if operand == 2 else ()
+        say(in_words if in_words and rng.random() < 0.5 else STEPS[operator], operand)
+    say(QUESTIONS)
+    return " ".join(sentences)
+
+
+def solve(chain: Chain, is_worked: bool) -> str:
+    """Returns a solution: the answer after every operation written out, or alone."""
+    work = [f"{equation}." for equation in chain.equations] if is_worked else []
+    return " ".join([*work, rf"The answer is \boxed{{{chain.values[-1]}}}."])
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The task
+
+
+@dataclass(frozen=True)
+class WordProblems:
+    """The task `word-problems` (see `tlt.tasks.base.Task`)."""
+
+    def problems(
+        self,
+        num: int,
+        seed: int,
+        *,
+        split: str = "train",
+        steps: Mapping[int, float] | Mapping[str, float] | None = None,
+        max_number: int = 30,
+        max_result: int = 99,
+        chat: bool = True,
+    ) -> list[dict[str, Any]]:
+        """Returns problems; the i-th depends on (seed, i) and the options only.
+
+        steps        weight of problems with so many operations, {1: 0.1, 2: 0.5, 3: 0.4}; keys may be strings (TOML)
+        max_number   given numbers are 2..max_number; numbers multiplied or divided by are at most 9
+        max_result   results, those on the way included, are 1..max_result
+        chat         whether a problem is a chat message for the tokenizer's template, or plain text
+        """
+        checked = check_split("word-problems", split)
+        weights = {int(count): float(weight) for count, weight in (steps or DEFAULT_STEPS).items()}
+        difficulty = Difficulty(weights, max_number, max_result)
+        problems = []
+        for index in range(num):
+            rng = random.Random(f"word-problems {split} {seed} {index}")
+            chain = draw_chain(rng, checked, difficulty)
+            text = tell(chain, rng)
+            prompt = {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+            problem_id = f"word-problems-{split}-{seed}-{index}"
+            problems.append({"problem_id": problem_id, **prompt, "answer": str(chain.values[-1])})
+        return problems
+
+    def score(self, problem: Mapping[str, Any], response_text: str) -> dict[str, Any]:
+        r"""Rewards 1.0 when the last \boxed{…} after any thinking equals the answer exactly, else 0.0."""
+        answer = find_answer(after_thinking(response_text, THINKING_ENDS), "boxed")
+        solved = answer is not None and to_number(answer) == to_number(problem["answer"])
+        return {"reward": float(solved), "solved": solved}
+
+
+TASK = WordProblems()
