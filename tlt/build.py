@@ -33,6 +33,7 @@ from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import load_tensors
 from tlt.models.packed import PackedTransformer
 from tlt.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
+from tlt.rl.scoring import RewardSpec
 from tlt.rl.update import PolicyTrainer
 from tlt.spans import Span
 from tlt.speculative.verify import Verify
@@ -161,6 +162,12 @@ def build_policy_trainer(config: Config, model: Model, device: torch.device, gro
 def sampling_params(config: Config, stop_ids: tuple[int, ...]) -> SamplingParams:
     """Returns the law that a run's training responses are drawn by."""
     return SamplingParams(stop_ids=stop_ids, seed=config.run.seed, **config.sampling.model_dump())
+
+
+def reward_spec(config: Config) -> RewardSpec:
+    """Returns what a run's responses are scored by."""
+    rewards = config.rewards
+    return RewardSpec(config.task.name, rewards.functions, rewards.weights, rewards.solved_at, config.task.options)
 
 
 def master_dtype(config: Config) -> torch.dtype:

@@ -10,6 +10,7 @@ Axes used throughout the package:
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -252,12 +253,19 @@ class Problem:
 
 @dataclass(frozen=True)
 class Reward:
-    """A task's judgement of one response. `error` is empty, or says why no score could be had (time-out, exception): then
-    `value` means nothing."""
+    """The judgement of one response. `error` is empty, or says why no score could be had (time-out, exception): then `value`
+    means nothing.
+
+    parts: what each reward function said, before its weight, of those that apply; empty where the task alone scores.
+    metrics: what reward functions logged.  task: the problem's column `task`, by which means are taken; empty: none.
+    """
 
     value: float
     is_solved: bool
     error: str = ""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    task: str = ""
 
     @property
     def is_scored(self) -> bool:

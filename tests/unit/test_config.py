@@ -109,7 +109,7 @@ algorithm   clip_low clip_high kl_coefficient normalize_advantages_by_std epochs
 algorithm   importance_correction_cap
 optimizer   learning_rate beta1 beta2 eps weight_decay warmup_steps schedule clip_grad_norm
 evaluation  every num_problems samples_per_problem temperature keep_best
-rewards     num_workers timeout_seconds
+rewards     functions weights solved_at num_workers timeout_seconds
 """
 
 
@@ -178,7 +178,9 @@ def test_an_unknown_section_suggests_the_nearest(folder: Path) -> None:
 
 
 def test_an_unknown_key_far_from_all_others_lists_them(folder: Path) -> None:
-    assert "known keys are num_workers, timeout_seconds" in mistake(folder / "run.toml", "--rewards.zzz", "1")
+    assert "known keys are functions, weights, solved_at, num_workers, timeout_seconds" in mistake(
+        folder / "run.toml", "--rewards.zzz", "1"
+    )
 
 
 def test_a_misspelt_required_key_is_reported_as_unknown_and_not_as_missing(folder: Path) -> None:
@@ -188,7 +190,24 @@ def test_a_misspelt_required_key_is_reported_as_unknown_and_not_as_missing(folde
 
 def test_a_missing_section_and_a_missing_key_say_how_to_add_them(folder: Path) -> None:
     assert "model is missing; add a section [model]" in mistake(write(folder, '[task]\nname = "countdown"\n'))
-    assert "task.name is missing; add it to section [task]" in mistake(write(folder, '[model]\npath = "base"\n[task]\n'))
+    assert "model.path is missing; add it to section [model]" in mistake(write(folder, "[model]\n[task]\n"))
+
+
+def test_a_task_is_needed_where_no_reward_function_scores(folder: Path) -> None:
+    path = write(folder, '[model]\npath = "base"\n[task]\n')
+    assert "give a task.name, or rewards.functions" in mistake(path)
+    assert "give a task.name, or rewards.functions" in mistake(path, "--rewards.functions", '["task"]')
+    assert load_config(path, ["--rewards.functions", '["mine:f"]']).task.name == "data"
+
+
+def test_weights_belong_to_functions_one_each(folder: Path) -> None:
+    functions = ("--rewards.functions", '["task", "mine:f"]')
+    config = load_config(folder / "run.toml", [*functions, "--rewards.weights", "[1, 0.2]"])
+    assert (config.rewards.functions, config.rewards.weights) == (("task", "mine:f"), (1.0, 0.2))
+    assert Config.from_json(config.to_json()) == config
+    assert "weights has 1 values for 2 functions" in mistake(folder / "run.toml", *functions, "--rewards.weights", "[1]")
+    assert "names one twice" in mistake(folder / "run.toml", "--rewards.functions", '["mine:f", "mine:f"]')
+    assert "must be a finite number" in mistake(folder / "run.toml", *functions, "--rewards.weights", "[1, inf]")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tlt.rl.rewards import RewardPool
+from tlt.rl.scoring import RewardSpec
 from tlt.tasks import math as math_task
 from tlt.tasks.answers import after_thinking, find_answer, to_number
 from tlt.tasks.base import make_problems
@@ -284,7 +285,7 @@ def test_a_gold_answer_that_is_no_mathematics_is_said() -> None:
 def test_every_data_sets_records_are_scored_through_a_pool_whose_time_out_ends_what_never_would() -> None:
     """math-verify sets no alarm, so a worker that hangs in sympy is killed from outside; the next response is scored again."""
     pytest.importorskip("math_verify")
-    with RewardPool("math", num_workers=1, timeout_seconds=3.0) as pool:
+    with RewardPool(RewardSpec("math"), num_workers=1, timeout_seconds=3.0) as pool:
         responses = {
             "GSM8K": (GSM8K, "#### 1072", True),
             "endless": ({"answer": "5"}, r"\boxed{9^{9^{9^{9^9}}}}", None),

@@ -54,7 +54,7 @@ class Scorers:
     def __init__(self) -> None:
         self.keys: list[tuple[str, int]] = []
 
-    def submit(self, key: tuple[str, int], data: dict[str, Any], text: str) -> None:
+    def submit(self, key: tuple[str, int], data: dict[str, Any], text: str, token_ids: Any, step: int) -> None:
         self.keys.append(key)
 
     def drain(self, patience: float) -> dict[tuple[str, int], Reward]:

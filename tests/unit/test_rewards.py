@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tlt.rl.rewards import RewardPool, RewardSummary, check_scorable, summarize
+from tlt.rl.scoring import RewardSpec
 from tlt.types import Reward, UserError
 
 TASK = '''
@@ -103,8 +104,8 @@ def children() -> set[int]:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_every_response_gets_its_own_reward_or_the_reason_why_it_has_none(task: str, num_workers: int) -> None:
-    with RewardPool(task, num_workers, timeout_seconds=30) as pool:
+def test_every_response_gets_its_own_reward_or_the_reason_why_it_has_none(task: str, num_workers: int, tmp_path: Path) -> None:
+    with RewardPool(RewardSpec(task), num_workers, timeout_seconds=30) as pool:
         for i in range(20):
             pool.submit((f"p{i}", i % 3), {"worth": i / 4}, "fine")
         for verb in ("raise", "nan", "incomplete", "exit", "lines"):
@@ -113,10 +114,12 @@ def test_every_response_gets_its_own_reward_or_the_reason_why_it_has_none(task: 
         assert {key: rewards[key] for key in rewards if key[0].startswith("p")} == {
             (f"p{i}", i % 3): Reward(i / 4, True) for i in range(20)
         }
-        assert rewards["raise", 0] == Reward(0.0, False, "RuntimeError: no such luck")
-        assert rewards["nan", 0].error == "ValueError: the reward is nan"
-        assert rewards["incomplete", 0].error == "KeyError: 'solved'"
-        assert rewards["exit", 0].error == "SystemExit: 4"
+        assert rewards["raise", 0] == Reward(0.0, False, f"RuntimeError: no such luck, {tmp_path}/faulty_task.py:13")
+        assert rewards["nan", 0].error == "the reward is nan; it must be a finite number"
+        assert rewards["incomplete", 0].error == (
+            'score() returned {\'reward\': 1.0}; it must be {"reward": a number, "solved": whether it is right}'
+        )
+        assert rewards["exit", 0].error == f"SystemExit: 4, {tmp_path}/faulty_task.py:27"
         assert {key[0] for key, reward in rewards.items() if not reward.is_scored} == {
             "raise",
             "nan",
@@ -124,13 +127,13 @@ def test_every_response_gets_its_own_reward_or_the_reason_why_it_has_none(task: 
             "exit",
             "lines",
         }
-        assert rewards["lines", 0].error == "RuntimeError: one two"
+        assert rewards["lines", 0].error.startswith("RuntimeError: one two, ")
         assert len(rewards) == 25
         assert pool.drain() == {}
 
 
 def test_a_hung_scorer_is_killed_at_its_time_out_while_others_go_on(task: str) -> None:
-    with RewardPool(task, 2, timeout_seconds=2.0) as pool:
+    with RewardPool(RewardSpec(task), 2, timeout_seconds=2.0) as pool:
         pool.submit(("hung", 0), {}, "hang")
         pool.submit(("dead", 0), {}, "die")
         for i in range(10):
@@ -152,7 +155,7 @@ def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: 
     busy = threading.Thread(target=keep_the_interpreter_busy)
     busy.start()
     try:
-        with RewardPool(task, 1, timeout_seconds=30) as pool:
+        with RewardPool(RewardSpec(task), 1, timeout_seconds=30) as pool:
             for i in range(12):
                 pool.submit(("p", i), {"worth": 1.0, "padding": "x" * 100_000}, "die" if i % 3 == 1 else "fine")
             rewards = pool.drain()
@@ -165,7 +168,7 @@ def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: 
 
 def test_a_task_that_cannot_be_imported_in_a_worker_says_why(task: str, tmp_path: Path) -> None:
     """The parent has imported it already; in the worker's fresh interpreter something is missing."""
-    with RewardPool(task, 1, timeout_seconds=30) as pool:
+    with RewardPool(RewardSpec(task), 1, timeout_seconds=30) as pool:
         pool.submit(("before", 0), {"worth": 1.0}, "fine")
         assert pool.drain()["before", 0].is_scored
         (tmp_path / "faulty_task.py").write_text("import no_such_module")
@@ -180,11 +183,11 @@ def test_a_worker_that_cannot_be_started_again_blocks_nobody(task: str, monkeypa
     def refuse(*args: object, **options: object) -> None:
         raise OSError(12, "Cannot allocate memory")
 
-    with RewardPool(task, 1, timeout_seconds=30) as pool:
+    with RewardPool(RewardSpec(task), 1, timeout_seconds=30) as pool:
         pool.submit(("before", 0), {"worth": 1.0}, "fine")
         pool.drain()
         with monkeypatch.context() as patch:
-            patch.setattr("tlt.rl.rewards.subprocess.Popen", refuse)
+            patch.setattr("tlt.rl.reward_worker.subprocess.Popen", refuse)
             pool.submit(("dead", 0), {}, "die")
             for i in range(3):
                 pool.submit(("p", i), {"worth": 1.0}, "fine")
@@ -197,7 +200,7 @@ def test_a_worker_that_cannot_be_started_again_blocks_nobody(task: str, monkeypa
 
 
 def test_a_backlog_beyond_all_patience_names_the_task_and_who_is_scored(task: str) -> None:
-    with RewardPool(task, 1, timeout_seconds=60) as pool:
+    with RewardPool(RewardSpec(task), 1, timeout_seconds=60) as pool:
         for i in range(5):
             pool.submit((f"p{i}", 0), {"worth": 1.0}, "sleep 30")
         with pytest.raises(UserError) as caught:
@@ -211,7 +214,7 @@ def test_a_worker_hears_signals_even_where_its_parent_blocks_them(task: str) -> 
     """A rank has them blocked; what a task starts must not inherit that."""
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
-        with RewardPool(task, 1, timeout_seconds=30) as pool:
+        with RewardPool(RewardSpec(task), 1, timeout_seconds=30) as pool:
             pool.submit(("mask", 0), {}, "mask")
             assert pool.drain() == {("mask", 0): Reward(0.0, False)}
     finally:
@@ -238,14 +241,14 @@ def test_a_step_without_any_score_is_the_users_mistake_and_says_the_first_error(
 
 
 def test_workers_import_nothing_heavy(task: str) -> None:
-    with RewardPool(task, 1, timeout_seconds=30) as pool:
+    with RewardPool(RewardSpec(task), 1, timeout_seconds=30) as pool:
         pool.submit(("imports", 0), {}, "modules torch,numpy,pytest,transformers,pydantic")
         assert pool.drain() == {("imports", 0): Reward(0.0, False)}
 
 
 def test_after_close_no_worker_is_left_not_even_a_hung_one(task: str) -> None:
     before = children()
-    pool = RewardPool(task, 2, timeout_seconds=300)
+    pool = RewardPool(RewardSpec(task), 2, timeout_seconds=300)
     pool.submit(("fine", 0), {"worth": 1.0}, "fine")
     pool.drain()
     pool.submit(("hung", 0), {}, "hang")
@@ -260,7 +263,7 @@ def test_after_close_no_worker_is_left_not_even_a_hung_one(task: str) -> None:
 
 
 def test_what_was_abandoned_is_never_returned_and_its_key_is_free_again(task: str, tmp_path: Path) -> None:
-    with RewardPool(task, 1, timeout_seconds=60) as pool:
+    with RewardPool(RewardSpec(task), 1, timeout_seconds=60) as pool:
         pool.submit(("a", 0), {"worth": 1.0}, f"await {tmp_path / 'signal'}")
         pool.submit(("b", 0), {"worth": 1.0}, "fine")
         wait_for_files(tmp_path, "signal.*", 1)
@@ -272,14 +275,15 @@ def test_what_was_abandoned_is_never_returned_and_its_key_is_free_again(task: st
 
 def test_an_unknown_task_is_refused_when_the_pool_is_made() -> None:
     with pytest.raises(ValueError, match="unknown task 'countdwon'"):
-        RewardPool("countdwon", 1, 1.0)
+        RewardPool(RewardSpec("countdwon"), 1, 1.0)
 
 
 SCRIPT = """
 import os, signal, sys, time
 from tlt.rl.rewards import RewardPool
+from tlt.rl.scoring import RewardSpec
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit it ignored
-pool = RewardPool("faulty_task:TASK", 2, 300)
+pool = RewardPool(RewardSpec("faulty_task:TASK"), 2, 300)
 try:
     for i in range(4):
         pool.submit(("p", i), {"worth": 1.0}, sys.argv[1])

@@ -109,12 +109,11 @@ class ProblemScore:
 
 def score(options: Score) -> Record:
     """Scores every response, prints a line a problem and returns the summary."""
-    from tlt.rl import rewards
-    from tlt.tasks.base import get_task
+    from tlt.rl.scoring import Response, RewardSpec, Scorer
 
     if options.out is not None:
         check_output_file(options.out, "--out")
-    task = get_task(options.name)
+    scorer = Scorer(RewardSpec(options.name))
     problems = _read_problems(options.problems)
     scores: dict[str, list[Reward]] = {problem_id: [] for problem_id in problems}
     scored: list[Record] = []
@@ -124,7 +123,7 @@ def score(options: Score) -> Record:
             raise UserError(f"{place}: problem_id {problem_id!r} is not in {options.problems}; give the problems answered")
         if not isinstance(text, str):
             raise UserError(f"{place}: text is {text!r}; it must be the response's text")
-        found = rewards.score(task, problems[problem_id], text)
+        found = scorer.score(Response(problems[problem_id], text))
         if found.error:
             where = f"{place}: task {options.name}, problem {problem_id!r}"
             raise UserError(f"{where}: score() failed ({found.error}); correct the task, or the problem")

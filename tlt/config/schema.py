@@ -64,8 +64,9 @@ class TaskSection(Section):
     """The training problems: `num_problems` generated ones or those of a `problems_file`. --task.options.KEY VALUE sets an
     option of the task's own."""
 
-    name: Annotated[str, Field(min_length=1)]
-    """A registered task such as "countdown", or "package.module:object"."""
+    name: Annotated[str, Field(min_length=1)] = "data"
+    """A registered task such as "countdown", a member of a family such as "reasoning-gym:chain_sum", or
+    "package.module:object". "data" is a file's rows, scored by rewards.functions alone."""
     options: dict[str, Any] = {}
     """Keyword arguments of the task."""
     num_problems: PositiveInt | None = None
@@ -236,12 +237,26 @@ class EvaluationSection(Section):
 
 
 class RewardsSection(Section):
-    """The worker processes that score responses while others still generate."""
+    """The score of a response, and the worker processes that compute it while others still generate (docs/tasks.md)."""
 
+    functions: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
+    """Reward functions in TRL's signature as "package.module:object", and "task" for the task's own score; none: that alone."""
+    weights: Annotated[tuple[float, ...], Field(strict=False)] = ()
+    """Weights of the functions in the sum that is the reward; none: 1 each."""
+    solved_at: float = 1.0
+    """A response is solved from this reward on, where "task", which says so itself, is not among the functions."""
     num_workers: NonNegativeInt = 1
     """0: the rank scores by itself and no time-out holds; for a task that is being written, or an object of a notebook."""
     timeout_seconds: PositiveFloat = 10.0
     """Time limit of scoring one response; past it the response has no score, and the reason is recorded."""
+
+    @model_validator(mode="after")
+    def _a_weight_for_each(self) -> RewardsSection:
+        if self.weights and len(self.weights) != len(self.functions):
+            raise mistake(f"weights has {len(self.weights)} values for {len(self.functions)} functions: give each its weight")
+        if len(set(self.functions)) < len(self.functions):
+            raise mistake(f"functions names one twice ({', '.join(self.functions)}): give it once")
+        return self
 
 
 class Config(Section):
@@ -272,6 +287,8 @@ class Config(Section):
                     f"rollout.speculation is {self.rollout.speculation!r} but drafter.path is not set:"
                     " give a drafter folder, or use ngram, which needs none"
                 )
+        if self.task.name == "data" and not set(self.rewards.functions) - {"task"}:
+            raise mistake("task.name is 'data' (the default), which scores nothing: give a task.name, or rewards.functions")
         if self.task.num_problems is not None and self.task.num_problems < self.rollout.problems_per_step:
             raise mistake(
                 f"rollout.problems_per_step is {self.rollout.problems_per_step} but task.num_problems only"

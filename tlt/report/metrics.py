@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
@@ -48,6 +48,9 @@ class StepRecord:
 
     reward_mean, solve_rate: over this step's responses that could be scored, as sampled for training; NaN: none could.
     reward_errors: responses that could not.  first_reward_error: why the first one could not; empty: all could.
+    reward_parts: reward function → mean, before its weight, over the responses to which it applied; empty without
+        rewards.functions.  reward_metrics: what they logged → mean.
+    reward_by_task, solve_rate_by_task: by the problems' column `task`, as a mixture gives it; empty without.
     truncated_share: of responses that reached their token limit.  zero_variance_groups: groups that give no gradient.
     engine_trainer_logprob_gap: mean |log-probability by the engine - by the trainer| over response tokens. Like `entropy` an
         estimate where most responses have no advantage (rl/update.py, SAMPLED_TOKENS).
@@ -119,6 +122,10 @@ class StepRecord:
     drafter_set_aside: str = ""
     reward_errors: int = 0
     first_reward_error: str = ""
+    reward_parts: dict[str, Number] = field(default_factory=dict)
+    reward_metrics: dict[str, Number] = field(default_factory=dict)
+    reward_by_task: dict[str, Number] = field(default_factory=dict)
+    solve_rate_by_task: dict[str, Number] = field(default_factory=dict)
 
     def to_json(self) -> str:
         return dumps(dataclasses.asdict(self))

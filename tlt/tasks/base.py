@@ -8,8 +8,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
@@ -20,9 +21,20 @@ from tlt.types import UserError
 #: The tasks that come with TLT, as "module:object".
 BUILTIN = {
     "countdown": "tlt.tasks.countdown:TASK",
+    "data": "tlt.tasks.data:TASK",
     "math": "tlt.tasks.math:TASK",
+    "mixture": "tlt.tasks.mixture:TASK",
     "word-problems": "tlt.tasks.wordproblems:TASK",
 }
+
+#: Many tasks of one kind, "family:member", as the function that makes one of a member's name.
+FAMILIES = {"reasoning-gym": "tlt.tasks.reasoning_gym:make_task"}
+
+MAX_MESSAGE = 300
+"""Characters that are kept of an exception's message."""
+
+_PYTHON = sysconfig.get_path("stdlib")
+_CALLERS = (__file__, str(Path(__file__).parents[1] / "rl"))
 
 
 @runtime_checkable
@@ -44,42 +56,63 @@ class Task(Protocol):
 
 
 @runtime_checkable
-class PreparedTask(Task, Protocol):
-    """A task whose scoring begins with something slow, such as a heavy import."""
+class WarmsUp(Protocol):
+    """A task whose first score takes long, for it imports or builds something."""
 
-    def prepare(self) -> None:
-        """Runs once in every reward worker before its first response, whose time-out does not count it."""
+    def warm_up(self, options: Mapping[str, Any]) -> None:
+        """Runs once in every reward worker, before the first response and outside its time-out. options: `task.options`."""
         ...
 
 
+def warm_up(task: Task, options: Mapping[str, Any]) -> None:
+    """Has the task get ready to score, where it knows how to."""
+    if isinstance(task, WarmsUp):
+        task.warm_up(options)
+
+
 def get_task(name: str) -> Task:
-    """Returns the task called `name`, or the user's own given as "package.module:object", which is sought where Python seeks
-    modules and in the working directory. Raises UserError."""
-    module_name, colon, attribute = BUILTIN.get(name, name).partition(":")
-    if not (module_name and colon and attribute):
-        raise UserError(f"unknown task {name!r}: use one of {sorted(BUILTIN)} or your own as 'package.module:object'")
-    if name not in BUILTIN and (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # last: what lies here hides no installed module
-    module = _import(name, module_name)
-    try:
-        task: object = getattr(module, attribute)
-    except AttributeError:
-        raise UserError(f"task {name!r}: {module.__file__} has no {attribute!r}; correct the name") from None
+    """Returns the task called `name`: one of ours, a family's such as "reasoning-gym:chain_sum", or the user's own as
+    "package.module:object". Raises UserError."""
+    family, colon, member = name.partition(":")
+    if colon and family in FAMILIES:
+        make_task: Callable[[str], Task] = get_object(f"task {name!r}", FAMILIES[family])
+        return make_task(member)
+    if name not in BUILTIN and not all(name.partition(":")):
+        known = sorted([*BUILTIN, *(f"{family}:NAME" for family in FAMILIES)])
+        raise UserError(f"unknown task {name!r}: use one of {known} or your own as 'package.module:object'")
+    task = get_object(f"task {name!r}", BUILTIN.get(name, name))
     if not isinstance(task, Task):
         raise UserError(f"task {name!r} is a {type(task).__name__} without problems() and score(): give a Task")
     return task
 
 
-def _import(name: str, module_name: str) -> ModuleType:
+def get_object(place: str, spec: str) -> Any:
+    """Returns the object "package.module:object", which is sought where Python seeks modules and in the working directory.
+    Raises UserError, which begins with `place`."""
+    module_name, colon, attribute = spec.partition(":")
+    if not (module_name and colon and attribute):
+        raise UserError(f"{place}: is no 'package.module:object'; give one")
+    if module_name.partition(".")[0] != "tlt" and (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)  # last: what lies here hides no installed module
+    module = _import(place, module_name)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise UserError(f"{place}: {module.__file__} has no {attribute!r}; correct the name") from None
+
+
+def _import(place: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
+    except UserError:
+        raise
     except (Exception, SystemExit) as error:
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(
-                f"task {name!r} cannot be loaded: no module {error.name!r} in {Path.cwd()} or on PYTHONPATH;"
+                f"{place} cannot be loaded: no module {error.name!r} in {Path.cwd()} or on PYTHONPATH;"
                 " run the command in the folder of its file, or add that folder to PYTHONPATH"
             ) from None
-        raise UserError(f"task {name!r}: cannot be imported ({_describe(error)}); correct the file") from None
+        raise UserError(f"{place}: cannot be imported ({describe(error)}); correct the file") from None
 
 
 def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) -> list[Record]:
@@ -99,7 +132,7 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
     except UserError:
         raise
     except (Exception, SystemExit) as error:
-        raise UserError(f"task {name}: problems() failed ({_describe(error)}); correct it, or its options") from None
+        raise UserError(f"task {name}: problems() failed ({describe(error)}); correct it, or its options") from None
     if not isinstance(problems, list):
         raise UserError(f"task {name}: problems() returned a {type(problems).__name__}; it must be a list of problems")
     if not problems:
@@ -130,11 +163,14 @@ def _describe_refusal(known: list[str], options: Mapping[str, Any], error: TypeE
     )
 
 
-def _describe(error: BaseException) -> str:
-    """Returns one line: kind, message, and the place in the user's file where it was raised."""
+def describe(error: BaseException) -> str:
+    """Returns one line of bounded length: kind, message, and the place in the user's file where it was raised."""
+    if isinstance(error, UserError):
+        return str(error)
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    if isinstance(error, SyntaxError):  # says its place itself
+    text = text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 1] + "…"
+    if isinstance(error, SyntaxError | ImportError):  # they say their place themselves
         return text
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    frames = [frame for frame in frames if not frame.filename.startswith("<")]
-    return f"{text}, {frames[-1].filename}:{frames[-1].lineno}" if frames and not isinstance(error, ImportError) else text
+    files = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", *_CALLERS))]
+    users = [frame for frame in files if not frame.filename.startswith(_PYTHON) and "site-packages" not in frame.filename]
+    return f"{text}, {(users or files)[-1].filename}:{(users or files)[-1].lineno}" if files else text

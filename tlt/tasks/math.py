@@ -213,7 +213,7 @@ class Math:
         random.Random(f"math {split} {seed}").shuffle(chosen)
         return chosen[:num]
 
-    def prepare(self) -> None:
+    def warm_up(self, options: Mapping[str, Any]) -> None:
         """Imports math-verify and sympy, which takes a second or more, and has them read a first answer."""
         is_equal("1", "1")
 

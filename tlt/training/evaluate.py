@@ -1,13 +1,14 @@
 """Evaluations on held-out problems: solved with the same noise every time, so that any two can be compared in pairs.
 
-evaluations.jsonl   {"step": updates done, "solve_rate", "seconds", "by_problem": {problem id: share of samples solved}}
+evaluations.jsonl   {"step": updates done, "solve_rate", "seconds", "by_problem": {problem id: share of samples solved},
+                     "by_task": {task: share of samples solved}}
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,12 +27,14 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Evaluation:
     """A line of evaluations.jsonl. step: updates done.  by_problem: the share of a problem's scored samples that were solved; a
-    problem of which none could be scored is left out."""
+    problem of which none could be scored is left out.  by_task: the share of scored samples
+    that were solved, by the problems' column `task`; empty without."""
 
     step: int
     solve_rate: float
     seconds: float
     by_problem: dict[str, float]
+    by_task: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def of(step: int, phase: PhaseResult) -> Evaluation:
@@ -42,7 +45,8 @@ class Evaluation:
             if reward.is_scored:
                 scores.setdefault(rollout.problem_id, []).append(float(reward.is_solved))
         by_problem = {problem: sum(values) / len(values) for problem, values in scores.items()}
-        return Evaluation(step, sum(by_problem.values()) / len(by_problem), phase.seconds, by_problem)
+        by_task = summarize(phase.rewards).solve_rate_by_task
+        return Evaluation(step, sum(by_problem.values()) / len(by_problem), phase.seconds, by_problem, by_task)
 
 
 class Evaluations:

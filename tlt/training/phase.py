@@ -211,7 +211,8 @@ class RolloutPhase:
                     rollouts.append(rollout)
                     drafter.observe(one)
                     key = (rollout.problem_id, rollout.sample_index)
-                    self.scorers.submit(key, data_of[rollout.problem_id], self.decode(rollout.token_ids))
+                    data, text = data_of[rollout.problem_id], self.decode(rollout.token_ids)
+                    self.scorers.submit(key, data, text, rollout.token_ids, rollout.policy_version)
                     work.finish(key)
                 self.coordinator.heartbeat()
                 if self.migrates and (num_offers := self.coordinator.num_offers()):

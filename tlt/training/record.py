@@ -84,4 +84,8 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         drafter_set_aside=check.set_aside if check is not None else "",
         reward_errors=rewards.num_errors,
         first_reward_error=rewards.first_error,
+        reward_parts=rewards.parts,
+        reward_metrics=rewards.metrics,
+        reward_by_task=rewards.reward_by_task,
+        solve_rate_by_task=rewards.solve_rate_by_task,
     )

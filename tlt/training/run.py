@@ -19,6 +19,7 @@ from tlt.build import (
     load_model,
     load_stored,
     master_dtype,
+    reward_spec,
     sampling_params,
 )
 from tlt.config.schema import Config
@@ -99,7 +100,7 @@ class Run:
         self.step = self.first_step = self._resume()
         self.publish(self.step)
 
-        self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
+        self.scorers = RewardPool(reward_spec(config), config.rewards.num_workers, config.rewards.timeout_seconds)
         coordinator = coordinator or connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
         decode, migrates = model.tokenizer.decode, config.rollout.migrate
         self.phase = RolloutPhase(world, self.engine, coordinator, self.scorers, decode, self.timeline, stop.is_set, migrates)

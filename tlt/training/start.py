@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlt.build import preset_changes
+from tlt.build import preset_changes, reward_spec
 from tlt.config.schema import Config
 from tlt.distributed.launch import launch
 from tlt.drafter.folder import choose_preset, load_drafter
@@ -15,6 +15,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
 from tlt.report.console import Console, near
+from tlt.rl.scoring import Scorer
 from tlt.training.lock import FolderLock
 from tlt.training.loop import describe_run
 from tlt.training.problems import load_problems
@@ -53,8 +54,10 @@ def preflight(config: Config) -> Findings:
     if config.drafter.path is not None:
         stored = load_drafter(config.drafter.path, model)
         choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
+    problems = load_problems(config, "train")
+    Scorer(reward_spec(config)).check(problems[0].data)
     num_held_out = len(load_problems(config, "test")) if config.evaluation.num_problems else 0
-    return Findings(model, len(load_problems(config, "train")), num_held_out)
+    return Findings(model, len(problems), num_held_out)
 
 
 def describe(config: Config, findings: Findings) -> dict[str, str]:
@@ -70,10 +73,18 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
     return {
         "model": f"{near(config.model.path)}: {model.architecture}, {_short(num_parameters)} parameters",
         "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
+        **({"rewards": _weighted(config)} if config.rewards.functions else {}),
         "ranks": f"{run.num_ranks} on {device.name} ({device.reason}), {run.dtype}",
         "speculation": speculation,
         "folder": near(Path(run.out_dir)),
     }
+
+
+def _weighted(config: Config) -> str:
+    """Returns the sum of reward functions: 1 × task + 0.2 × my_rewards:length_penalty."""
+    functions, weights = config.rewards.functions, config.rewards.weights
+    terms = zip(weights or (1,) * len(functions), functions, strict=True)
+    return " + ".join(f"{weight:g} × {function}" for weight, function in terms)
 
 
 def _short(number: int) -> str:

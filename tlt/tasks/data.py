@@ -1,0 +1,24 @@
+"""The task of a file's rows that reward functions score: without problems and without a score of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tlt.types import UserError
+
+
+class Data:
+    """Stands for "no task": the rows of the data are the problems, and rewards.functions score the responses."""
+
+    def problems(self, num: int, seed: int, **options: Any) -> list[dict[str, Any]]:
+        """Raises UserError: there are the data's rows alone."""
+        if options.get("split") == "test":
+            raise UserError("task data: makes no held-out problems; give data to evaluation, or evaluation.num_problems = 0")
+        raise UserError("task data: makes no problems; give a file or dataset of them to [task], or a task.name")
+
+    def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
+        """Raises UserError: functions score."""
+        raise UserError("task data: scores nothing; give rewards.functions, or a task.name")
+
+
+TASK = Data()

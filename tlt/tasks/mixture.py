@@ -1,0 +1,119 @@
+"""Several tasks as one: problems of each by weight, every response scored by the task of its problem. Knows no task itself.
+
+    [task]
+    name = "mixture"
+    [[task.options.tasks]]
+    name = "countdown"
+    weight = 3
+    [[task.options.tasks]]
+    name = "reasoning-gym:chain_sum"
+    options = { max_terms = 4 }
+    label = "sums"                   stands before its problem ids and in metrics.jsonl; by default the name
+
+A problem says which part it is of: {"problem_id": "sums/…", "task": "sums", "scored_by": "reasoning-gym:chain_sum", …}
+This file runs in reward workers: it imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tlt.tasks.base import get_task, make_problems, warm_up
+from tlt.types import UserError
+
+
+@dataclass(frozen=True)
+class Part:
+    """One task of a mixture. weight: its share of the problems is weight / sum of all weights.  label: what it is called."""
+
+    name: str
+    weight: float
+    options: Mapping[str, Any]
+    label: str
+
+
+class Mixture:
+    """The tasks of its option `tasks`."""
+
+    def problems(
+        self, num: int, seed: int, split: str, tasks: Sequence[Mapping[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
+        """Returns `num` problems, evenly mixed: of each part its share, rounded to whole problems that sum to `num`.
+
+        tasks: [{"name", "weight" (1), "options" ({}), "label" (the name)}, …]; a part's seed is the mixture's.
+        """
+        parts = _read_parts(tasks)
+        quotas = divide(num, [part.weight for part in parts])
+        mixed = []
+        for order, (part, quota) in enumerate(zip(parts, quotas, strict=True)):
+            problems = make_problems(part.name, quota, seed, {"split": split, **part.options}) if quota else []
+            if len(problems) < quota:
+                raise UserError(
+                    f"task mixture: {part.label} gives {len(problems)} {split} problems of the {quota} that are its share;"
+                    " lower its weight, or the number of problems"
+                )
+            for index, problem in enumerate(problems[:quota]):
+                mixed.append(((index + 0.5) / quota, order, _mark(problem, part)))
+        return [problem for *_, problem in sorted(mixed, key=lambda entry: entry[:2])]
+
+    def warm_up(self, options: Mapping[str, Any]) -> None:
+        """Loads the tasks that the mixture is of."""
+        for part in _read_parts(options.get("tasks")):
+            warm_up(get_task(part.name), part.options)
+
+    def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
+        """Scores by the task that made the problem, which sees it as it made it."""
+        own = {key: value for key, value in problem.items() if key not in ("task", "scored_by")}
+        own["problem_id"] = str(problem["problem_id"]).removeprefix(f"{problem['task']}/")
+        return get_task(problem["scored_by"]).score(own, response_text)
+
+
+TASK = Mixture()
+
+
+def divide(num: int, weights: Sequence[float]) -> list[int]:
+    """Returns whole numbers in proportion to the weights that sum to `num`: each is its share rounded down, and the largest
+    remainders, the first of equal ones, get one more (Hamilton's method)."""
+    total = sum(weights)
+    shares = [num * weight / total for weight in weights]
+    quotas = [int(share) for share in shares]
+    by_remainder = sorted(range(len(weights)), key=lambda i: quotas[i] - shares[i])
+    for i in by_remainder[: num - sum(quotas)]:
+        quotas[i] += 1
+    return quotas
+
+
+def _mark(problem: Mapping[str, Any], part: Part) -> dict[str, Any]:
+    for key in ("task", "scored_by"):
+        if key in problem:
+            raise UserError(f"task mixture: problems of {part.label} have a column {key!r}, which the mixture gives; rename it")
+    return {**problem, "problem_id": f"{part.label}/{problem['problem_id']}", "task": part.label, "scored_by": part.name}
+
+
+def _read_parts(tasks: Any) -> list[Part]:
+    """Returns the parts that the option `tasks` describes. Raises UserError."""
+    place = "task mixture: options.tasks"
+    if not isinstance(tasks, list) or not tasks:
+        raise UserError(f'{place} is {tasks!r}; give a list such as [{{"name": "countdown", "weight": 1}}, …]')
+    parts = [_read_part(f"{place}[{index}]", entry) for index, entry in enumerate(tasks)]
+    label, count = Counter(part.label for part in parts).most_common(1)[0]
+    if count > 1:
+        raise UserError(f"{place}: {count} parts are called {label!r}; give each a label of its own")
+    return parts
+
+
+def _read_part(place: str, entry: Any) -> Part:
+    known = ("name", "weight", "options", "label")
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("name"), str):
+        raise UserError(f"{place} is {entry!r}; it must be a table with a name")
+    if unknown := [key for key in entry if key not in known]:
+        raise UserError(f"{place}: {unknown[0]} is unknown; known keys are {', '.join(known)}")
+    weight, options, label = entry.get("weight", 1.0), entry.get("options", {}), entry.get("label", "")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
+        raise UserError(f"{place}: weight is {weight!r}; it must be a number greater than 0")
+    if not isinstance(options, Mapping) or not isinstance(label, str):
+        raise UserError(f"{place}: options must be a table, and label text")
+    return Part(entry["name"], weight, options, label or entry["name"])

@@ -1,0 +1,189 @@
+"""The generators of reasoning-gym as tasks: `reasoning-gym:chain_sum` and a hundred more, scored by their own score_answer.
+
+    --task.name reasoning-gym:chain_sum --task.options.max_terms 4
+
+A problem says by which options, seed and index it was made, and the scorer makes it again: what some generators keep beside
+question and answer does not survive JSON. Which split a question belongs to is a function of its text alone: a generator that
+repeats itself under another seed puts no test question into training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from tlt.tasks.answers import find_answer
+from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, split_of
+from tlt.types import UserError
+
+TEMPLATES = {
+    "tag": "{question}\n\nGive the final answer between <answer> and </answer>.",
+    "boxed": "{question}\n\nPut the final answer into \\boxed{}.",
+    "whole": "{question}",
+}
+"""Prompts by where the answer is sought: in the last <answer>…</answer>, in the last \\boxed{…}, or in all of the response."""
+
+OWN_OPTIONS = ("answer_in", "template", "solved_at")
+NO_OPTIONS = ("seed", "size")
+"""Fields of a generator's configuration that a run sets."""
+
+
+def make_task(name: str) -> ReasoningGym:
+    """Returns the task of the generator called `name`. Raises UserError."""
+    generators = _generators()
+    if name not in generators:
+        nearest = difflib.get_close_matches(name, generators, n=1, cutoff=0.4)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(sorted(generators))}"
+        raise UserError(f"task reasoning-gym:{name}: no such generator; {hint}")
+    return ReasoningGym(name)
+
+
+class ReasoningGym:
+    """Problems of one generator. Rewards are its scores, from 0 to 1: some give a part for a part of the answer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def problems(
+        self,
+        num: int,
+        seed: int,
+        split: str,
+        answer_in: str = "tag",
+        template: str | None = None,
+        solved_at: float = 1.0,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        """Returns `num` problems with different questions.
+
+        answer_in: where the response has its answer, "tag", "boxed" or "whole".  template: the prompt, {question} standing for
+        the question; by default one that asks for the answer in its place.  solved_at: the least score of a solved problem.
+        options: those of the generator's configuration.
+        """
+        place = f"task reasoning-gym:{self.name}"
+        if answer_in not in TEMPLATES:
+            raise UserError(f"{place}: answer_in is {answer_in!r}; it must be one of {', '.join(TEMPLATES)}")
+        template = TEMPLATES[answer_in] if template is None else template
+        if "{question}" not in template:
+            raise UserError(f"{place}: template is {template!r}; it must contain {{question}}")
+        entries = self._draw(num, seed, check_split(f"reasoning-gym:{self.name}", split), options)
+        return [
+            {
+                "problem_id": f"{self.name}-{_digest(entry['question'])}",
+                "prompt": template.replace("{question}", entry["question"]),
+                "question": entry["question"],
+                "answer": entry["answer"],
+                "answer_in": answer_in,
+                "solved_at": solved_at,
+                "made_by": made_by,
+            }
+            for entry, made_by in entries
+        ]
+
+    def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
+        """Scores the answer by the generator. One that it cannot read, or that is missing, is worth 0."""
+        entry = _make_entry(self.name, json.dumps(problem["made_by"], sort_keys=True))
+        if entry["question"] != problem["question"]:
+            raise UserError(f"task reasoning-gym:{self.name}: another version made the problems; write them again")
+        answer = _extract(response_text, problem["answer_in"])
+        reward = 0.0 if answer is None else _score(_make_dataset(self.name, _settings(problem["made_by"])), answer, entry)
+        return {"reward": reward, "solved": reward >= problem["solved_at"]}
+
+    def _draw(self, num: int, seed: int, split: Split, options: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Returns (entry, how it was made) of `num` different questions of a split. Raises UserError where so many indices give
+        fewer that the generator seems to have no more."""
+        _check_options(self.name, options)
+        share = 1 / TEST_ONE_IN if split == "test" else 1 - 1 / TEST_ONE_IN
+        first = int(_digest(f"{self.name}/{seed}"), 16) % 2**31  # an index counts on from the seed: 0 and 1 would overlap
+        found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+        for factor in (2, 8, 32):
+            source = {"options": options, "seed": first, "size": factor * math.ceil(num / share) + 64}
+            dataset = _make_dataset(self.name, _settings(source))
+            found.clear()
+            for index in range(source["size"]):
+                if len(found) == num:
+                    return list(found.values())
+                entry = dataset[index]
+                if split_of(entry["question"]) == split:
+                    found.setdefault(entry["question"], (entry, {**source, "index": index}))
+        raise UserError(
+            f"task reasoning-gym:{self.name}: gives only {len(found)} different {split} questions with options {options}; ask for"
+            " fewer (task.num_problems, evaluation.num_problems), or widen the options"
+        )
+
+
+def _generators() -> Mapping[str, Any]:
+    """Returns name → (data set, configuration). The one that mixes others is left out: TLT has its own mixture."""
+    try:
+        from reasoning_gym.factory import DATASETS
+    except ModuleNotFoundError as error:
+        raise UserError(f"task reasoning-gym: no module {error.name!r}; pip install 'tlt-rl[reasoning-gym]'") from None
+    return {name: kinds for name, kinds in DATASETS.items() if name != "composite"}
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    config = _generators()[name][1]
+    known = [field.name for field in dataclasses.fields(config) if field.name not in NO_OPTIONS]
+    for option in options:
+        if option not in known:
+            nearest = difflib.get_close_matches(option, known, n=1)
+            hint = f"did you mean {nearest[0]}? " if nearest else ""
+            raise UserError(
+                f"task reasoning-gym:{name}: unknown option {option!r}; {hint}known are {', '.join([*known, *OWN_OPTIONS])}"
+            )
+
+
+def _settings(source: Mapping[str, Any]) -> str:
+    """Returns what a data set is made by, as text that caches can compare."""
+    return json.dumps({**source["options"], "seed": source["seed"], "size": source["size"]}, sort_keys=True)
+
+
+@lru_cache(maxsize=8)
+def _make_dataset(name: str, settings: str) -> Any:
+    """Returns the data set. Lists become tuples where the configuration has those. Raises UserError for what it refuses."""
+    dataset, config = _generators()[name]
+    defaults, values = config(), json.loads(settings)
+    for option, value in values.items():
+        if isinstance(value, list) and isinstance(getattr(defaults, option), tuple):
+            values[option] = tuple(value)
+    try:
+        return dataset(config=config(**values))
+    except (AssertionError, TypeError, ValueError) as error:
+        options = {option: value for option, value in values.items() if option not in NO_OPTIONS}
+        raise UserError(f"task reasoning-gym:{name}: refuses the options {options} ({error}); correct them") from None
+
+
+@lru_cache(maxsize=64)
+def _make_entry(name: str, made_by: str) -> dict[str, Any]:
+    """Returns the generator's entry again; the samples of a group follow each other and share it."""
+    source = json.loads(made_by)
+    entry: dict[str, Any] = _make_dataset(name, _settings(source))[source["index"]]
+    return entry
+
+
+def _extract(text: str, answer_in: str) -> str | None:
+    if answer_in == "boxed":
+        return find_answer(text, "boxed")
+    if answer_in == "whole":
+        return text.strip()
+    before, closing, _ = text.rpartition("</answer>")
+    _, opening, answer = before.rpartition("<answer>")
+    return answer.strip() if opening and closing else None
+
+
+def _score(dataset: Any, answer: str, entry: dict[str, Any]) -> float:
+    try:
+        score = float(dataset.score_answer(answer, entry))
+    except Exception:  # several generators raise at answers that are not of the form they expect
+        return 0.0
+    return min(max(score, 0.0), 1.0) if math.isfinite(score) else 0.0
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
