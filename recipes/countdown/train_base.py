@@ -14,8 +14,9 @@ from collections.abc import Callable
 from transformers import LlamaConfig
 
 from recipes.countdown.make_tokenizer import CHARACTERS, SPECIAL, make_tokenizer
+from recipes.countdown.search import write_search
 from recipes.pretrain import Document, Subject, main, make_parser, weights
-from tlt.tasks.countdown import draw_puzzle, write_search
+from tlt.tasks.countdown import draw_puzzle
 
 IDS = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
 

@@ -56,4 +56,5 @@ def test_responses_that_could_not_be_scored_are_counted_and_left_out_of_the_mean
     assert sum(line["reward_errors"] for line in lines) > 0
     for line in lines:
         assert line["reward_errors"] % 4 == 0, "whole groups"
-        assert line["first_reward_error"] == ("KeyError: 'target'" if line["reward_errors"] else "")
+        place = f"KeyError: 'target', {workspace / 'partly.py'}:8"
+        assert line["first_reward_error"] == (place if line["reward_errors"] else "")

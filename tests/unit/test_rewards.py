@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks.rewards
 from tlt.rl.rewards import RewardPool, RewardSummary, check_scorable, summarize
 from tlt.rl.scoring import RewardSpec
 from tlt.types import Reward, UserError
@@ -164,6 +165,14 @@ def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: 
         busy.join()
     died = Reward(0.0, False, "the worker died with exit code 3")
     assert rewards == {("p", i): died if i % 3 == 1 else Reward(1.0, True) for i in range(12)}
+
+
+def test_of_many_responses_with_every_fault_none_is_lost_and_each_gets_its_own_verdict() -> None:
+    """The benchmark, which asserts each verdict, at a fiftieth of its size and with more patience."""
+    found = benchmarks.rewards.run(num=200, share=0.1, num_workers=4, timeout=2.0, seed=1)
+    assert found["verdicts"] == {"None": 4, "fine": 180, "hang": 4, "nan": 4, "raise": 4, "text": 4}
+    assert found["errors_counted"] == 20
+    assert found["first_error"].startswith(tuple(filter(None, benchmarks.rewards.EXPECTED.values())))
 
 
 def test_a_task_that_cannot_be_imported_in_a_worker_says_why(task: str, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from tlt.types import UserError
 
 def make_checkpoint(step: int, value: float = 1.0) -> Checkpoint:
     training = {"policy": {"state": {0: {"exp_avg": torch.full((3,), value)}}, "lrs": [1.0, 2.0]}, "note": None}
-    return Checkpoint(RunState(step, 4, "abc"), {"w": torch.full((2, 2), value)}, {"fc": torch.full((2,), value)}, training)
+    return Checkpoint(RunState(step, 4), {"w": torch.full((2, 2), value)}, {"fc": torch.full((2,), value)}, training)
 
 
 def test_a_checkpoint_holds_what_was_when_it_was_saved(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_saved(tmp_path: Path) -> None:
     path = latest_checkpoint(tmp_path / "c")
     assert path is not None
     found = load_checkpoint(path, torch.device("cpu"))
-    assert found.state == RunState(3, 4, "abc")
+    assert found.state == RunState(3, 4)
     assert found.policy["w"].tolist() == [[1, 1], [1, 1]]
     assert found.drafter is not None
     assert found.drafter["fc"].tolist() == [1, 1]

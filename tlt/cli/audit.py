@@ -88,6 +88,7 @@ def run(options: Audit) -> int:
     import torch
 
     from tlt.audit.referee import Referee
+    from tlt.audit.verdict import Auditor
     from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
     for speculation in options.speculation:
@@ -100,7 +101,18 @@ def run(options: Audit) -> int:
     params = options.sampling.params(tokenizer.stop_ids if tokenizer is not None else read_stop_ids(options.model))
     reports = []
     for mode, rollouts in _modes(options, params, referee, tokenizer):
-        report = _judge(options, mode, rollouts, params, referee, tokenizer)
+        auditor = Auditor(
+            params,
+            referee.vocab_size,
+            referee.window,
+            alpha=options.alpha,
+            tolerance=options.tolerance,
+            limit=None if options.responses is not None else params.max_tokens,
+            seed=params.seed,
+        )
+        report = auditor.judge(mode, rollouts, referee)
+        if tokenizer is not None:
+            report = report.with_texts(lambda token_id: str(tokenizer.hf.convert_ids_to_tokens(token_id)))
         reports.append(report)
         _print_report(report)
     if options.out is not None:
@@ -113,31 +125,6 @@ def run(options: Audit) -> int:
         summary["device"] = str(options.engine.choose_device())
     print(dumps(summary), flush=True)
     return 0 if summary["lossless"] else 1
-
-
-def _judge(
-    options: Audit,
-    mode: str,
-    rollouts: Sequence[Rollout],
-    params: SamplingParams,
-    referee: Referee,
-    tokenizer: Tokenizer | None,
-) -> AuditReport:
-    from tlt.audit.verdict import Auditor
-
-    auditor = Auditor(
-        params,
-        referee.vocab_size,
-        referee.window,
-        alpha=options.alpha,
-        tolerance=options.tolerance,
-        limit=None if options.responses is not None else params.max_tokens,
-        seed=params.seed,
-    )
-    report = auditor.judge(mode, rollouts, referee)
-    if tokenizer is None:
-        return report
-    return report.with_texts(lambda token_id: str(tokenizer.hf.convert_ids_to_tokens(token_id)))
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
 from tyro.conf import Positional, arg
 
 from tlt.cli.options import Names, Numbers, PositiveFloat, PositiveInt, WithOverrides
@@ -16,6 +15,7 @@ from tlt.types import UserError
 
 Config = Annotated[Positional[Path], arg(metavar="CONFIG")]
 Stem = Annotated[Path, arg(metavar="OUT")]
+PARTS = ("constant", "workload")
 
 
 class BenchRollout(WithOverrides):
@@ -28,7 +28,7 @@ class BenchRollout(WithOverrides):
     """TOML configuration, or the name of a recipe such as countdown."""
     out: Stem
     """Where the results go: OUT.json and OUT.md."""
-    parts: Names = ("constant", "workload")
+    parts: Names = PARTS
     """What to measure: constant (batches that stay at one size), workload (the configuration's own phases)."""
     variants: Names = ("adaptive",)
     """What to compare with off: adaptive, beg-mab, fixed strategies such as 4x1x4 or ngram:8x1x8."""
@@ -58,13 +58,15 @@ class BenchTrain(WithOverrides):
     """What to compare with off: tlt (the configuration as it is), frozen (without training the drafter)."""
     steps: PositiveInt = 20
     """RL steps of every run."""
-    minutes: Annotated[float, Field(gt=0)] = 60.0
+    minutes: PositiveFloat = 60.0
     """Time limit in minutes: no step begins that would not end within it."""
 
 
 def rollout(options: BenchRollout) -> Record:
     """Measures (see bench/rollout.py); returns the ratios over off, by measurement."""
-    from tlt.bench.rollout import PARTS, Options, run_benchmark
+    from tlt.bench.report import header, write_report
+    from tlt.bench.rollout import constant, launch_workload, summary_line, to_markdown
+    from tlt.bench.subject import Subject
     from tlt.drafter.hybrid import drafter_kinds
     from tlt.training.start import preflight
     from tlt.tuning.tuner import make_tuner
@@ -78,10 +80,20 @@ def rollout(options: BenchRollout) -> Record:
         if variant != "beg-mab":
             make_tuner(variant, drafter_kinds(config.drafter.path is not None))
     preflight(config)
-    measured = Options(
-        options.parts, options.variants, options.batches, options.rounds, options.seconds, options.steps, options.out
-    )
-    report = run_benchmark(config, measured, _command("tlt bench rollout"), lambda line: print(line, flush=True))
+    report: Record = {**header(config, _command("tlt bench rollout")), "measurements": []}
+
+    def note(measured: Record) -> None:
+        """Writes all measurements so far: a run that is cut off keeps what it has."""
+        report["measurements"].append(measured)
+        print(summary_line(measured), flush=True)
+        write_report(options.out, report, to_markdown(report))
+
+    if "constant" in options.parts:
+        subject = Subject(config)
+        for batch_size in options.batches:
+            note(constant(subject, options.variants, batch_size, options.rounds, options.seconds))
+    if "workload" in options.parts:
+        note(launch_workload(config, options.steps))
     return {
         m["name"]: m.get("median_ratio") or {n: r["mean"] for n, r in m["ratios"].items()}
         for m in report["measurements"]

@@ -216,13 +216,13 @@ def evaluate(options: DrafterEval) -> Record:
     if options.out is not None:
         check_output_file(options.out, "--out")
     model = load_model(options.model)
-    config, policy = model.config, model.tensors
-    drafter = load_drafter(options.drafter, config, policy)
+    config = model.config
+    drafter = load_drafter(options.drafter, config, model.tensors)
     prompts = read_prompts(options.prompts, model.tokenizer, vocab_size=config.vocab_size, window=config.max_positions)
     params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
     requests = make_requests(prompts, params, options.samples)
     torch.set_num_threads(options.threads)
-    acceptance = observe(config, policy, drafter, requests, options.depth, options.max_batch_size)
+    acceptance = observe(model, drafter, requests, options.depth, options.max_batch_size)
     summary: Record = {
         "form": drafter.config.method,
         "depth": options.depth,
@@ -231,7 +231,7 @@ def evaluate(options: DrafterEval) -> Record:
         **asdict(acceptance),
     }
     if options.rounds:
-        ratio, num_different = speedup(config, policy, drafter, requests, options.depth, options.max_batch_size, options.rounds)
+        ratio, num_different = speedup(model, drafter, requests, options.depth, options.max_batch_size, options.rounds)
         summary["speedup"] = asdict(ratio) | {"batch_size": options.max_batch_size, "num_different": num_different}
     if options.out is not None:
         write_json(options.out, summary)

@@ -44,9 +44,10 @@ def run(options: Train) -> int:
     """Checks everything that can be checked, starts the ranks, and returns the exit code of the run."""
     started_at = time.time()
     config = resolve_config(options.config, options.overrides, options.resume)
-    from tlt.training.start import start
+    from tlt.training.start import launch_ranks, prepare
 
-    return start(config, started_at)
+    prepare(config)
+    return launch_ranks(config, started_at)
 
 
 def resolve_config(path: Path | None, overrides: Sequence[str], resume: Path | None) -> Config:

@@ -235,10 +235,8 @@ class RolloutEngine:
                     self.drafter.remember(
                         admission.slots, [0] * len(admission.slots), captured_TF.expand(len(admission.slots), -1, -1)
                     )
-        end = time.perf_counter()
-        self.stats.prefill_seconds += end - start
         if self.on_span is not None:
-            self.on_span(Span(SpanName.PREFILL, start, end))
+            self.on_span(Span(SpanName.PREFILL, start, time.perf_counter()))
 
     def _batch_state(self, num_admitted: int) -> BatchState:
         running = self.scheduler.running

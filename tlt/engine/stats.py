@@ -50,7 +50,6 @@ class EngineStats:
     num_verifications: int = 0
     num_verified_tokens: int = 0
     num_steps: int = 0
-    prefill_seconds: float = 0.0
     by_strategy: dict[str, StrategyStats] = field(default_factory=lambda: defaultdict(StrategyStats))
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
     attempts_by_depth: Counter[int] = field(default_factory=Counter)
@@ -67,7 +66,7 @@ class EngineStats:
 
     def add(self, other: EngineStats) -> None:
         """Counts of another engine or phase on top of these."""
-        for name in ("num_tokens", "num_verifications", "num_verified_tokens", "num_steps", "prefill_seconds"):
+        for name in ("num_tokens", "num_verifications", "num_verified_tokens", "num_steps"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.survivors_by_depth.update(other.survivors_by_depth)
         self.attempts_by_depth.update(other.attempts_by_depth)

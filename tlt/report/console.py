@@ -86,7 +86,7 @@ def _row_width(columns: Sequence[Column]) -> int:
 
 
 @dataclass(frozen=True)
-class Progress:
+class Gain:
     """Solve rates on held-out problems at the first and at the last evaluation, and the p value of their paired difference."""
 
     before: float
@@ -242,7 +242,7 @@ class Console:
     def summary(
         self,
         products: Mapping[str, Path],
-        progress: Progress | None,
+        progress: Gain | None,
         num_steps: int,
         seconds: float,
         next_commands: Sequence[str],
@@ -283,7 +283,7 @@ def _row(columns: Sequence[Column], cells: Sequence[tuple[str, str]]) -> Text:
 
 def _summary_rows(
     products: Mapping[str, Path],
-    progress: Progress | None,
+    progress: Gain | None,
     num_steps: int,
     seconds: float,
 ) -> Iterator[tuple[str, Text]]:

@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
-from tlt.files import dumps, write_atomically
+from tlt.files import dumps, read_appended, write_atomically
 from tlt.types import UserError
 
 NAN = float("nan")
@@ -150,7 +150,7 @@ class MetricsWriter:
     def __init__(self, path: str | Path, first_step: int) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line, record in _read_lines(self.path) if record.step < first_step] if self.path.exists() else []
+        kept = [line for line, record in _read_lines(self.path) if record.step < first_step]
         with write_atomically(self.path) as file:
             file.writelines(line + "\n" for line in kept)
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
@@ -181,15 +181,8 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
 
 
 def _read_lines(path: Path) -> list[tuple[str, StepRecord]]:
-    """Returns (line, record) pairs, without a last line that a kill tore; any other fault in the file is an error."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append((line, StepRecord.from_json(line)))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: no step record ({error}); repair or remove the line") from error
-    return records
+    """Returns (line, record) pairs."""
+    return read_appended(path, lambda line: (line, StepRecord.from_json(line)), "step record")
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
@@ -205,14 +198,13 @@ def paired_sign_flip_test(
     after: Sequence[float],
     num_permutations: int = 100_000,
     seed: int = 0,
-    alternative: Literal["greater", "two-sided"] = "greater",
 ) -> float:
     """Returns the p value of the hypothesis that training changed nothing, from one pair of scores per problem.
 
     Under it each difference after - before is as likely to have either sign. p = the share of sign patterns whose mean
-    difference is at least the observed one ("greater": one-sided, training helped; "two-sided": in absolute value).
-    Exact, over all 2^n patterns of the n differences other than 0, where these are at most `num_permutations`; otherwise
-    from that many random patterns, the observed one counted among them (p is never 0; Phipson & Smyth 2010).
+    difference is at least the observed one (one-sided: training helped). Exact, over all 2^n patterns of the n differences
+    other than 0, where these are at most `num_permutations`; otherwise from that many random patterns, the observed one
+    counted among them (p is never 0; Phipson & Smyth 2010).
     """
     if len(before) != len(after):
         raise ValueError(f"paired test: {len(before)} scores before and {len(after)} after; they must be of the same problems")
@@ -225,10 +217,7 @@ def paired_sign_flip_test(
     slack = 1e-12 * np.abs(difference_P).sum()  # sums of the same terms in another order are ties
 
     def count_extreme(is_flipped_MP: NDArray[Any]) -> int:
-        flipped_M = (1.0 - 2.0 * is_flipped_MP) @ difference_P
-        if alternative == "two-sided":
-            return int((np.abs(flipped_M) >= abs(observed) - slack).sum())
-        return int((flipped_M >= observed - slack).sum())
+        return int(((1.0 - 2.0 * is_flipped_MP) @ difference_P >= observed - slack).sum())
 
     chunk = 4096
     if num_pairs < 60 and 2**num_pairs <= num_permutations:

@@ -34,10 +34,11 @@ class Worker:
     def __init__(self, spec: RewardSpec) -> None:
         self.pipe, theirs = Pipe()
         command = [sys.executable, "-c", "from tlt.rl.reward_worker import work; work()", str(theirs.fileno()), spec.to_json()]
+        paths = os.pathsep.join(filter(None, sys.path))
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"},  # every worker walks through a set alike
             pass_fds=[theirs.fileno()],
             start_new_session=True,
         )

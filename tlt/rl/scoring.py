@@ -11,7 +11,6 @@ This file runs in reward workers: it imports nothing heavy.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import math
@@ -19,10 +18,13 @@ import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tlt.tasks.base import Task, describe, get_object, get_task, warm_up
 from tlt.types import Reward, UserError
+
+if TYPE_CHECKING:
+    import asyncio
 
 OWN_SCORE = "task"
 """The name by which a task's own score stands among the reward functions."""
@@ -184,6 +186,8 @@ class Scorer:
         """Returns what they give, or raise."""
         if not awaitables:
             return []
+        import asyncio  # here alone: most workers have no coroutine, and start a third faster
+
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_run, args=(self._loop,), daemon=True).start()
@@ -205,7 +209,7 @@ def score_by_task(task: Task, response: Response) -> tuple[float, bool]:
 
 def load_function(spec: str) -> Callable[..., Any]:
     """Returns the reward function "package.module:object". Raises UserError."""
-    function = get_object(f"reward function {spec!r}", spec)
+    function: Callable[..., Any] = get_object(f"reward function {spec!r}", spec)
     if not callable(function):
         raise UserError(f"reward function {spec!r} is a {type(function).__name__}; give a function")
     return function
@@ -237,6 +241,8 @@ def _attempt(function: RewardFunction, offered: Mapping[str, Any]) -> Any:
 
 
 async def _gather(awaitables: list[Awaitable[Any]]) -> list[Any]:
+    import asyncio
+
     async def settle(awaitable: Awaitable[Any]) -> Any:
         try:
             return await awaitable

@@ -16,7 +16,7 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from tlt.files import Record, get_id
-from tlt.types import UserError
+from tlt.types import UserError, one_line
 
 #: The tasks that come with TLT, as "module:object".
 BUILTIN = {
@@ -28,7 +28,10 @@ BUILTIN = {
 }
 
 #: Many tasks of one kind, "family:member", as the function that makes one of a member's name.
-FAMILIES = {"reasoning-gym": "tlt.tasks.reasoning_gym:make_task"}
+FAMILIES = {
+    "reasoning-gym": "tlt.tasks.reasoning_gym:make_task",
+    "verifiers": "tlt.tasks.verifiers:make_task",
+}
 
 MAX_MESSAGE = 300
 """Characters that are kept of an exception's message."""
@@ -167,8 +170,7 @@ def describe(error: BaseException) -> str:
     """Returns one line of bounded length: kind, message, and the place in the user's file where it was raised."""
     if isinstance(error, UserError):
         return str(error)
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    text = text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 1] + "…"
+    text = one_line(error, MAX_MESSAGE)
     if isinstance(error, SyntaxError | ImportError):  # they say their place themselves
         return text
     files = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", *_CALLERS))]

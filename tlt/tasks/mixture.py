@@ -61,7 +61,7 @@ class Mixture:
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
         """Loads the tasks that the mixture is of."""
-        for part in _read_parts(options.get("tasks")):
+        for part in _read_parts(options["tasks"]) if "tasks" in options else ():
             warm_up(get_task(part.name), part.options)
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:

@@ -5,20 +5,28 @@
 A problem says by which options, seed and index it was made, and the scorer makes it again: what some generators keep beside
 question and answer does not survive JSON. Which split a question belongs to is a function of its text alone: a generator that
 repeats itself under another seed puts no test question into training.
+
+Some generators walk through sets, so that they draw otherwise in every process whose hashes are seeded at random. Problems are
+drawn, and reward workers run, with PYTHONHASHSEED=0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import hashlib
 import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlt.tasks.answers import find_answer
+from tlt.tasks.base import describe
 from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, split_of
 from tlt.types import UserError
 
@@ -32,6 +40,14 @@ TEMPLATES = {
 OWN_OPTIONS = ("answer_in", "template", "solved_at")
 NO_OPTIONS = ("seed", "size")
 """Fields of a generator's configuration that a run sets."""
+
+
+class Drawn(NamedTuple):
+    """A question, the generator's answer where it has one, and the options, seed, size and index that make it again."""
+
+    question: str
+    answer: str | None
+    made_by: dict[str, Any]
 
 
 def make_task(name: str) -> ReasoningGym:
@@ -72,50 +88,80 @@ class ReasoningGym:
         template = TEMPLATES[answer_in] if template is None else template
         if "{question}" not in template:
             raise UserError(f"{place}: template is {template!r}; it must contain {{question}}")
-        entries = self._draw(num, seed, check_split(f"reasoning-gym:{self.name}", split), options)
+        entries = draw(self.name, num, seed, check_split(f"reasoning-gym:{self.name}", split), options)
         return [
             {
-                "problem_id": f"{self.name}-{_digest(entry['question'])}",
-                "prompt": template.replace("{question}", entry["question"]),
-                "question": entry["question"],
-                "answer": entry["answer"],
+                "problem_id": f"{self.name}-{_digest(entry.question)}",
+                "prompt": template.replace("{question}", entry.question),
+                "question": entry.question,
+                "answer": entry.answer,
                 "answer_in": answer_in,
                 "solved_at": solved_at,
-                "made_by": made_by,
+                "made_by": entry.made_by,
             }
-            for entry, made_by in entries
+            for entry in entries
         ]
 
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
         """Scores the answer by the generator. One that it cannot read, or that is missing, is worth 0."""
-        entry = _make_entry(self.name, json.dumps(problem["made_by"], sort_keys=True))
+        settings = _settings(problem["made_by"])
+        entry = _make_entry(self.name, settings, problem["made_by"]["index"])
         if entry["question"] != problem["question"]:
-            raise UserError(f"task reasoning-gym:{self.name}: another version made the problems; write them again")
+            raise UserError(
+                f"task reasoning-gym:{self.name}: problem {problem['problem_id']} was drawn otherwise; draw it again with this"
+                " version of reasoning-gym, and score in worker processes or with PYTHONHASHSEED=0"
+            )
         answer = _extract(response_text, problem["answer_in"])
-        reward = 0.0 if answer is None else _score(_make_dataset(self.name, _settings(problem["made_by"])), answer, entry)
+        reward = 0.0 if answer is None else _score(_make_dataset(self.name, settings), answer, entry)
         return {"reward": reward, "solved": reward >= problem["solved_at"]}
 
-    def _draw(self, num: int, seed: int, split: Split, options: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Returns (entry, how it was made) of `num` different questions of a split. Raises UserError where so many indices give
-        fewer that the generator seems to have no more."""
-        _check_options(self.name, options)
-        share = 1 / TEST_ONE_IN if split == "test" else 1 - 1 / TEST_ONE_IN
-        first = int(_digest(f"{self.name}/{seed}"), 16) % 2**31  # an index counts on from the seed: 0 and 1 would overlap
-        found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
-        for factor in (2, 8, 32):
-            source = {"options": options, "seed": first, "size": factor * math.ceil(num / share) + 64}
-            dataset = _make_dataset(self.name, _settings(source))
-            found.clear()
-            for index in range(source["size"]):
-                if len(found) == num:
-                    return list(found.values())
-                entry = dataset[index]
-                if split_of(entry["question"]) == split:
-                    found.setdefault(entry["question"], (entry, {**source, "index": index}))
-        raise UserError(
-            f"task reasoning-gym:{self.name}: gives only {len(found)} different {split} questions with options {options}; ask for"
-            " fewer (task.num_problems, evaluation.num_problems), or widen the options"
-        )
+
+def draw(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
+    """Returns `num` different questions of a split: the same in every process, for it asks one whose hashes are not random."""
+    _check_options(name, options)
+    if not sys.flags.hash_randomization:
+        return _draw_here(name, num, seed, split, options)
+    command = [sys.executable, "-c", "from tlt.tasks.reasoning_gym import _answer; _answer()"]
+    environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    asked = json.dumps([name, num, seed, split, options])
+    done = subprocess.run(command, input=asked, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    mistake, drawn = json.loads(done.stdout)
+    if mistake:
+        raise UserError(mistake)
+    return [Drawn(*one) for one in drawn]
+
+
+def _answer() -> None:
+    """Runs in the process that draws: reads what is asked for, and writes a user's mistake or "", and what was drawn."""
+    name, num, seed, split, options = json.load(sys.stdin)
+    try:
+        answer = ["", _draw_here(name, num, seed, split, options)]
+    except UserError as error:
+        answer = [str(error), []]
+    except Exception as error:
+        answer = [f"task reasoning-gym:{name}: the generator failed with options {options} ({describe(error)})", []]
+    json.dump(answer, sys.stdout)
+
+
+def _draw_here(name: str, num: int, seed: int, split: Split, options: Mapping[str, Any]) -> list[Drawn]:
+    """Raises UserError where so many indices give fewer questions that the generator seems to have no more."""
+    share = 1 / TEST_ONE_IN if split == "test" else 1 - 1 / TEST_ONE_IN
+    first = int(_digest(f"{name}/{seed}"), 16) % 2**31  # an index counts on from the seed: 0 and 1 would overlap
+    found: dict[str, Drawn] = {}
+    for factor in (2, 8, 32):
+        size = factor * math.ceil(num / share) + 64
+        source = {"options": options, "seed": first, "size": size}
+        found.clear()
+        for index in range(size):
+            if len(found) == num:
+                return list(found.values())
+            entry = _make_entry(name, _settings(source), index)
+            if split_of(entry["question"]) == split:
+                found.setdefault(entry["question"], Drawn(entry["question"], entry["answer"], {**source, "index": index}))
+    raise UserError(
+        f"task reasoning-gym:{name}: gives only {len(found)} different {split} questions with options {options};"
+        " ask for fewer (task.num_problems, evaluation.num_problems), or widen the options"
+    )
 
 
 def _generators() -> Mapping[str, Any]:
@@ -153,17 +199,19 @@ def _make_dataset(name: str, settings: str) -> Any:
         if isinstance(value, list) and isinstance(getattr(defaults, option), tuple):
             values[option] = tuple(value)
     try:
-        return dataset(config=config(**values))
+        with contextlib.redirect_stdout(None):
+            return dataset(config=config(**values))
     except (AssertionError, TypeError, ValueError) as error:
         options = {option: value for option, value in values.items() if option not in NO_OPTIONS}
-        raise UserError(f"task reasoning-gym:{name}: refuses the options {options} ({error}); correct them") from None
+        reason = " ".join(str(error).split())
+        raise UserError(f"task reasoning-gym:{name}: refuses the options {options} ({reason}); correct them") from None
 
 
 @lru_cache(maxsize=64)
-def _make_entry(name: str, made_by: str) -> dict[str, Any]:
-    """Returns the generator's entry again; the samples of a group follow each other and share it."""
-    source = json.loads(made_by)
-    entry: dict[str, Any] = _make_dataset(name, _settings(source))[source["index"]]
+def _make_entry(name: str, settings: str, index: int) -> dict[str, Any]:
+    """Returns an entry of the data set; the samples of a group follow each other and share it. Some generators print."""
+    with contextlib.redirect_stdout(None):
+        entry: dict[str, Any] = _make_dataset(name, settings)[index]
     return entry
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
@@ -121,7 +121,7 @@ class RolloutPhase:
     def __init__(
         self,
         world: World,
-        engine: RolloutEngine,
+        engine: RolloutBackend,
         coordinator: Coordinator,
         scorers: RewardPool,
         decode: Callable[[Sequence[int]], str],

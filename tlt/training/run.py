@@ -171,7 +171,7 @@ class Run:
             return
         drafter, training = self.drafter.state()
         training = {"policy": self.trainer.state_dict(), **training}
-        state = RunState(self.step, self.drafter.version, self.config.content_hash)
+        state = RunState(self.step, self.drafter.version)
         with self.timeline.span(SpanName.CHECKPOINT):
             self.checkpoints.save(Checkpoint(state, self.policy.state_dict(), drafter, training))
 

@@ -31,9 +31,8 @@ class Findings:
     num_held_out: int
 
 
-def start(config: Config, started_at: float) -> int:
+def launch_ranks(config: Config, started_at: float) -> int:
     """Trains on ranks of their own; returns the exit code. started_at: Unix time at which the user's command began."""
-    prepare(config)
     description, run = describe_run(config, started_at), config.run
     return launch(description, run.num_ranks, "tlt.training.loop:main", run.threads_per_rank)
 

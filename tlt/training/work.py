@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tlt.distributed.work_queue import Coordinator
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.backend import RolloutBackend
 from tlt.types import Request
 
 
@@ -49,7 +49,7 @@ class Work:
         if self.num_open[unit] == 0:
             self.coordinator.finish(unit)
 
-    def share(self, engine: RolloutEngine, num_offers: int) -> None:
+    def share(self, engine: RolloutBackend, num_offers: int) -> None:
         """Hands one of those who offer help its part of what runs or waits here, if that is worth it."""
         num_waiting = min(engine.num_waiting, (engine.num_waiting + len(engine.running)) // (1 + num_offers))
         slots = worth_migrating([(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers)

@@ -1,0 +1,74 @@
+"""Whole runs whose rewards come from the user's functions: over a mixture, and over a file of rows without any task."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FUNCTIONS = """
+async def length_penalty(prompts, completions, completion_ids, log_metric, **kwargs):
+    log_metric("characters", len(completions[0]))
+    return [-len(ids) / 48 for ids in completion_ids]
+
+def has_a_digit(completions, wanted, **kwargs):
+    return [None if want is None else float(want in text) for text, want in zip(completions, wanted)]
+"""
+
+
+def train(workspace: Path, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
+    (workspace / "my_rewards.py").write_text(FUNCTIONS)
+    environment = {**os.environ, "PYTHONPATH": str(workspace), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    few = ("--run.num_steps", "2", "--run.num_ranks", "1", "--rollout.speculation", "off", "--drafter.train", "false")
+    words = ["-m", "tlt", "train", str(workspace / "run.toml"), "--run.out_dir", str(workspace / name), *few, *overrides]
+    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False, timeout=240)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_mixture_scored_by_its_tasks_and_a_function_says_the_means_of_each(workspace: Path) -> None:
+    tasks = '[{name = "digits:TASK", weight = 2, label = "digits"}, {name = "countdown", options = {max_number = 9}}]'
+    done = train(
+        workspace,
+        "mixture",
+        *("--task.name", "mixture", "--task.options.tasks", tasks),
+        *("--rewards.functions", '["task", "my_rewards:length_penalty"]', "--rewards.weights", "[1.0, 0.5]"),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 × task + 0.5 × my_rewards:length_penalty" in done.stdout
+    for line in lines(workspace / "mixture" / "metrics.jsonl"):
+        assert set(line["reward_parts"]) == {"task", "length_penalty"}
+        assert line["reward_parts"]["length_penalty"] == pytest.approx(-line["response_tokens"]["mean"] / 48)
+        parts = line["reward_parts"]
+        assert line["reward_mean"] == pytest.approx(parts["task"] + 0.5 * parts["length_penalty"])
+        assert line["reward_metrics"]["characters"] > 0
+        assert set(line["reward_by_task"]) == set(line["solve_rate_by_task"]) <= {"digits", "countdown"}
+    for evaluation in lines(workspace / "mixture" / "evaluations.jsonl"):
+        assert set(evaluation["by_task"]) == {"digits", "countdown"}
+        assert len([problem for problem in evaluation["by_problem"] if problem.startswith("digits/")]) == 4
+
+
+def test_rows_of_a_file_need_no_task_where_functions_score_them(workspace: Path) -> None:
+    rows = [{"prompt": f"[{i + 1},2:5]", "wanted": None if i == 0 else "2"} for i in range(4)]
+    (workspace / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--task.name", "data", "--task.problems_file", str(workspace / "rows.jsonl"), "--evaluation.num_problems", "0")
+    done = train(workspace, "rows", *words, "--rewards.functions", '["my_rewards:has_a_digit"]')
+    assert done.returncode == 0, done.stdout + done.stderr
+    for line in lines(workspace / "rows" / "metrics.jsonl"):
+        assert line["reward_errors"] == 4, "the group of the row to which the function does not apply"
+        assert line["first_reward_error"] == "not applicable: every reward function returned None"
+        assert line["reward_mean"] == line["reward_parts"]["has_a_digit"] == line["solve_rate"]
+
+
+def test_a_function_that_wants_a_missing_column_is_refused_before_the_run(workspace: Path) -> None:
+    done = train(workspace, "refused", "--rewards.functions", '["my_rewards:has_a_digit"]')
+    assert done.returncode == 2
+    assert "tlt: error: rewards.functions: my_rewards:has_a_digit: missing a required argument: 'wanted'" in done.stderr
+    assert not (workspace / "refused").exists()

@@ -1,0 +1,116 @@
+"""Tasksets of verifiers as tasks, where the library is installed: scored by their rewards, refused where they want more."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt.tasks.base import get_task, make_problems
+from tlt.types import UserError
+
+TASKSET = """
+import verifiers.v1 as vf
+
+class Data(vf.TaskData):
+    answer: str
+
+class Task(vf.Task[Data]):
+    {more}
+
+    @vf.reward(weight=2.0)
+    async def correct(self, task, trace) -> float:
+        return 1.0 if trace.last_reply == task.answer else 0.0
+
+    @vf.reward(weight=-0.5)
+    async def long(self, trace) -> float:
+        return float(len(trace.last_reply) > 5)
+
+class Config(vf.TasksetConfig):
+    count: int = 100
+    system: str | None = None
+
+class Sums(vf.Taskset[Task, Config]):
+    def load(self):
+        for i in range(self.config.count):
+            yield Task(Data(prompt=f"{{i}}+1", system_prompt=self.config.system, answer=str(i + 1)), self.config.task)
+
+__all__ = ["Sums"]
+"""
+
+WRONG = {
+    "setup()": "async def setup(self, trace, runtime): pass",
+    "a container": "NEEDS_CONTAINER = True",
+    "a runtime in tested()": "@vf.reward\n    async def tested(self, runtime): return 1.0",
+    "tools": "@classmethod\n    def toolsets(cls, config): return [object()]",
+}
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    pytest.importorskip("verifiers.v1", reason="the extra verifiers is not installed")
+    monkeypatch.syspath_prepend(tmp_path)
+    names = []
+
+    def write(name: str, more: str = "pass") -> None:
+        names.append(name)
+        (tmp_path / f"{name}.py").write_text(TASKSET.format(more=more))
+
+    yield write
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def draw(name: str, num: int, split: str = "train", seed: int = 0, **options: Any) -> list[dict[str, Any]]:
+    return make_problems(f"verifiers:{name}", num, seed, {"split": split, **options})
+
+
+def test_a_taskset_gives_problems_and_its_weighted_rewards(write: Callable[..., None]) -> None:
+    write("sums_a")
+    train, test = draw("sums-a", 50), draw("sums-a", 5, "test")
+    assert not {p["prompt"] for p in train} & {p["prompt"] for p in test}
+    assert train == draw("sums-a", 50) != draw("sums-a", 50, seed=1)
+    (problem, *_) = json.loads(json.dumps(train))
+    task = get_task("verifiers:sums-a")
+    answer = str(int(problem["prompt"].partition("+")[0]) + 1)
+    assert task.score(problem, answer) == {"reward": 2.0, "solved": True}
+    assert task.score(problem, "not the answer") == {"reward": -0.5, "solved": False}
+
+
+def test_a_system_message_makes_the_prompt_messages_that_are_scored_all_the_same(write: Callable[..., None]) -> None:
+    write("sums_b")
+    (problem,) = draw("sums-b", 1, system="Add.", solved_at=1.5)
+    assert [message["role"] for message in problem["messages"]] == ["system", "user"]
+    assert get_task("verifiers:sums-b").score(problem, problem["data"]["answer"]) == {"reward": 2.0, "solved": True}
+
+
+@pytest.mark.parametrize("needs", WRONG)
+def test_what_wants_more_than_a_conversation_is_refused(write: Callable[..., None], needs: str) -> None:
+    name = f"sums_{sorted(WRONG).index(needs)}"
+    write(name, WRONG[needs])
+    with pytest.raises(UserError, match="which TLT does not have") as refused:
+        draw(name, 1)
+    assert f"needs {needs}," in str(refused.value)
+
+
+def test_a_mistake_is_one_line(write: Callable[..., None]) -> None:
+    write("sums_c")
+    for name, options, message in (
+        ("nowhere", {}, "verifiers:nowhere: cannot be loaded"),
+        ("sums-c", {"cuont": 3}, "option cuont: Extra inputs are not permitted"),
+        ("sums-c", {"count": 20}, r"has \d+ train problems; ask for no more"),
+    ):
+        with pytest.raises(UserError, match=message) as refused:
+            draw(name, 50, **options)
+        assert "\n" not in str(refused.value)
+
+
+def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("verifiers", "verifiers.v1.utils.loaders"):
+        monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(UserError, match=r"pip install 'tlt-rl\[verifiers\]'"):
+        get_task("verifiers:sums")
