@@ -222,7 +222,7 @@ def train(subject: Subject, args: argparse.Namespace) -> None:
         loss_sum, num_tokens = 0.0, 0
         for _ in range(args.accumulate):
             inputs, labels = (t.to(args.device) for t in next(stream))
-            with torch.autocast(args.device, torch.bfloat16):
+            with torch.autocast(args.device, torch.bfloat16, enabled=args.autocast):
                 logits = model(input_ids=inputs, use_cache=False).logits
             total = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), reduction="sum")
             (total / (args.accumulate * num_processes * args.micro_tokens)).backward()
@@ -275,6 +275,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint-every", type=float, default=120, help="seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=0, help="CPU threads, 0 for PyTorch's choice")
+    parser.add_argument("--autocast", action=argparse.BooleanOptionalAction, default=True, help="bf16 where it is safe")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return parser
 

@@ -57,13 +57,14 @@ def run(environment: Path, folder: Path, program: str, *words: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_wheel_carries_the_recipe_and_a_description_without_broken_links(wheel: Path) -> None:
+def test_the_wheel_carries_the_recipes_and_a_description_without_broken_links(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = [archive.read(name).decode() for name in names if name.endswith("METADATA")]
-    recipe = "tlt/_recipes/countdown/"
-    parts = {"quickstart.toml", "headline.toml", "base/model.safetensors", "base/tokenizer.json", "drafter/model.safetensors"}
-    assert {recipe + part for part in parts} <= set(names)
+    parts = ("quickstart.toml", "base/model.safetensors", "base/tokenizer.json")
+    assert {f"tlt/_recipes/{recipe}/{part}" for recipe in ("countdown", "math") for part in parts} <= set(names)
+    assert {f"tlt/_recipes/countdown/{part}" for part in ("headline.toml", "drafter/model.safetensors")} <= set(names)
+    assert "tlt/_recipes/math/base/chat_template.jinja" in names
     assert not [name for name in names if name.startswith("tlt/_recipes/") and name.endswith((".py", ".md"))]
     assert "# TLT" in metadata
     assert re.findall(r"\]\((?!https?://)[^)]*\)", metadata) == []

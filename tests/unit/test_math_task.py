@@ -13,7 +13,7 @@ from tlt.rl.scoring import RewardSpec
 from tlt.tasks import math as math_task
 from tlt.tasks.answers import after_thinking, find_answer, to_number
 from tlt.tasks.base import make_problems
-from tlt.tasks.math import INSTRUCTION, Prompting, gold_answer, is_equal, to_problem
+from tlt.tasks.math import INSTRUCTION, TASK, gold_answer, is_equal, to_problem
 from tlt.types import UserError
 
 DAPO_PROMPT = (
@@ -75,51 +75,46 @@ TRL = {"prompt": "What is 1+1?", "solution": "$2$"}
     ids=["GSM8K", "MATH", "MATH-500", "TRL"],
 )
 def test_a_record_with_a_question_is_asked_by_the_template(record: dict[str, Any], question: str, answer: str) -> None:
-    problem = to_problem(record, "here")
-    asked = f"{question} Let's think step by step and output the final answer within \\boxed{{}}."
-    assert problem["messages"] == [{"role": "user", "content": asked}]
+    problem = to_problem(record)
+    assert problem["prompt"] == f"{question} Let's think step by step and output the final answer within \\boxed{{}}."
     assert problem["answer"] == answer
+    assert "messages" not in problem
+    assert to_problem(record, "Q: {question}\nA:")["prompt"] == f"Q: {question}\nA:"
 
 
 @pytest.mark.parametrize(("record", "answer"), [(DAPO, "4"), (EURUS, r"\frac{1}{2}")], ids=["DAPO", "Eurus"])
 def test_a_record_of_verls_columns_is_asked_in_its_own_words(record: dict[str, Any], answer: str) -> None:
-    problem = to_problem(record, "here")
-    assert problem["messages"] == [{"role": m["role"], "content": m["content"]} for m in record["prompt"]]
+    problem = to_problem(record)
+    assert problem["messages"] == record["prompt"]
     assert problem["answer"] == answer
+    assert "prompt" not in problem
 
 
-def test_a_system_message_is_put_first_and_replaces_the_records_own() -> None:
-    for record in (GSM8K, EURUS):
-        messages = to_problem(record, "here", Prompting(system="Be brief."))["messages"]
-        assert [message["role"] for message in messages] == ["system", "user"]
-        assert messages[0]["content"] == "Be brief."
-    plain = to_problem(GSM8K, "here", Prompting("Q: {question}\nA:", chat=False))
-    assert plain["prompt"] == f"Q: {GSM8K['question']}\nA:"
-    assert "messages" not in plain
-
-
-def test_the_answer_of_a_problem_is_the_answer_of_its_record() -> None:
+def test_the_answer_of_a_problem_is_the_answer_of_its_record_and_a_problem_is_prepared_once() -> None:
     for record in (GSM8K, MATH, MATH_500, DAPO, EURUS, TRL):
-        assert gold_answer(to_problem(record, "here")) == gold_answer(record)
+        problem = TASK.prepare(record)
+        assert problem == to_problem(record)
+        assert gold_answer(problem) == gold_answer(record)
+        assert TASK.prepare(problem) == problem
 
 
 @pytest.mark.parametrize(
     ("record", "remedy"),
     [
-        ({"question": "1+1?"}, "has no answer among its columns"),
-        ({"answer": "2"}, "has no question among its columns"),
-        ({"question": "1+1?", "answer": None}, "has no answer"),
+        ({"question": "1+1?"}, "no answer among the columns"),
+        ({"answer": "2"}, "no question among the columns"),
+        ({"question": "1+1?", "answer": None}, "no answer among the columns"),
         ({"question": "1+1?", "answer": ["2"]}, "must be text that holds the answer"),
         ({"question": 2, "answer": "2"}, "must be text or chat messages"),
         ({"prompt": ["1+1?"], "answer": "2"}, "must be text or chat messages"),
         ({"problem": "1+1?", "solution": "We add one and one. " * 20}, "marks no answer"),
         ({**DAPO, "reward_model": {"style": "rule"}}, "reward_model.ground_truth is None"),
+        (EURUS_CODE, "ability is 'code', not math"),
     ],
 )
-def test_a_record_that_cannot_be_asked_or_scored_is_refused_by_its_place(record: dict[str, Any], remedy: str) -> None:
-    with pytest.raises(UserError, match=remedy) as refused:
-        to_problem(record, "data.jsonl:7")
-    assert str(refused.value).startswith("data.jsonl:7: ")
+def test_a_record_that_cannot_be_asked_or_scored_is_refused(record: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy):
+        TASK.prepare(record)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +188,7 @@ def test_one_file_is_split_by_its_questions_and_two_files_are_kept_apart(tmp_pat
         ids[split] = {problem["problem_id"] for problem in made}
     assert len(ids["train"] | ids["test"]) == len(ids["train"]) + len(ids["test"]) == 400
     assert 20 < len(ids["test"]) < 90
-    other = {"split": "test", "train": file, "prompting": {"template": "{question}"}}
+    other = {"split": "test", "train": file, "template": "{question}"}
     assert len(make_problems("math", 1000, 0, other)) == len(ids["test"])  # another template moves no question
     test = write(tmp_path / "test.jsonl", *questions(3))
     assert len(make_problems("math", 1000, 0, {"split": "test", "train": file, "test": test})) == 3
@@ -213,7 +208,7 @@ def test_a_seed_draws_which_problems_and_repeated_records_count_once(tmp_path: P
 def test_records_of_code_are_refused_or_on_request_left_out(tmp_path: Path) -> None:
     file = write(tmp_path / "eurus.jsonl", EURUS, EURUS_CODE, DAPO)
     options = {"split": "train", "train": file, "test": file}
-    with pytest.raises(UserError, match=r"eurus.jsonl:2: ability is 'code', not math; task.options.other = 'skip'"):
+    with pytest.raises(UserError, match=r"eurus.jsonl:2: task math: ability is 'code', not math"):
         make_problems("math", 10, 0, options)
     assert {problem["answer"] for problem in make_problems("math", 10, 0, {**options, "other": "skip"})} == {
         "4",
@@ -227,9 +222,8 @@ def test_records_of_code_are_refused_or_on_request_left_out(tmp_path: Path) -> N
     [
         ({"search": "last"}, "search is 'last'; use one of boxed, marked, any"),
         ({"other": "keep"}, "other is 'keep'; use one of refuse, skip"),
-        ({"prompting": {"sytem": "x"}}, "prompting has no sytem; known are template, system, chat"),
-        ({"prompting": {"template": "x"}}, "has no {question} in it"),
-        ({"prompting": {"system": "x", "chat": False}}, "remove one of the two"),
+        ({"template": "x"}, "put {question} where the question goes"),
+        ({"tempalte": "x"}, "takes no option 'tempalte'"),
         ({"train": "nowhere.jsonl"}, "task.options.train: nowhere.jsonl does not exist"),
         ({"split": "dev"}, "use one of"),
     ],
@@ -282,6 +276,7 @@ def test_a_gold_answer_that_is_no_mathematics_is_said() -> None:
         is_equal("", "1")
 
 
+@pytest.mark.slow
 def test_every_data_sets_records_are_scored_through_a_pool_whose_time_out_ends_what_never_would() -> None:
     """math-verify sets no alarm, so a worker that hangs in sympy is killed from outside; the next response is scored again."""
     pytest.importorskip("math_verify")

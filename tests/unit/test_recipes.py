@@ -8,21 +8,38 @@ import pytest
 
 from tlt.cli.main import main
 from tlt.config.load import load_config
+from tlt.models.tokenizer import load_tokenizer
 from tlt.recipes import copy_recipe, find_recipe, list_recipes, resolve_config
+from tlt.training.problems import load_problems
 from tlt.types import UserError
 
 
 def test_a_recipes_name_stands_for_its_configuration() -> None:
-    assert list_recipes() == ["countdown"]
+    assert list_recipes() == ["countdown", "math"]
     assert find_recipe("countdown").name == "quickstart.toml"
     assert find_recipe("countdown/headline") == find_recipe("countdown").with_name("headline.toml")
     config = load_config(find_recipe("countdown"))
     assert config.model.path == find_recipe("countdown").with_name("base")
 
 
+@pytest.mark.parametrize("name", list_recipes())
+def test_every_recipe_has_a_model_whose_tokenizer_reads_its_problems(name: str) -> None:
+    config = load_config(find_recipe(name), ["--task.num_problems", "64"])
+    problems = load_problems(config, "train")
+    assert len(problems) == 64
+    tokenizer = load_tokenizer(config.model.path)
+    for problem in problems:
+        text = problem.data["prompt"] if "prompt" in problem.data else problem.data["messages"][-1]["content"]
+        assert tokenizer.decode(problem.prompt_ids) == text
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("chess", "recipes are countdown"), ("countdown/tail", "countdown/headline, countdown/quickstart"), ("", "countdown")],
+    [
+        ("chess", "recipes are countdown, math"),
+        ("countdown/tail", "countdown/headline, countdown/quickstart"),
+        ("", "countdown"),
+    ],
 )
 def test_an_unknown_name_is_told_the_known_ones(name: str, remedy: str) -> None:
     with pytest.raises(UserError, match=remedy):
@@ -34,7 +51,7 @@ def test_a_file_wins_over_a_recipe_of_its_name(tmp_path: Path, monkeypatch: pyte
     assert resolve_config(Path("countdown")) == find_recipe("countdown")
     assert resolve_config(Path("countdown/headline")) == find_recipe("countdown/headline")
     assert resolve_config(Path("countdwon.toml")) == Path("countdwon.toml")
-    with pytest.raises(UserError, match="countdwon: is neither a file nor a recipe; recipes are countdown"):
+    with pytest.raises(UserError, match="countdwon: is neither a file nor a recipe; recipes are countdown, math"):
         resolve_config(Path("countdwon"))
     Path("countdown").write_text("")
     assert resolve_config(Path("countdown")) == Path("countdown")

@@ -15,7 +15,7 @@ class Init(Options):
     """Copy a recipe into a folder: its configurations, its model and its drafter."""
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
-    """Name of a recipe: countdown."""
+    """Name of a recipe: countdown or math."""
     folder: Annotated[Positional[Path], arg(metavar="DIR")]
     """Folder to copy it to, new or empty."""
 

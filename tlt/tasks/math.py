@@ -16,7 +16,7 @@ import hashlib
 import importlib.util
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -36,97 +36,62 @@ LONGEST_ANSWER = 200
 Other = Literal["refuse", "skip"]
 
 
-@dataclass(frozen=True)
-class Prompting:
-    """How a question is asked. A record whose prompt is messages already is asked as it is, but for `system`."""
+def to_problem(record: Record, template: str = INSTRUCTION, search: Search = "marked") -> Record:
+    """Returns the problem that a data set's record states: its id (a digest of what it says), its prompt, its answer.
 
-    template: str = INSTRUCTION
-    """Text with `{question}` in it."""
-    system: str | None = None
-    """System message, which replaces that of a record; None: the record's, if it has one."""
-    chat: bool = True
-    """Whether the prompt is chat messages for the tokenizer's template, or plain text."""
-
-    def __post_init__(self) -> None:
-        if "{question}" not in self.template:
-            raise UserError(f"task math: template {self.template!r} has no {{question}} in it; put it where the question goes")
-        if self.system is not None and not self.chat:
-            raise UserError("task math: system needs messages, which chat = false excludes; remove one of the two")
-
-
-DEFAULT_PROMPTING = Prompting()
-
-
-def to_problem(record: Record, place: str, prompting: Prompting = DEFAULT_PROMPTING) -> Record:
-    """Returns the problem that a data set's record states: its id (a digest of what follows), its prompt and its answer."""
-    column, text = _answer_column(record, place)
+    A question becomes text by `template`; one that is chat messages stays as it is. Raises UserError for a record that lacks
+    one of the two, and for another ability than math.
+    """
+    if not is_mathematics(record):
+        raise UserError(f"task math: ability is {record['ability']!r}, not math; leave the record out")
+    column, text = _answer_column(record)
     if find_answer(text, "marked") is None and len(text) > LONGEST_ANSWER:
-        raise UserError(
-            f"{place}: {column} marks no answer (\\boxed{{}}, #### or Answer:): {_short(text)}; leave the record out"
-        )
-    answer = gold_answer(record, place)
-    prompt = _ask(_question(record, place), prompting, place)
+        raise UserError(f"task math: {column} marks no answer by \\boxed{{}}, #### or Answer: {_short(text)}; leave it out")
+    question, answer = question_of(record), gold_answer(record)
+    prompt = (
+        {"prompt": template.replace("{question}", question.strip())} if isinstance(question, str) else {"messages": question}
+    )
     digest = hashlib.blake2b(f"{prompt}\n{answer}".encode(), digest_size=8).hexdigest()
-    return {"problem_id": f"math-{digest}", **prompt, "answer": answer}
+    return {"problem_id": f"math-{digest}", **prompt, "answer": answer, "search": search}
 
 
-def gold_answer(record: Mapping[str, Any], place: str = "problem") -> str:
+def is_mathematics(record: Mapping[str, Any]) -> bool:
+    """Whether the record's `ability`, if it has one, is math (verl's column; "MATH" in DAPO-17k)."""
+    return str(record.get("ability") or "math").lower().startswith("math")
+
+
+def question_of(record: Mapping[str, Any]) -> str | list[Record]:
+    """Returns the record's question: text, or chat messages."""
+    column = next((column for column in QUESTIONS if record.get(column)), None)
+    if column is None:
+        raise UserError(f"task math: no question among the columns {sorted(record)}; name it one of {', '.join(QUESTIONS)}")
+    question = record[column]
+    if isinstance(question, str):
+        return question
+    if isinstance(question, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in question):
+        return question
+    raise UserError(f"task math: {column} is {_short(question)}; it must be text or chat messages")
+
+
+def gold_answer(record: Mapping[str, Any]) -> str:
     r"""Returns the record's answer: what its text marks by `####`, `\boxed{}` or `Answer:`, else the whole text."""
-    _, text = _answer_column(record, place)
+    _, text = _answer_column(record)
     return find_answer(text, "marked") or text.strip()
 
 
-def _answer_column(record: Mapping[str, Any], place: str) -> tuple[str, str]:
+def _answer_column(record: Mapping[str, Any]) -> tuple[str, str]:
     """Returns the column that holds the answer, and its text."""
     if isinstance(model := record.get("reward_model"), Mapping):
         column, text = "reward_model.ground_truth", model.get("ground_truth")
     else:
         column, text = next(((c, record[c]) for c in ANSWERS if record.get(c) is not None), ("", None))
     if not column:
-        raise UserError(f"{place}: has no answer among its columns {sorted(record)}; name it one of {', '.join(ANSWERS)}")
+        raise UserError(f"task math: no answer among the columns {sorted(record)}; name it one of {', '.join(ANSWERS)}")
     if isinstance(text, int | float) and not isinstance(text, bool):
         text = str(text)
     if not isinstance(text, str) or not text.strip():
-        raise UserError(f"{place}: {column} is {_short(text)}; it must be text that holds the answer")
+        raise UserError(f"task math: {column} is {_short(text)}; it must be text that holds the answer")
     return column, text
-
-
-def _question(record: Record, place: str) -> Any:
-    for column in QUESTIONS:
-        if record.get(column):
-            return record[column]
-    raise UserError(f"{place}: has no question among its columns {sorted(record)}; name it one of {', '.join(QUESTIONS)}")
-
-
-def _ask(question: Any, prompting: Prompting, place: str) -> Record:
-    """Returns `messages` or `prompt`."""
-    if isinstance(question, str):
-        text = prompting.template.replace("{question}", question.strip())
-        messages: list[Any] = [{"role": "user", "content": text}]
-        if not prompting.chat:
-            return {"prompt": text}
-    elif isinstance(question, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in question):
-        messages = [{"role": m["role"], "content": m["content"]} for m in question]
-        if not prompting.chat:
-            raise UserError(f"{place}: its prompt is chat messages, which chat = false excludes; set it to true")
-    else:
-        raise UserError(f"{place}: the question is {_short(question)}; it must be text or chat messages")
-    if prompting.system is not None:
-        messages = [m for m in messages if m["role"] != "system"]
-        messages.insert(0, {"role": "system", "content": prompting.system})
-    return {"messages": messages}
-
-
-def keep_mathematics(records: Iterable[tuple[str, Record]], other: Other) -> list[tuple[str, Record]]:
-    """Returns the records whose `ability`, if they have one, is math. Raises UserError for others unless they are skipped."""
-    kept = []
-    for place, record in records:
-        ability = record.get("ability")
-        if ability is None or str(ability).lower().startswith("math"):
-            kept.append((place, record))
-        elif other == "refuse":
-            raise UserError(f"{place}: ability is {ability!r}, not math; task.options.other = 'skip' leaves such records out")
-    return kept
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -185,36 +150,42 @@ class Math:
         split: str = "train",
         train: str,
         test: str | None = None,
-        prompting: Mapping[str, Any] | None = None,
+        template: str = INSTRUCTION,
         search: Search = "marked",
         other: Other = "refuse",
     ) -> list[Record]:
         r"""Returns up to `num` problems of a file of records, in an order drawn by `seed`. Equal problems count once.
 
-        train       JSONL of records to train on, relative to the working directory
-        test        JSONL of held-out records; without it one question in eight of `train` is held out, by its text
-        prompting   template, system, chat (see `Prompting`)
-        search      where a response is sought for its answer: boxed, marked or any (see tlt/tasks/answers.py)
-        other       records whose `ability` is not math, such as the code of Eurus-2-RL: refuse or skip
+        train      JSONL of records to train on, relative to the working directory
+        test       JSONL of held-out records; without it one question in eight of `train` is held out, by its text
+        template   how a question is asked, with {question} in it; prompts that are messages already stay as they are
+        search     where a response is sought for its answer: boxed, marked or any (tlt/tasks/answers.py)
+        other      records whose `ability` is not math, such as the code of Eurus-2-RL: refuse or skip
         """
         require_math_verify()
         checked = check_split("math", split)
-        _check_choice("search", search, get_args(Search))
-        _check_choice("other", other, get_args(Other))
-        file = test if test is not None and checked == "test" else train
-        records = keep_mathematics(read_jsonl(Path(file), f"task.options.{'test' if file == test else 'train'}"), other)
-        settings = make_prompting(prompting or {})
+        _check_options(template, search, other)
+        file, option = (train, "train") if test is None or checked == "train" else (test, "test")
         problems = {}
-        for place, record in records:
-            problem = to_problem(record, place, settings)
-            if test is not None or split_of(str(_question(record, place))) == checked:
-                problems[problem["problem_id"]] = {**problem, "search": search}
-        chosen = sorted(problems.values(), key=lambda problem: str(problem["problem_id"]))
+        for place, record in read_jsonl(Path(file), f"task.options.{option}"):
+            if other == "skip" and not is_mathematics(record):
+                continue
+            try:
+                problem = to_problem(record, template, search)
+            except UserError as error:
+                raise UserError(f"{place}: {error}") from None
+            if test is not None or split_of(str(question_of(record))) == checked:
+                problems[problem["problem_id"]] = problem
+        chosen = [problems[problem_id] for problem_id in sorted(problems)]
         random.Random(f"math {split} {seed}").shuffle(chosen)
         return chosen[:num]
 
+    def prepare(self, record: Record) -> Record:
+        """Returns the problem that a row of data states; a problem made here is returned as it is."""
+        return record if "search" in record else to_problem(record)
+
     def warm_up(self, options: Mapping[str, Any]) -> None:
-        """Imports math-verify and sympy, which takes a second or more, and has them read a first answer."""
+        """Imports math-verify and sympy, which takes a second or more, and has them compare a first answer."""
         is_equal("1", "1")
 
     def score(self, problem: Mapping[str, Any], response_text: str) -> dict[str, Any]:
@@ -230,17 +201,12 @@ class Math:
         return {"reward": float(solved), "solved": solved}
 
 
-def make_prompting(settings: Mapping[str, Any]) -> Prompting:
-    """Returns the settings as `Prompting`. Raises UserError for an unknown one."""
-    if unknown := settings.keys() - Prompting.__dataclass_fields__.keys():
-        known = ", ".join(Prompting.__dataclass_fields__)
-        raise UserError(f"task math: prompting has no {', '.join(sorted(unknown))}; known are {known}")
-    return Prompting(**settings)
-
-
-def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise UserError(f"task math: {name} is {value!r}; use one of {', '.join(choices)}")
+def _check_options(template: str, search: str, other: str) -> None:
+    if "{question}" not in template:
+        raise UserError(f"task math: template is {template!r}; put {{question}} where the question goes")
+    for name, value, choices in (("search", search, get_args(Search)), ("other", other, get_args(Other))):
+        if value not in choices:
+            raise UserError(f"task math: {name} is {value!r}; use one of {', '.join(choices)}")
 
 
 def _short(value: object) -> str:
