@@ -8,6 +8,7 @@ import decimal
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -325,7 +326,9 @@ class Sums:
     def score(self, problem: dict[str, Any], response_text: str) -> dict[str, Any]:
         return {"reward": 0.0, "solved": False}
 
-    def prepare(self, record: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, record: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any] | None:
+        if record["answer"] == options.get("leave_out"):
+            return None
         return {"prompt": record["question"] + "=", "gold": record["answer"]}
 
 
@@ -335,11 +338,16 @@ def test_a_task_that_prepares_records_makes_the_problems(monkeypatch: pytest.Mon
     assert isinstance(task, PreparesRecords)
     monkeypatch.setattr("tlt.tasks.base.get_task", lambda name: task)
     rows = [(f"f:{i}", {"problem_id": str(i), **row}) for i, row in enumerate(ROWS)]
-    assert prepare_records("sums", rows)[1] == ("f:1", {"problem_id": "1", "prompt": "1+1=", "gold": "2"})
+    assert prepare_records("sums", rows, {})[1] == ("f:1", {"problem_id": "1", "prompt": "1+1=", "gold": "2"})
     with pytest.raises(
         UserError, match=r"^f:9: task sums: prepare\(\) failed \(KeyError: 'question', .*test_data.py:\d+\); corr"
     ):
-        prepare_records("sums", [("f:9", {"problem_id": "9"})])
-    monkeypatch.setattr(task, "prepare", lambda record: None)
-    with pytest.raises(UserError, match=r"prepare\(\) returned a NoneType; it must be a dict"):
-        prepare_records("sums", rows)
+        prepare_records("sums", [("f:9", {"problem_id": "9", "answer": "0"})], {})
+    assert [place for place, _ in prepare_records("sums", rows, {"leave_out": "2"})] == [
+        place for place, row in rows if row["answer"] != "2"
+    ]
+    with pytest.raises(UserError, match=r"^f:1: task sums: leaves out this row and all others; change task.options"):
+        prepare_records("sums", rows[1:2], {"leave_out": "2"})
+    monkeypatch.setattr(task, "prepare", lambda record, options: "2")
+    with pytest.raises(UserError, match=r"prepare\(\) returned a str; it must be a dict"):
+        prepare_records("sums", rows, {})

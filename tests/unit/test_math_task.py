@@ -92,10 +92,10 @@ def test_a_record_of_verls_columns_is_asked_in_its_own_words(record: dict[str, A
 
 def test_the_answer_of_a_problem_is_the_answer_of_its_record_and_a_problem_is_prepared_once() -> None:
     for record in (GSM8K, MATH, MATH_500, DAPO, EURUS, TRL):
-        problem = TASK.prepare(record)
+        problem = TASK.prepare(record, {})
         assert problem == to_problem(record)
         assert gold_answer(problem) == gold_answer(record)
-        assert TASK.prepare(problem) == problem
+        assert TASK.prepare(problem, {}) == problem
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_the_answer_of_a_problem_is_the_answer_of_its_record_and_a_problem_is_pr
 )
 def test_a_record_that_cannot_be_asked_or_scored_is_refused(record: dict[str, Any], remedy: str) -> None:
     with pytest.raises(UserError, match=remedy):
-        TASK.prepare(record)
+        TASK.prepare(record, {})
 
 
 @pytest.mark.parametrize(
@@ -301,3 +301,11 @@ def test_every_data_sets_records_are_scored_through_a_pool_whose_time_out_ends_w
 def test_the_default_instruction_asks_for_a_box() -> None:
     assert INSTRUCTION.startswith("{question} ")
     assert r"\boxed{}" in INSTRUCTION
+
+
+def test_the_tasks_options_hold_for_rows_of_data_too() -> None:
+    problem = TASK.prepare(GSM8K, {"template": "Q: {question}\nA:", "search": "any"})
+    assert problem == to_problem(GSM8K, "Q: {question}\nA:", "any")
+    assert TASK.prepare(EURUS_CODE, {"other": "skip"}) is None
+    with pytest.raises(UserError, match="search is 'nowhere'; use one of"):
+        TASK.prepare(GSM8K, {"search": "nowhere"})

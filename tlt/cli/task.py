@@ -57,7 +57,8 @@ def write_problems(options: WriteProblems) -> Record:
     check_output_file(options.out, "--out")
     if options.data is not None:
         source = DataSource(options.data, "--data", options.subset, options.split, options.columns)
-        problems = [problem for _, problem in prepare_records(options.name, read_data(source)[: options.num])]
+        prepared = prepare_records(options.name, read_data(source), options.options)
+        problems = [problem for _, problem in prepared[: options.num]]
     else:
         split = options.split or "train"
         problems = make_problems(options.name, options.num, options.seed, {"split": split, **options.options})
@@ -124,7 +125,7 @@ def _read_problems(task: str, source: DataSource) -> dict[str, Record]:
     from tlt.tasks.base import prepare_records
 
     problems: dict[str, Record] = {}
-    for place, problem in prepare_records(task, read_data(source)):
+    for place, problem in prepare_records(task, read_data(source), {}):
         problem_id = get_id(place, problem)
         if problem_id in problems:
             raise UserError(f"{place}: problem_id {problem_id!r} is there twice; make it unique")

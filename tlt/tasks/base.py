@@ -62,9 +62,9 @@ class Task(Protocol):
 class PreparesRecords(Protocol):
     """A task that makes problems of records of data, too: of one's own files, or of datasets with columns of their own."""
 
-    def prepare(self, record: dict[str, Any]) -> dict[str, Any]:
+    def prepare(self, record: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any] | None:
         """Returns the problem that a row of `task.data` amounts to: with a prompt, as for `Task.problems`, and whatever scoring
-        needs.
+        needs. None leaves the row out, where an option asks for that. options: `task.options`.
 
         The row's columns have the names that `task.columns` gives them, its values are those of JSON, and it has a
         `problem_id`. The same row gives the same problem. A problem that `prepare` or `problems` has made is returned as it
@@ -167,24 +167,28 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
     return problems
 
 
-def prepare_records(name: str, records: Sequence[tuple[str, Record]]) -> list[tuple[str, Record]]:
+def prepare_records(name: str, records: Sequence[tuple[str, Record]], options: Mapping[str, Any]) -> list[tuple[str, Record]]:
     """Returns (place, problem) pairs for pairs of (place, row of data): the rows themselves where the task called `name`
     prepares none. Raises UserError, which names the place, for whatever its prepare() raises or returns instead."""
     task = get_task(name)
-    return (
-        [(place, _prepare(name, task, place, row)) for place, row in records]
-        if isinstance(task, PreparesRecords)
-        else [*records]
-    )
+    if not isinstance(task, PreparesRecords):
+        return [*records]
+    prepared = [(place, _prepare(name, task, place, row, options)) for place, row in records]
+    problems = [(place, problem) for place, problem in prepared if problem is not None]
+    if records and not problems:
+        raise UserError(f"{records[0][0]}: task {name}: leaves out this row and all others; change task.options, or the data")
+    return problems
 
 
-def _prepare(name: str, task: PreparesRecords, place: str, row: Record) -> Record:
+def _prepare(name: str, task: PreparesRecords, place: str, row: Record, options: Mapping[str, Any]) -> Record | None:
     try:
-        problem = task.prepare(row)
+        problem = task.prepare(row, options)
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
     except (Exception, SystemExit) as error:
         raise UserError(f"{place}: task {name}: prepare() failed ({describe(error)}); correct it, or the row") from None
+    if problem is None:
+        return None
     if not isinstance(problem, dict):
         raise UserError(f"{place}: task {name}: prepare() returned a {type(problem).__name__}; it must be a dict")
     return {"problem_id": row["problem_id"], **problem} if "problem_id" in row else problem

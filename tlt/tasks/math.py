@@ -180,9 +180,15 @@ class Math:
         random.Random(f"math {split} {seed}").shuffle(chosen)
         return chosen[:num]
 
-    def prepare(self, record: Record) -> Record:
-        """Returns the problem that a row of data states; a problem made here is returned as it is."""
-        return record if "search" in record else to_problem(record)
+    def prepare(self, record: Record, options: Mapping[str, Any]) -> Record | None:
+        """Returns the problem that a row of `task.data` states; a problem made here is returned as it is. Of the options,
+        template, search and other count."""
+        chosen = {"template": INSTRUCTION, "search": "marked", "other": "refuse", **options}
+        template, search, other = chosen["template"], chosen["search"], chosen["other"]
+        _check_options(template, search, other)
+        if other == "skip" and not is_mathematics(record):
+            return None
+        return record if "search" in record else to_problem(record, template, search)
 
     def warm_up(self, options: Mapping[str, Any]) -> None:
         """Imports math-verify and sympy, which takes a second or more, and has them compare a first answer."""

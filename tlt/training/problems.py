@@ -54,7 +54,7 @@ def _records(config: Config, split: str) -> Records:
     task, source = config.task, data_source(config, split)
     num = task.num_problems if split == "train" else config.evaluation.num_problems
     if source is not None:
-        return prepare_records(task.name, read_data(source)[:num])
+        return prepare_records(task.name, read_data(source), task.options)[:num]
     assert num is not None, "there is a number where there is no data"
     problems = make_problems(task.name, num, config.run.seed, {"split": split, **task.options})
     return [(f"task {task.name}, problem {number}", problem) for number, problem in enumerate(problems, start=1)]
