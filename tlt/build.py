@@ -167,7 +167,7 @@ def build_policy_trainer(config: Config, model: Model, device: torch.device, gro
         build_policy(model, device),
         config.algorithm,
         config.optimizer,
-        temperature=config.sampling.temperature,
+        sampling=config.sampling,
         num_steps=config.run.num_steps,
         process_group=group,
         reference=build_policy(model, device) if config.algorithm.kl_coefficient > 0 else None,

@@ -133,7 +133,7 @@ def workload(config: Config, world: World, stop: StopRequest, num_steps: int) ->
     runs: dict[str, Run] = {}
     for name, changes in (("on", {}), ("off", plain)):
         changed = with_changes(config, {**changes, "run": {"out_dir": config.run.out_dir / name}})
-        runs[name] = Run(changed, world, stop, coordinator)
+        runs[name] = Run(changed, world, stop, coordinator, prints=False)
     params = runs["on"].params
     pairs, idle, harvested = [], 0.0, 0.0
     for step in range(num_steps):

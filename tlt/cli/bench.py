@@ -9,8 +9,9 @@ from typing import Annotated
 from tyro.conf import Positional, arg
 
 from tlt.cli.engine import show_busy
-from tlt.cli.options import Names, Numbers, PositiveFloat, PositiveInt, WithOverrides
+from tlt.cli.options import Names, Numbers, WithOverrides
 from tlt.config.load import load_config
+from tlt.config.section import PositiveFloat, PositiveInt
 from tlt.files import Record, check_output_file
 from tlt.types import UserError
 

@@ -16,9 +16,10 @@ from pydantic import Field, model_validator
 from tyro.conf import Positional, arg
 
 from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
-from tlt.cli.options import File, Folder, NonNegativeInt, Options, PositiveFloat, PositiveInt, Seed
+from tlt.cli.options import File, Folder, Options, Seed
 from tlt.cli.responses import read_responses
 from tlt.config.mistakes import mistake
+from tlt.config.section import NonNegativeInt, PositiveFloat, PositiveInt
 from tlt.files import Record, check_new_folder, check_output_file, write_json
 from tlt.types import Rollout, SamplingParams, Strategy, UserError
 

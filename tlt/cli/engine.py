@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict
 
-from tlt.cli.options import Folder, Options, PositiveInt, Seed
+from tlt.cli.options import Folder, Options, Seed
 from tlt.config.schema import SamplingSection
+from tlt.config.section import PositiveInt
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:

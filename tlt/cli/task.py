@@ -11,8 +11,9 @@ from pydantic import BeforeValidator, Field
 from tyro.conf import Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from tlt.cli.options import File, Options, PositiveInt, Seed
+from tlt.cli.options import File, Options, Seed
 from tlt.config.mistakes import mistake
+from tlt.config.section import PositiveInt
 from tlt.files import Record, check_output_file, get_id, line_number, read_jsonl, write_jsonl
 from tlt.types import Reward, UserError
 

@@ -35,7 +35,7 @@ class Train(WithOverrides):
     config: Annotated[Positional[Path | None], arg(metavar="[CONFIG]")] = None
     """TOML configuration, or the name of a recipe such as countdown; may be left out with --resume."""
     resume: Folder = None
-    """Continues the run in this folder with its own configuration; of that, only the run's length and machine can change."""
+    """Continues the run in this folder with its own configuration; only [tracking] and the length and machine can change."""
 
 
 class TrainHelp(Train, Config):
@@ -78,7 +78,7 @@ def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     for section, values in old.items():
         for key, value in values.items():
-            may_change = section == "run" and key in MAY_CHANGE_ON_RESUME
+            may_change = section == "tracking" or (section == "run" and key in MAY_CHANGE_ON_RESUME)
             if not may_change and new[section][key] != value:
                 raise UserError(
                     f"--resume: {section}.{key} is {new[section][key]!r} but the run in {folder} has {value!r};"

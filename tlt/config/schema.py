@@ -9,25 +9,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from tlt.config.algorithm import AlgorithmSection
 from tlt.config.mistakes import mistake, validate
+from tlt.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from tlt.types import Strategy, UserError
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 AnyPath = Annotated[Path, Field(strict=False)]
 
 _DEFAULT_NUM_PROBLEMS = 4096
 DEFAULT_OUT_DIR = Path("runs/run")
 
 
-class Section(BaseModel):
-    """The base of all sections: no unknown keys, no silent conversions, no later changes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+def _split(value: Any) -> Any:
+    """Returns the words of a text with commas between them; anything else as it is."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
 class RunSection(Section):
@@ -67,7 +64,7 @@ class TaskSection(Section):
     name: Annotated[str, Field(min_length=1)] = "data"
     """A task that comes with TLT, such as countdown, or your own as package.module:object (docs/tasks.md).
     The default stands for the rows of problems_file, scored by rewards.functions alone."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     """The task's own options, given to its problems() as keyword arguments."""
     num_problems: PositiveInt | None = None
     """Number of training problems that the task makes, shuffled anew in each epoch; 4096 unless problems_file gives them."""
@@ -184,27 +181,6 @@ class DrafterSection(Section):
     """Response tokens that each rank indexes for drafts by retrieval; about 300 bytes each."""
 
 
-class AlgorithmSection(Section):
-    """GRPO: group-normalized advantages, clipped ratio, token-level loss."""
-
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """PPO's probability ratio is clipped below at 1 - clip_low."""
-    clip_high: PositiveFloat = 0.28
-    """PPO's probability ratio is clipped above at 1 + clip_high (higher than clip_low, as in DAPO, arXiv 2503.14476)."""
-    kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL to the initial policy; at 0 that policy is not loaded."""
-    normalize_advantages_by_std: bool = True
-    """Whether advantages are divided by their group's standard deviation; False: Dr. GRPO (arXiv 2503.20783)."""
-    epochs: PositiveInt = 1
-    """Passes of the policy update over a step's responses."""
-    minibatches: PositiveInt = 1
-    """Optimizer updates in each pass over a step's responses."""
-    tokens_per_micro_batch: PositiveInt = 8192
-    """Most tokens of one forward and backward pass of the policy update; bounds its memory."""
-    importance_correction_cap: PositiveFloat | None = None
-    """Cap of the weight exp(trainer logprob - engine logprob) per token; None: no correction."""
-
-
 class OptimizerSection(Section):
     """AdamW for the policy."""
 
@@ -269,6 +245,17 @@ class RewardsSection(Section):
         return self
 
 
+class TrackingSection(Section):
+    """Trackers that get the figures of metrics.jsonl as well (docs/tracking.md). None of them can stop a run."""
+
+    use: Annotated[list[str], BeforeValidator(_split)] = Field(default=[])
+    """Any of wandb, tensorboard and trackio, or your own as "package.module:Class"; on the command line with commas between."""
+    project: Annotated[str, Field(min_length=1)] | None = None
+    """The project of the run there; None: what WANDB_PROJECT says, else tlt."""
+    run_name: Annotated[str, Field(min_length=1)] | None = None
+    """The name of the run there; None: that of run.out_dir."""
+
+
 class Config(Section):
     """Everything a run depends on."""
 
@@ -282,6 +269,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     evaluation: EvaluationSection = EvaluationSection()
     rewards: RewardsSection = RewardsSection()
+    tracking: TrackingSection = TrackingSection()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
@@ -308,6 +296,9 @@ class Config(Section):
             raise mistake(
                 f"algorithm.minibatches is {self.algorithm.minibatches} but a step has only {num_responses} responses: lower it"
             )
+        buffer, limit = self.algorithm.overlong_buffer_tokens or 0, self.sampling.max_tokens
+        if buffer > limit:
+            raise mistake(f"algorithm.overlong_buffer_tokens is {buffer} but sampling.max_tokens only {limit}: lower it")
         return self
 
     def to_json(self) -> str:

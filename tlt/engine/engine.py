@@ -197,7 +197,7 @@ class RolloutEngine:
             num_kept = sequence.commit(verdict)
             num_tokens += num_kept
             if not strategy.is_off:
-                self.stats.record_verification(min(strategy.depth, drafted[slot]), verdict.num_accepted, num_kept)
+                self.stats.record_verification(strategy.depth, drafted[slot], verdict.num_accepted, num_kept)
         if self.drafter is not None:
             self._remember(self.drafter, tree, captured_BNF, prefixes, verdicts)
             if not strategy.is_off:

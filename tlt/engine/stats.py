@@ -49,6 +49,7 @@ class EngineStats:
     num_tokens: int = 0
     num_verifications: int = 0
     num_verified_tokens: int = 0
+    num_drafted_tokens: int = 0
     num_steps: int = 0
     by_strategy: dict[str, StrategyStats] = field(default_factory=lambda: defaultdict(StrategyStats))
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
@@ -64,19 +65,42 @@ class EngineStats:
         """Share of verifications whose walk survived to depth 1, 2, ... (of those that drafted so deep)."""
         return [self.survivors_by_depth[d] / self.attempts_by_depth[d] for d in sorted(self.attempts_by_depth)]
 
+    # The same under vLLM's definitions, which count a verification as a draft where at least one token was drafted.
+
+    @property
+    def num_drafts(self) -> int:
+        return self.attempts_by_depth[1]
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted drafted tokens / drafted tokens, all candidates of a tree included; None when nothing was drafted."""
+        return self.survivors_by_depth.total() / self.num_drafted_tokens if self.num_drafted_tokens else None
+
+    @property
+    def draft_mean_acceptance_length(self) -> float | None:
+        """1 + accepted drafted tokens / drafts. Unlike in `accept_length`, tokens behind a stop token count."""
+        return 1 + self.survivors_by_depth.total() / self.num_drafts if self.num_drafts else None
+
+    @property
+    def draft_acceptance_rate_pos(self) -> list[float]:
+        """Share of all drafts whose token at position 1, 2, … was accepted, however few were drafted."""
+        return [self.survivors_by_depth[d] / self.num_drafts for d in sorted(self.attempts_by_depth)]
+
     def add(self, other: EngineStats) -> None:
         """Counts of another engine or phase on top of these."""
-        for name in ("num_tokens", "num_verifications", "num_verified_tokens", "num_steps"):
+        for name in ("num_tokens", "num_verifications", "num_verified_tokens", "num_drafted_tokens", "num_steps"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.survivors_by_depth.update(other.survivors_by_depth)
         self.attempts_by_depth.update(other.attempts_by_depth)
         for strategy, stats in other.by_strategy.items():
             self.by_strategy[strategy].add(stats)
 
-    def record_verification(self, depth: int, num_accepted: int, num_kept: int) -> None:
+    def record_verification(self, depth: int, num_drafted: int, num_accepted: int, num_kept: int) -> None:
+        """Counts a verification of `num_drafted` tokens, at most `depth` one after the other."""
         self.num_verifications += 1
         self.num_verified_tokens += num_kept
-        for d in range(1, depth + 1):
+        self.num_drafted_tokens += num_drafted
+        for d in range(1, min(depth, num_drafted) + 1):
             self.attempts_by_depth[d] += 1
             if num_accepted >= d:
                 self.survivors_by_depth[d] += 1

@@ -46,7 +46,11 @@ class LengthStats:
 class StepRecord:
     """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise; sums run over all ranks.
 
-    reward_mean, solve_rate: over this step's responses that could be scored, as sampled for training; NaN: none could.
+    reward_mean, solve_rate: over this step's responses that could be scored, as sampled for training; NaN: none could. Like
+        `num_responses` and `num_tokens` they count the groups that dynamic sampling discarded.
+    algorithm: by name.
+    groups_sampled: problems of the step, each as often as it was sampled.  groups_discarded: of those, not in the update.
+    resample_rounds: rounds of dynamic sampling after the first.
     reward_errors: responses that could not.  first_reward_error: why the first one could not; empty: all could.
     reward_parts: reward function → mean, before its weight, over the responses to which it applied; empty without
         rewards.functions.  reward_metrics: what they logged → mean.
@@ -64,6 +68,8 @@ class StepRecord:
     preemption_seconds: from the last response's end to the return of the drafter's trainer, for every rank that trained then.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
     accept_by_depth: survival to depth 1, 2, …, of the verifications that drafted so deep
+    draft_acceptance_rate, draft_mean_acceptance_length, draft_acceptance_rate_pos: as vLLM counts them (engine/stats.py),
+        the last for positions 1, 2, …
     strategy_seconds: engine seconds under each strategy, "off" included.
     strategy_speed: tokens per second of the engine steps under each.  strategy_predicted: what the tuner expected of them.
     tokens_per_second: response tokens / rollout seconds.
@@ -120,12 +126,19 @@ class StepRecord:
     retrieval_acceptance: Number = NAN
     drafter_training: str = "off"
     drafter_set_aside: str = ""
+    draft_acceptance_rate: Number = NAN
+    draft_mean_acceptance_length: Number = NAN
+    draft_acceptance_rate_pos: tuple[Number, ...] = ()
     reward_errors: int = 0
     first_reward_error: str = ""
     reward_parts: dict[str, Number] = field(default_factory=dict)
     reward_metrics: dict[str, Number] = field(default_factory=dict)
     reward_by_task: dict[str, Number] = field(default_factory=dict)
     solve_rate_by_task: dict[str, Number] = field(default_factory=dict)
+    algorithm: str = ""
+    groups_sampled: int = 0
+    groups_discarded: int = 0
+    resample_rounds: int = 0
 
     def to_json(self) -> str:
         return dumps(dataclasses.asdict(self))

@@ -109,4 +109,5 @@ def evaluate(run: Run) -> None:
     if run.world.is_leader and settings.keep_best and evaluation.solve_rate > run.evaluations.best:
         run.save_policy(run.out_dir / "best")
     run.evaluations.add(evaluation)
+    run.tracking.log(run.step, {"eval/solve_rate": evaluation.solve_rate, "eval/seconds": evaluation.seconds})
     run.console.evaluation(run.step, evaluation.solve_rate, evaluation.seconds)

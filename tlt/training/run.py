@@ -43,6 +43,8 @@ from tlt.models.hf_weights import save_model
 from tlt.report.console import Console
 from tlt.report.metrics import MetricsWriter
 from tlt.report.timeline import Timeline, rank_path, shared_epoch
+from tlt.report.trackers import TrackedRun
+from tlt.report.tracking import NO_TRACKING, Tracking, run_id, track
 from tlt.rl.rewards import RewardPool
 from tlt.spans import SpanName
 from tlt.training.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint
@@ -62,7 +64,7 @@ class Run:
     step: updates done; `first_step` of them by earlier attempts.  drafter: who looks after the learned drafter.
     metrics: None but on the leader.
 
-    coordinator: one that runs side by side share.  prints: whether the leader shows the run.
+    coordinator: one that runs side by side share.  prints: whether the leader shows the run, also to its trackers.
     started_at: Unix time at which the user's command began; None: now.
     """
 
@@ -90,6 +92,7 @@ class Run:
         except BaseException:
             self._leave()
             raise
+        self.tracking = self._track() if prints and world.is_leader else NO_TRACKING
 
     @property
     def out_dir(self) -> Path:
@@ -167,6 +170,16 @@ class Run:
         self.console.note(f"resumed after {state.step} updates from {path}")
         return state.step
 
+    def _track(self) -> Tracking:
+        """Starts the trackers that the configuration asks for."""
+        settings, folder = self.config.tracking, self.out_dir
+        if not settings.use:
+            return NO_TRACKING
+        project = settings.project or os.environ.get("WANDB_PROJECT") or "tlt"
+        config = self.config.model_dump(mode="json")
+        run = TrackedRun(settings.run_name or folder.name, project, run_id(folder), folder, config, self.step)
+        return track(settings.use, run, self.console.note)
+
     # ── what the loop asks for ───────────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
@@ -194,6 +207,7 @@ class Run:
         if self.metrics is not None:
             self.metrics.close()
         self.scorers.close()
+        self.tracking.finish()
         self._leave()
 
     def _leave(self) -> None:

@@ -16,6 +16,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
 from tlt.report.console import Console, near
+from tlt.report.trackers import check_trackers
 from tlt.rl.scoring import Scorer
 from tlt.training.lock import FolderLock
 from tlt.training.loop import describe_run
@@ -54,6 +55,7 @@ def prepare(config: Config) -> None:
 def preflight(config: Config) -> Findings:
     """Raises UserError for everything that can be refused before a process is started."""
     device_of(config)
+    check_trackers(config.tracking.use)
     model = load_model_config(config.model.path)
     if config.drafter.path is not None:
         stored = load_drafter(config.drafter.path, model)
@@ -78,6 +80,7 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
         "model": f"{near(config.model.path)}: {model.architecture}, {_short(num_parameters)} parameters",
         "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
         **({"rewards": _weighted(config)} if config.rewards.functions else {}),
+        "algorithm": describe_algorithm(config),
         "ranks": f"{run.num_ranks} on {device.name} ({device.reason}), {run.dtype}",
         "speculation": speculation,
         "folder": near(Path(run.out_dir)),
@@ -89,6 +92,22 @@ def _weighted(config: Config) -> str:
     functions, weights = config.rewards.functions, config.rewards.weights
     terms = zip(weights or (1,) * len(functions), functions, strict=True)
     return " + ".join(f"{weight:g} × {function}" for weight, function in terms)
+
+
+def describe_algorithm(config: Config) -> str:
+    """Returns the algorithm's name and its choices, those of the preset and those of the configuration alike."""
+    settings, chosen = config.algorithm, config.algorithm.resolve(config.sampling.max_tokens)
+    clip = f"{chosen.loss} at [{1 - chosen.clip_low:g}, {1 + chosen.clip_high:g}]"
+    parts = [f"advantage {chosen.advantage}", f"{chosen.ratio} ratio {clip}", f"{chosen.aggregation} mean"]
+    if settings.kl_coefficient:
+        parts.append(f"{settings.kl_coefficient:g} × KL ({chosen.kl_estimator}) in the {chosen.kl_in}")
+    if chosen.overlong_buffer_tokens and settings.overlong_penalty:
+        parts.append(f"penalty in the last {chosen.overlong_buffer_tokens:,} tokens")
+    if settings.mask_truncated:
+        parts.append("truncated responses masked")
+    if chosen.dynamic_sampling:
+        parts.append(f"dynamic sampling, up to {settings.max_resamples} further rounds")
+    return f"{chosen.name}: {', '.join(parts)}"
 
 
 def _short(number: int) -> str:

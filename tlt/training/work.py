@@ -72,7 +72,8 @@ class Work:
 
     def _unpack(self, part: bytes) -> Request:
         problem_id, sample_index, token_ids, logprobs = json.loads(part)
-        request: Request = self.group_of[problem_id][sample_index]
+        group = self.group_of[problem_id]
+        request: Request = group[sample_index - group[0].sample_index]
         return replace(request, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
 
 

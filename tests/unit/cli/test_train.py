@@ -27,6 +27,8 @@ def test_a_run_is_never_overwritten_and_a_resumed_one_keeps_what_it_computes(mod
     assert resolve_config(None, [], resume=Path("out")) == config
     longer = resolve_config(None, ["--run.num_steps", "500"], resume=Path("out"))
     assert (longer.run.num_steps, longer.run.seed) == (500, 4)
+    tracked = resolve_config(None, ["--tracking.use", "wandb"], resume=Path("out"))
+    assert tracked.tracking.use == ["wandb"]
     with pytest.raises(UserError, match=r"run\.seed is 0 but the run in out has 4"):
         resolve_config(path, [], resume=Path("out"))
     with pytest.raises(UserError, match=r"sampling\.temperature is 0\.5 but the run in out has 1.0"):
