@@ -20,6 +20,7 @@ from tlt.tasks.reasoning_gym import ReasoningGym, _extract, _make_dataset, _make
 from tlt.types import Reward, UserError
 
 FACTORY = '''
+import sys
 import random
 from dataclasses import dataclass
 
@@ -40,7 +41,7 @@ class Sums:
         self.config = config
 
     def __getitem__(self, index):
-        print("a generator that prints")
+        sys.stdout.write("a generator that prints")
         assert index < self.config.size
         rng = random.Random(self.config.seed + index)
         a, b = rng.randint(1, self.config.largest), rng.randint(1, self.config.largest)

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import difflib
 import hashlib
+import io
 import json
 import math
 import os
@@ -199,7 +200,7 @@ def _make_dataset(name: str, settings: str) -> Any:
         if isinstance(value, list) and isinstance(getattr(defaults, option), tuple):
             values[option] = tuple(value)
     try:
-        with contextlib.redirect_stdout(None):
+        with contextlib.redirect_stdout(io.StringIO()):
             return dataset(config=config(**values))
     except (AssertionError, TypeError, ValueError) as error:
         options = {option: value for option, value in values.items() if option not in NO_OPTIONS}
@@ -210,7 +211,7 @@ def _make_dataset(name: str, settings: str) -> Any:
 @lru_cache(maxsize=64)
 def _make_entry(name: str, settings: str, index: int) -> dict[str, Any]:
     """Returns an entry of the data set; the samples of a group follow each other and share it. Some generators print."""
-    with contextlib.redirect_stdout(None):
+    with contextlib.redirect_stdout(io.StringIO()):
         entry: dict[str, Any] = _make_dataset(name, settings)[index]
     return entry
 
