@@ -67,6 +67,7 @@ class EngineSettings:
     speculation: "off", "adaptive" or a fixed strategy such as "4x1x4" (Strategy.parse).
     tuner: who chooses when speculation is adaptive: "cost-model" or "beg-mab".
     drafting: how drafters rank, when they stop and what they remember.
+    borrows: what the engine can use as the policy has it is read there, not copied (PackedTransformer).
     """
 
     speculation: str = "off"
@@ -75,6 +76,7 @@ class EngineSettings:
     device: torch.device | str = "cpu"
     max_batch_size: int = 64
     drafting: DrafterSection = field(default_factory=DrafterSection)
+    borrows: bool = False
 
     @staticmethod
     def of_run(config: Config, device: torch.device | str) -> EngineSettings:
@@ -109,6 +111,7 @@ def build_engine(
         tuner=tuner,
         on_span=on_span,
         verify=verify,
+        borrows=settings.borrows,
     )
     engine.load_policy(policy)
     if tuner is not None:

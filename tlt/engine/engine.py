@@ -50,7 +50,7 @@ class RolloutEngine:
     """Generates responses for requests. All state lives in this object; nothing in it is random.
 
     on_span receives what the engine spent its time on (prefill, decode, speculate). `verify` is an argument so that
-    an audit can put a faulty one in its place.
+    an audit can put a faulty one in its place. borrows: see PackedTransformer.
     """
 
     def __init__(
@@ -63,9 +63,10 @@ class RolloutEngine:
         tuner: StrategyTuner | None = None,
         on_span: Callable[[Span], None] | None = None,
         verify: Verify = verify,
+        borrows: bool = False,
     ) -> None:
         self.config, self.device = config, torch.device(device)
-        self.model = PackedTransformer(config, dtype, self.device)
+        self.model = PackedTransformer(config, dtype, self.device, borrows)
         self.tuner = tuner
         self.drafter: Drafter[Any] | None = None
         self.scheduler = Scheduler(max_batch_size, config.max_positions)

@@ -65,6 +65,18 @@ class EngineStats:
         """Share of verifications whose walk survived to depth 1, 2, ... (of those that drafted so deep)."""
         return [self.survivors_by_depth[d] / self.attempts_by_depth[d] for d in sorted(self.attempts_by_depth)]
 
+    def draft_metrics(self) -> dict[str, float]:
+        """Returns the acceptance by the names that trainers log (SkyRL's, of vLLM's counters); {} where nothing was drafted.
+
+        draft_acceptance_rate: accepted of the drafted depths.  draft_mean_acceptance_length: `accept_length`.
+        draft_acceptance_rate_pos_K: `accept_by_depth`, K counted from 1.
+        """
+        if self.accept_length is None or not self.attempts_by_depth:
+            return {}
+        rate = self.survivors_by_depth.total() / self.attempts_by_depth.total()
+        by_depth = {f"draft_acceptance_rate_pos_{d}": share for d, share in enumerate(self.accept_by_depth, start=1)}
+        return {"draft_acceptance_rate": rate, "draft_mean_acceptance_length": self.accept_length, **by_depth}
+
     def add(self, other: EngineStats) -> None:
         """Counts of another engine or phase on top of these."""
         for name in ("num_tokens", "num_verifications", "num_verified_tokens", "num_steps", "prefill_seconds"):

@@ -15,15 +15,16 @@ that still generate through a mailbox (`DrafterRefresh`); tokens do not depend o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
-from tlt.rl.rewards import RewardPool
+from tlt.rl.rewards import Key
 from tlt.spans import SpanName
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.work import Work
@@ -32,6 +33,20 @@ from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Re
 POLL_SECONDS = 0.002
 
 NO_DRAFTER = DrafterSide()
+
+
+class Scorers(Protocol):
+    """Scores responses while others are generated; `RewardPool` does so in processes."""
+
+    def submit(self, key: Key, problem: Mapping[str, Any], text: str) -> None:
+        """Takes a response in, without waiting."""
+
+    def drain(self, patience: float) -> dict[Key, Reward]:
+        """Returns the rewards of all that was submitted since the last time."""
+        ...
+
+    def abandon(self) -> None:
+        """Forgets all that was submitted."""
 
 
 class StopRequested(Exception):
@@ -123,7 +138,7 @@ class RolloutPhase:
         world: World,
         engine: RolloutEngine,
         coordinator: Coordinator,
-        scorers: RewardPool,
+        scorers: Scorers,
         decode: Callable[[Sequence[int]], str],
         timeline: Timeline,
         should_stop: Callable[[], bool],
@@ -151,7 +166,13 @@ class RolloutPhase:
             [Request(problem.problem_id, i, problem.prompt_ids, params, purpose, step) for i in range(num_samples)]
             for problem in problems
         ]
-        name = f"{purpose} {step}"
+        return self.answer(problems, requests, f"{purpose} {step}", drafter)
+
+    def answer(
+        self, problems: Sequence[Problem], requests: Sequence[Sequence[Request]], name: str, drafter: DrafterSide = NO_DRAFTER
+    ) -> PhaseResult:
+        """Does the same for any requests: a group of them for each problem, one at least. name: no other phase has it."""
+        first = requests[0][0]
         drafter.begin(name)
         self.coordinator.begin(name, len(problems))
         self.engine.stats = EngineStats()
@@ -163,7 +184,7 @@ class RolloutPhase:
             self.coordinator.abandon()
             self.scorers.abandon()
             drafter.abandon()
-            raise StopRequested(f"in step {step + 1}" if purpose == "rollout" else "in an evaluation")
+            raise StopRequested(f"in step {first.policy_step + 1}" if first.purpose == "rollout" else "in an evaluation")
         with self.timeline.span(SpanName.SCORE):
             own_rewards = self.scorers.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
         end = time.perf_counter()
@@ -178,7 +199,7 @@ class RolloutPhase:
         pairs = [pair for rank in gathered for pair in zip(rank[0], rank[1], strict=True)]
         pairs.sort(key=lambda pair: (pair[0].problem_id, pair[0].sample_index))
         rollouts, rewards = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        check = drafter.check(rollouts, report.num_tokens, params.temperature)
+        check = drafter.check(rollouts, report.num_tokens, first.params.temperature)
         result = PhaseResult(rollouts, rewards, [rank[2] for rank in gathered], check)
         drafter.end(rollouts, result.seconds)
         if (seconds := replica.preemption_seconds(result.last_token)) is not None:

@@ -20,7 +20,7 @@ class Work:
 
     def __init__(self, coordinator: Coordinator, requests: Sequence[Sequence[Request]]) -> None:
         self.coordinator, self.requests = coordinator, requests
-        self.group_of = {group[0].problem_id: group for group in requests}
+        self.request_of = {(request.problem_id, request.sample_index): request for group in requests for request in group}
         self.unit_of: dict[tuple[str, int], int] = {}
         self.num_open: Counter[int] = Counter()
         self.num_received = 0
@@ -28,7 +28,8 @@ class Work:
 
     @property
     def unit_size(self) -> int:
-        return len(self.requests[0])
+        """Requests of the largest unit."""
+        return max(map(len, self.requests))
 
     def take(self, room: int) -> list[Request]:
         """Takes up to `room` units and returns their requests; none where the queue is empty now."""
@@ -72,8 +73,7 @@ class Work:
 
     def _unpack(self, part: bytes) -> Request:
         problem_id, sample_index, token_ids, logprobs = json.loads(part)
-        request: Request = self.group_of[problem_id][sample_index]
-        return replace(request, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
+        return replace(self.request_of[problem_id, sample_index], token_ids=tuple(token_ids), logprobs=tuple(logprobs))
 
 
 def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:
