@@ -187,7 +187,7 @@ def test_adapters_and_shards_are_refused() -> None:
     model = make_model()
     config, expected = module_config(model), expected_shapes(module_config(model))
     assert module_tensors(model, expected).keys() == expected.keys()
-    with pytest.raises(UserError, match="parameter model.embed_tokens.weight is missing .* adapters merged"):
+    with pytest.raises(UserError, match=r"parameter model.embed_tokens.weight is missing .* adapters merged"):
         module_tensors(nn.ModuleDict({"base_model": model}), expected)
     model.model.norm.weight = nn.Parameter(torch.empty(0))
     with pytest.raises(UserError, match=r"parameter model.norm.weight is \[0\] where the whole \[32\] is wanted"):
