@@ -99,7 +99,7 @@ def test_every_call_uses_the_weights_of_that_moment(dtype: str) -> None:
             attend = PackedCausal(packed.config, [4])
             found = packed.logits(packed.forward(ids, attend.positions(), attend)).double()
             distance = (found - model(ids[None]).logits[0]).norm() / found.norm()
-        assert distance < {"float64": 1e-12, "float32": 1e-5, "bfloat16": 0.05}[dtype]
+        assert distance < {"float64": 1e-6, "float32": 1e-5, "bfloat16": 0.05}[dtype]  # transformers rotates in float32
         assert packed.version == step
         take_a_step(model)
 
@@ -150,6 +150,27 @@ def test_the_callers_random_numbers_stay_as_they_are(drafter: Path) -> None:
     torch.manual_seed(5)
     LiveRollouts(model, LiveSettings(drafter, "3x1x3", idle_share=1.0)).generate(PROMPTS, PARAMS, 0)
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_call_that_was_broken_off_can_be_made_again(drafter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    rollouts = LiveRollouts(model, LiveSettings(drafter, max_batch_size=2))
+    expected = rollouts.generate(PROMPTS, PARAMS, 0)
+    step, num_steps = rollouts.engine.step, 0
+
+    def interrupted(captures: bool = False) -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 5:
+            raise KeyboardInterrupt
+        return step(captures)
+
+    monkeypatch.setattr(rollouts.engine, "step", interrupted)
+    rollouts.restart("rollout")
+    with pytest.raises(KeyboardInterrupt):
+        rollouts.generate(PROMPTS, PARAMS, 0)
+    rollouts.restart("rollout")
+    assert tokens(rollouts.generate(PROMPTS, PARAMS, 0)) == tokens(expected)
 
 
 def test_acceptance_has_the_names_that_trainers_log() -> None:

@@ -146,7 +146,13 @@ class LiveRollouts:
         self.engine.load_policy(module_tensors(self.model, self._expected), step)
         label = f"{purpose} {step}, call {self._num_calls}"
         trained = self.drafter if purpose == "rollout" else DrafterSide()
-        self.latest = self._phase.answer(problems, list(groups.values()), label, trained)
+        try:
+            self.latest = self._phase.answer(problems, list(groups.values()), label, trained)
+        except BaseException:  # Ctrl-C in a notebook, say: the next call begins anew
+            self.engine.abort()
+            self._phase.coordinator.abandon()
+            trained.abandon()
+            raise
         seconds: Counter[str] = Counter()
         for span in self.timeline.spans:
             seconds[span.name] += span.end - span.start
