@@ -154,7 +154,7 @@ def sampling_params(trainer: Any) -> SamplingParams:
             continue
         remedy = f"set it to {NEUTRAL[name]}" if name in NEUTRAL else "remove it"
         raise UserError(f"{name}: is {value!r}, which is not supported in rollouts of TLT; {remedy}")
-    law = {name: default if given.get(name) is None else given[name] for name, default in SAMPLING.items()}
+    law: dict[str, Any] = {name: default if given.get(name) is None else given[name] for name, default in SAMPLING.items()}
     return SamplingParams(
         temperature=law["temperature"] if law["do_sample"] else 0.0,
         top_k=law["top_k"],

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
 
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import parse_config
@@ -29,10 +30,9 @@ def module_config(module: nn.Module) -> ModelConfig:
     """Returns the shape of a model. Raises UserError where this package would compute something else than the module does."""
     if isinstance(module, Transformer):
         return module.config
-    config = getattr(module, "config", None)
-    if not callable(getattr(config, "to_dict", None)):
-        raise UserError(f"model: a {type(module).__name__} has no configuration; give a causal language model of transformers")
-    described = {**config.to_dict(), "architectures": [type(module).__name__]}
+    if not isinstance(module, PreTrainedModel):
+        raise UserError(f"model: is a {type(module).__name__}; give a causal language model of transformers")
+    described = {**module.config.to_dict(), "architectures": [type(module).__name__]}
     return parse_config(described, f"model ({type(module).__name__}.config)")
 
 
@@ -44,11 +44,10 @@ def module_tensors(module: nn.Module, expected: Mapping[str, torch.Size]) -> dic
     found = dict(module.named_parameters())
     for name, shape in expected.items():
         if name not in found:
-            have = next(iter(found), "none")
             remedy = "give the plain model, adapters merged into it"
-            raise UserError(f"model: parameter {name} is missing (a {type(module).__name__} with {have}); {remedy}")
+            raise UserError(f"model: parameter {name} of a {type(module).__name__} is missing; {remedy}")
         if isinstance(found[name], DTensor) or found[name].shape != shape:
-            have = "a DTensor" if isinstance(found[name], DTensor) else list(found[name].shape)
+            have = "a DTensor" if isinstance(found[name], DTensor) else str(list(found[name].shape))
             remedy = "sharded and quantized models are not supported, so train with plain or data-parallel weights"
             raise UserError(f"model: parameter {name} is {have} where the whole {list(shape)} is wanted; {remedy}")
     return {name: found[name] for name in expected}

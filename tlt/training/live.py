@@ -11,7 +11,7 @@ Knows neither losses nor rewards nor whose loop it is (TRL's: integrations/trl.p
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -116,7 +116,7 @@ class LiveRollouts:
         self._occurrences = {purpose: Occurrences() for purpose in ("rollout", "evaluation", "generate")}
         self._num_calls = 0
         self.latest: PhaseResult | None = None
-        self.seconds: Mapping[str, float] = {}
+        self.seconds: dict[str, float] = {}
 
     @property
     def stats(self) -> EngineStats:
@@ -153,10 +153,9 @@ class LiveRollouts:
             self._phase.coordinator.abandon()
             trained.abandon()
             raise
-        seconds: Counter[str] = Counter()
+        self.seconds = defaultdict(float)
         for span in self.timeline.spans:
-            seconds[span.name] += span.end - span.start
-        self.seconds = seconds
+            self.seconds[span.name] += span.end - span.start
         self.timeline.clear()
         rollouts = {(r.problem_id, r.sample_index): r for r in self.latest.rollouts}
         return [rollouts[key] for key, _ in keys[self.world.rank]]
