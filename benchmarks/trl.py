@@ -30,7 +30,7 @@ from tlt.bench.report import environment, provenance, ratio_text, table, write_r
 
 ARMS = ("trl-tlt", "trl", "tlt")
 NAMES = {"trl": "TRL alone", "trl-tlt": "TRL with TLT", "tlt": "TLT alone"}
-WORKER = Path(__file__).with_name("trl_worker.py")
+WORKER = "benchmarks.trl_worker"
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Measured:
 
 def run_arm(job: Job, ranks: int) -> Measured:
     """Runs an arm in processes of its own."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--master-port", "0"]
-    command += ["--standalone", str(WORKER), json.dumps(asdict(job))]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--standalone", "--module", WORKER, json.dumps(asdict(job))]  # its folder would hide TRL behind this file
     root = str(Path(__file__).parents[1])
     inherited = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
     done = subprocess.run(command, cwd=root, env=inherited, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""One arm of benchmarks/trl.py, on one rank: `torchrun benchmarks/trl_worker.py JOB`. Writes what it measured as JSON."""
+"""One arm of benchmarks/trl.py, on one rank: `torchrun --module benchmarks.trl_worker JOB`. Writes what it measured as JSON."""
 
 from __future__ import annotations
 

@@ -600,3 +600,10 @@ def test_features_are_read_out_only_where_they_are_trained_on() -> None:
         assert sorted(finished) == ["p0", "p1"]
         reads.append(len(num_reads))
     assert reads[0] >= reads[1] + 2
+
+
+def test_a_response_that_is_handed_over_is_known_by_its_sample_index_wherever_that_begins() -> None:
+    requests = [Request("p", index, (3, 4), PARAMS) for index in (4, 5)]
+    work = Work(make_coordinators(1)[0], [requests])
+    running = replace(requests[1], token_ids=(7, 8), logprobs=(-0.25, -1.5))
+    assert work._unpack(work._pack(running)) == running
