@@ -47,7 +47,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Measured:
-    """One arm in one round: seconds of each counted step, of its rollout, and its response tokens (all ranks)."""
+    """One arm in one round: seconds of each counted step, of its rollout (the slowest rank's), and its response tokens."""
 
     arm: str
     step_seconds: tuple[float, ...]

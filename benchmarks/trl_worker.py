@@ -202,7 +202,9 @@ def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
     clock = Clock()
     (run_tlt if job.arm == "tlt" else run_trl)(job, clock)
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    gathered = gather_objects(world := join_process_group(torch.device("cpu")), clock.rollout_seconds)
+    clock.rollout_seconds = [max(seconds) for seconds in zip(*gathered, strict=True)]  # TRL's ranks end at different times
+    if world.is_leader:
         Path(job.out).write_text(json.dumps(vars(clock)))
     if dist.is_initialized():
         dist.barrier()
