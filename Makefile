@@ -28,6 +28,10 @@ OUT ?= $(if $(wildcard runs/quickstart),runs/quickstart-$(shell date +%Y%m%d-%H%
 # One BLAS thread per process: two cores carry two ranks.
 export OMP_NUM_THREADS ?= 1
 
+# Whole test files run side by side, in the order of their names: those that wait most for processes of their own come first.
+TEST_WORKERS ?= 2
+SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
@@ -51,7 +55,7 @@ train: $(STAMP)
 	$(BIN)/tlt train recipes/countdown/quickstart.toml --run.out_dir $(OUT) $(ARGS)
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest tests $(ARGS)
+	$(BIN)/python -m pytest tests $(SIDE_BY_SIDE) $(ARGS)
 
 unit: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests/unit $(ARGS)

@@ -53,7 +53,7 @@ def make_state(target: ModelConfig) -> tuple[dict[str, Tensor], dict[str, Tensor
 def measure(folder: Path, variant: str, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], optimizer: Any) -> Any:
     """Seconds that training waits, and until all is on the disk."""
     tensors = trained if variant.startswith("selective") else {**trained, **frozen}
-    checkpoint = Checkpoint(RunState(1, 1, ""), {}, tensors, {"drafter": optimizer})
+    checkpoint = Checkpoint(RunState(1, 1), {}, tensors, {"drafter": optimizer})
     writer = CheckpointWriter(folder)
     start = time.perf_counter()
     if variant == "plain":

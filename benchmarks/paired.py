@@ -22,7 +22,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -63,14 +63,14 @@ def longtail(tree: Tree) -> Work:
     return Work(**json.loads(done.stdout.splitlines()[-1]))
 
 
-def take_turns(trees: dict[str, Tree], measure: Callable[[Tree], Work], num_rounds: int) -> dict[str, list[Work]]:
-    """Every round measures both trees once, the order turned from round to round."""
+def take_turns(trees: dict[str, Tree], measure: Callable[[Tree], Work], num_rounds: int) -> Iterator[dict[str, list[Work]]]:
+    """Every round measures both trees once, the order turned from round to round. Yields all that was measured, after each."""
     works: dict[str, list[Work]] = {name: [] for name in trees}
     for index in range(num_rounds):
         for name in trees if index % 2 == 0 else reversed(trees):
             works[name].append(measure(trees[name]))
             print(f"round {index}, {name}: {works[name][-1].seconds:.2f} s", flush=True)
-    return works
+        yield works
 
 
 def commit_of(tree: Tree) -> str:
@@ -97,6 +97,23 @@ def to_markdown(report: dict[str, Any]) -> str:
     return "\n\n".join([f"# Two trees in turns: {report['what']}", *provenance(report), said, table(columns, rows)]) + "\n"
 
 
+def report_of(options: argparse.Namespace, trees: dict[str, Tree], works: dict[str, list[Work]]) -> dict[str, Any]:
+    """Returns what is known after some rounds."""
+    ratio = Ratio.of([a.seconds / b.seconds for a, b in zip(works["before"], works["after"], strict=True)])
+    amount = f" --steps {options.steps}" if options.what == "headline" else ""
+    num_rounds = len(works["before"])
+    return {
+        "command": f"python -m benchmarks.paired BEFORE AFTER --what {options.what} --rounds {num_rounds}{amount}",
+        "environment": environment(),
+        "what": options.what,
+        "trees": {
+            name: {"commit": commit_of(tree), "works": [dataclasses.asdict(work) for work in works[name]]}
+            for name, tree in trees.items()
+        },
+        "ratio": dataclasses.asdict(ratio),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.paired", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -112,20 +129,9 @@ def main() -> None:
         parser.error("--rounds must be 1 or more, --steps 2 or more")
     trees = {name: Tree(path) for name, path in (("before", options.before), ("after", options.after))}
     measure = longtail if options.what == "longtail" else partial(headline, num_steps=options.steps)
-    works = take_turns(trees, measure, options.rounds)
-    ratio = Ratio.of([a.seconds / b.seconds for a, b in zip(works["before"], works["after"], strict=True)])
-    amount = f" --steps {options.steps}" if options.what == "headline" else ""
-    report: dict[str, Any] = {
-        "command": f"python -m benchmarks.paired BEFORE AFTER --what {options.what} --rounds {options.rounds}{amount}",
-        "environment": environment(),
-        "what": options.what,
-        "trees": {
-            name: {"commit": commit_of(tree), "works": [dataclasses.asdict(work) for work in works[name]]}
-            for name, tree in trees.items()
-        },
-        "ratio": dataclasses.asdict(ratio),
-    }
-    write_report(options.out, report, to_markdown(report))
+    for works in take_turns(trees, measure, options.rounds):  # an interrupted measurement keeps its whole rounds
+        report = report_of(options, trees, works)
+        write_report(options.out, report, to_markdown(report))
     print(f"seconds before / after: {describe(report['ratio'])}")
 
 

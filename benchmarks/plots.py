@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.replay import Replay
-from tlt.bench.measure import Trace
+from benchmarks.traces import Trace
 from tlt.types import UserError
 
 

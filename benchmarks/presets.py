@@ -21,6 +21,7 @@ import torch
 
 from tlt.bench.acceptance import observe, speedup
 from tlt.bench.report import environment, provenance, ratio_text, table, write_report
+from tlt.build import load_model
 from tlt.cli.responses import read_responses
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter
@@ -28,11 +29,8 @@ from tlt.drafter.losses import PRESETS, Preset
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.spot import FeatureRecompute
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import load_tensors
 from tlt.models.packed import PackedTransformer
 from tlt.models.prompts import read_prompts
-from tlt.models.tokenizer import load_tokenizer
 from tlt.types import Request, Rollout, SamplingParams
 
 
@@ -84,25 +82,24 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.set_num_threads(1)
-    config = load_model_config(options.model)
-    policy = load_tensors(options.model, config)
+    model = load_model(options.model)
+    config, tokenizer = model.config, model.tokenizer
     target = PackedTransformer(config, torch.float32)
-    target.load(policy, version=0)
+    target.load(model.tensors, version=0)
     rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
-    tokenizer = load_tokenizer(options.model)
     prompts = read_prompts(options.prompts, tokenizer, vocab_size=config.vocab_size, window=config.max_positions)
-    params = SamplingParams(max_tokens=options.max_tokens, stop_ids=tokenizer.stop_ids)
+    params = SamplingParams(max_tokens=options.max_tokens, stop_ids=model.stop_ids)
     rows, measured = [], []
     for preset in PRESETS.values():
         trained = train(preset, target, rollouts, options)
         record: dict[str, Any] = {"preset": asdict(preset), "tokens": trained.num_tokens, "microseconds": trained.microseconds}
         for temperature in (0.0, 1.0):
             requests = [Request(p.problem_id, 0, p.prompt_ids, replace(params, temperature=temperature)) for p in prompts]
-            acceptance = observe(config, policy, trained.drafter, requests, options.depth, 16)
+            acceptance = observe(model, trained.drafter, requests, options.depth, 16)
             record[f"accept_length_at_{temperature:g}"] = acceptance.accept_length
             record[f"accept_by_depth_at_{temperature:g}"] = acceptance.by_position
         few = requests[: max(len(requests) // 8, 1)]
-        ratio, _ = speedup(config, policy, trained.drafter, few, options.depth, 1, options.rounds)
+        ratio, _ = speedup(model, trained.drafter, few, options.depth, 1, options.rounds)
         record["over_off_at_batch_1"] = asdict(ratio)
         measured.append(record)
         rows.append(

@@ -28,9 +28,11 @@ from benchmarks.longtail import Workload, hash_model, read_workload
 from benchmarks.peers import PeerResult, run_transformers, run_vllm, setup_vllm
 from benchmarks.plots import check_plots, plot_longtail, plot_regret
 from benchmarks.replay import RecordedCosts, Replay, replay
-from tlt.bench.measure import Ratio, Trace, side_by_side
-from tlt.bench.report import header, provenance, ratio_text, table, write_report
+from benchmarks.traces import Trace, side_by_side
+from tlt.bench.measure import Ratio
+from tlt.bench.report import header, open_report, over_off, ratio_text, table, write_report
 from tlt.bench.subject import Subject
+from tlt.build import build_engine
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.hybrid import drafter_kinds
@@ -71,12 +73,15 @@ class Options:
 
 def arms(subject: Subject, options: Options, batch_size: int, temperature: float, ranking: str = "coupled") -> ArmCosts:
     """All default arms at one batch size, in turns."""
-    engine = subject.engine("adaptive", batch_size, ranking=ranking)
+    drafting = subject.settings.drafting.model_copy(update={"ranking": ranking})
+    settings = dataclasses.replace(subject.settings, speculation="adaptive", max_batch_size=batch_size, drafting=drafting)
+    engine = build_engine(subject.model.config, subject.model.tensors, settings, subject.drafter)
+    params = dataclasses.replace(subject.params, temperature=temperature)
     rounds = max(round(options.arm_rounds / batch_size**0.6), min(options.arm_rounds, 6))
     num = max(batch_size // 2, 8)
     return record_arms(
         engine,
-        lambda i: subject.requests(i, num, temperature),
+        lambda i: [dataclasses.replace(request, params=params) for request in subject.requests(i, num)],
         default_arms(drafter_kinds(subject.drafter is not None)),
         batch_size,
         temperature,
@@ -127,7 +132,10 @@ def longtail(
         name: partial(subject.engine, name, max_batch) for name in ("off", *options.variants)
     }
     if recorded:
-        makers["best arms"] = lambda: subject.engine(BestArms(list(recorded)), max_batch)
+        model, settings = subject.model, dataclasses.replace(subject.settings, max_batch_size=max_batch)
+        makers["best arms"] = lambda: build_engine(
+            model.config, model.tensors, settings, subject.drafter, tuner=BestArms(list(recorded))
+        )
     traces, num_different = side_by_side(
         makers,
         workload.requests,
@@ -135,7 +143,7 @@ def longtail(
         lambda name, t: say(f"longtail, {name}: {workload.num_tokens / t.seconds:,.0f} tokens/s"),
     )
     off = traces["off"]
-    ratios = {name: Ratio.of([a.seconds / b.seconds for a, b in zip(off, ts, strict=True)]) for name, ts in traces.items()}
+    ratios = {name: Ratio.between([t.seconds for t in off], [t.seconds for t in ts]) for name, ts in traces.items()}
     report: dict[str, Any] = {
         "kind": "longtail",
         "name": f"longtail, {len(workload.requests)} requests, {workload.num_tokens:,} tokens, {workload.shape}",
@@ -161,8 +169,7 @@ def longtail(
 
 def _share(best: Sequence[Trace], traces: Sequence[Trace], since: float) -> dict[str, Any]:
     """How fast beside the best arms in hindsight, from when `since` of the tokens were done."""
-    pairs = zip(best, traces, strict=True)
-    return dataclasses.asdict(Ratio.of([a.seconds_since(since) / b.seconds_since(since) for a, b in pairs]))
+    return dataclasses.asdict(Ratio.between([t.seconds_since(since) for t in best], [t.seconds_since(since) for t in traces]))
 
 
 def peers(subject: Subject, options: Options, workload: Workload) -> Iterator[PeerResult]:
@@ -229,8 +236,7 @@ def run_benchmark(config: Config, options: Options, command: str, say: Callable[
 def summary_line(m: Mapping[str, Any]) -> str:
     match m["kind"]:
         case "longtail":
-            words = [f"{name} {ratio_text(r)} times off" for name, r in m["ratios"].items()]
-            return f"{m['name']}: off {m['tokens_per_second']['off']:,.0f} tokens/s; " + ", ".join(words)
+            return over_off(m)
         case "arms":
             best, values = next(iter(m["arms"].items()))
             return f"{m['name']}: best {best}, {values['speed_over_off']:.2f} times off"
@@ -242,11 +248,7 @@ def summary_line(m: Mapping[str, Any]) -> str:
 
 def to_markdown(report: Mapping[str, Any]) -> str:
     """The report for people. Ratios are geometric means with 95 % confidence intervals unless said otherwise."""
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for m in report["measurements"]:
-        by_kind.setdefault(m["kind"], []).append(m)
-    blocks = ["# Rollout benchmark", *provenance(report)]
-    blocks.append("Ratios above 1 are faster than off: geometric mean of paired rounds (95 % confidence interval).")
+    blocks, by_kind = open_report(report)
     for m in by_kind.get("longtail", []):
         rows = []
         for name, speed in m["tokens_per_second"].items():

@@ -9,7 +9,6 @@ ValueError. How many threads compute is torch's own setting and holds for the wh
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
@@ -23,20 +22,21 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from tlt.build import EngineSettings, Model, load_engine, load_model
+from tlt.build import EngineSettings, Model, load_engine, load_model, resolve_device
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.distributed.launch import EXIT_OK, EXIT_USER_ERROR, launch
+from tlt.distributed.launch import EXIT_OK, EXIT_USER_ERROR, is_rank
 from tlt.distributed.signals import StopRequest, handling_stop_signals
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.files import Record
 from tlt.models.prompts import encode_prompts, make_requests
 from tlt.models.tokenizer import Tokenizer
 from tlt.tasks.base import Task
 from tlt.training.evaluate import Evaluation, read_evaluations
+from tlt.training.lock import refuse_begun
 from tlt.training.loop import describe_run, main
-from tlt.training.start import prepare
+from tlt.training.start import launch_ranks, prepare
 from tlt.types import FinishReason, Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
 
 # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -80,7 +80,7 @@ class Engine:
     """A model ready to generate. Its tokens depend on the seed, the problem ids and the sampling, and never on how it drafts
     or what it generated before."""
 
-    def __init__(self, model: Model, rollout_engine: RolloutEngine) -> None:
+    def __init__(self, model: Model, rollout_engine: RolloutBackend) -> None:
         """`from_pretrained` is the usual way to make one."""
         self.config, self.tokenizer, self.stop_ids = model.config, model.tokenizer, model.stop_ids
         self._engine = rollout_engine
@@ -110,7 +110,7 @@ class Engine:
         settings = EngineSettings(
             str(speculation),
             dtype=resolve_dtype(str(dtype).removeprefix("torch.")),
-            device=_resolve_device(device),
+            device=resolve_device(device),
             max_batch_size=max_batch_size,
         )
         model = load_model(Path(path))
@@ -192,19 +192,6 @@ def to_response(rollout: Rollout, tokenizer: Tokenizer | None) -> Response:
     )
 
 
-def _resolve_device(device: str | torch.device) -> torch.device:
-    has_cuda = torch.cuda.is_available()
-    if device == "auto":
-        return torch.device("cuda" if has_cuda else "cpu")
-    try:
-        resolved = torch.device(device)
-    except RuntimeError:
-        raise UserError(f"device: {device!r} is unknown; give auto, cpu or cuda") from None
-    if resolved.type == "cuda" and not has_cuda:
-        raise UserError(f"device: {device} is not available here; give cpu or auto")
-    return resolved
-
-
 # ── training ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -234,17 +221,11 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
     with _named(task, config) if task is not None else nullcontext(config.task.name) as name:
         config = load_config(config.model_dump(mode="json"), {"task.name": name})
         folder = config.run.out_dir
-        if (folder / "config.json").exists():
-            raise UserError(f"run.out_dir: {folder} holds a run already; give another, or tlt train --resume {folder}")
+        refuse_begun(folder)
         started_at = time.time()
         prepare(config)
-        is_finished = _run_here(config, started_at) if _is_one_process(config) else _run_ranks(config, started_at)
+        is_finished = _run_here(config, started_at) if is_rank(config.run.num_ranks) else _run_ranks(config, started_at)
     return TrainingResult(folder, tuple(read_evaluations(folder / "evaluations.jsonl")), is_finished)
-
-
-def _is_one_process(config: Config) -> bool:
-    """Whether this process is a rank itself: the only one, or one that torchrun or Slurm has started."""
-    return config.run.num_ranks == 1 or "RANK" in os.environ
 
 
 def _run_here(config: Config, started_at: float) -> bool:
@@ -260,8 +241,7 @@ def _run_here(config: Config, started_at: float) -> bool:
 
 
 def _run_ranks(config: Config, started_at: float) -> bool:
-    run = config.run
-    code = launch(describe_run(config, started_at), run.num_ranks, "tlt.training.loop:main", run.threads_per_rank)
+    code = launch_ranks(config, started_at)
     if code == EXIT_USER_ERROR:
         raise UserError(f"{config.run.out_dir}: a rank has stopped; the line on stderr says what to correct")
     if 0 < code < 128:
@@ -277,7 +257,7 @@ def _named(task: Task, config: Config) -> Iterator[str]:
     if (name := _importable_name(task)) is not None:
         yield name
         return
-    if not _is_one_process(config) or config.rewards.num_workers > 0:
+    if not is_rank(config.run.num_ranks) or config.rewards.num_workers > 0:
         raise UserError(
             f"task: a {type(task).__name__} that no module holds cannot reach other processes; set run.num_ranks = 1 and"
             " rewards.num_workers = 0, or put it into a module and give its name, module:object"

@@ -23,7 +23,7 @@ from tlt.config.schema import Config, DrafterSection
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter, choose_preset, load_drafter
 from tlt.drafter.hybrid import drafter_kinds, make_drafter
-from tlt.drafter.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.learned import LearnedDrafter, LearnedSettings, OnVerdicts
 from tlt.drafter.model import DraftModel, PackedDrafter
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
@@ -38,7 +38,7 @@ from tlt.spans import Span
 from tlt.speculative.verify import Verify
 from tlt.speculative.verify import verify as verify_by_the_law
 from tlt.tuning.tuner import make_tuner
-from tlt.types import SamplingParams, StrategyTuner, resolve_dtype
+from tlt.types import SamplingParams, StrategyTuner, UserError, resolve_dtype
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,19 @@ def load_model(path: Path, dtype: torch.dtype | None = None) -> Model:
     tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(path)
     return Model(path, config, load_tensors(path, config, dtype), tokenizer, stop_ids)
+
+
+def resolve_device(wanted: str | torch.device, place: str = "device") -> torch.device:
+    """Returns the device that an engine computes on: for "auto" a GPU where there is one. UserError, which begins with `place`,
+    for a device that is unknown or not there. (What `run.device` means for several ranks, distributed/world.py says.)"""
+    has_cuda = torch.cuda.is_available()
+    try:
+        device = torch.device(("cuda" if has_cuda else "cpu") if wanted == "auto" else wanted)
+    except RuntimeError:
+        raise UserError(f"{place}: {wanted!r} is unknown; give auto, cpu or cuda") from None
+    if device.type == "cuda" and not has_cuda:
+        raise UserError(f"{place}: {wanted} is not available here; give cpu or auto")
+    return device
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,9 @@ def load_stored(drafter: Path | None, model: Model) -> StoredDrafter | None:
     return None if drafter is None else load_drafter(drafter, model.config, model.tensors)
 
 
-def build_learned(engine: RolloutEngine, drafter: StoredDrafter, settings: EngineSettings) -> LearnedDrafter:
+def build_learned(
+    engine: RolloutEngine, drafter: StoredDrafter, settings: EngineSettings, on_verdicts: OnVerdicts | None = None
+) -> LearnedDrafter:
     """Returns the drafter at work beside the engine's target. It remembers what training matches only where it is trained."""
     drafting = settings.drafting
     packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
@@ -145,7 +160,7 @@ def build_learned(engine: RolloutEngine, drafter: StoredDrafter, settings: Engin
         window=drafting.feature_window,
         keep_targets=drafting.train and drafting.features == "captured",
     )
-    return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned)
+    return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned, on_verdicts)
 
 
 def build_policy_trainer(config: Config, model: Model, device: torch.device, group: ProcessGroup | None) -> PolicyTrainer:
@@ -154,7 +169,7 @@ def build_policy_trainer(config: Config, model: Model, device: torch.device, gro
         build_policy(model, device),
         config.algorithm,
         config.optimizer,
-        temperature=config.sampling.temperature,
+        sampling=config.sampling,
         num_steps=config.run.num_steps,
         process_group=group,
         reference=build_policy(model, device) if config.algorithm.kl_coefficient > 0 else None,

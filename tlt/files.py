@@ -14,13 +14,14 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from tlt.types import UserError
 
 Record = dict[str, Any]
+T = TypeVar("T")
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -170,6 +171,19 @@ def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
     if not records:
         raise UserError(f"{option}: {path} is empty; give at least one line")
     return records
+
+
+def read_appended(path: Path, parse: Callable[[str], T], kind: str) -> list[T]:
+    """Returns what `parse` makes of each line of a file that a run appends to, none where there is no file. A last line that a
+    kill tore is left out; for any other line that is no `kind` it raises UserError."""
+    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    parsed = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            parsed.append(parse(line))
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}, line {number}: no {kind} ({error}); repair or remove the line") from None
+    return parsed
 
 
 def get_id(place: str, record: Record, default: str | None = None) -> str:

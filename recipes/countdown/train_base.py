@@ -24,10 +24,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from make_tokenizer import CHARACTERS, SPECIAL, make_tokenizer
+from search import write_search
 from torch import Tensor, nn
 from transformers import AttentionInterface, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from tlt.tasks.countdown import draw_puzzle, write_search
+from tlt.tasks.countdown import draw_puzzle
 
 IDS = {token: i for i, token in enumerate((*SPECIAL, *CHARACTERS))}
 #: Labels the loss skips.

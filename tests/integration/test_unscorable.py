@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tlt.training.lock import refuse_begun
+
 TASK = """
 from digits import Digits
 class Partly(Digits):
@@ -47,6 +49,7 @@ def test_a_task_that_never_scores_ends_the_run_with_one_line(workspace: Path) ->
     assert message.startswith("tlt: error: task partly:NEVER: none of the 16 responses of step 1 could be scored")
     assert "KeyError: 'target'" in message
     assert "Traceback" not in done.stderr
+    refuse_begun(workspace / "partly:NEVER")  # nothing is there to keep: the corrected task may have the folder
 
 
 def test_responses_that_could_not_be_scored_are_counted_and_left_out_of_the_means(workspace: Path) -> None:

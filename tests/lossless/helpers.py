@@ -15,8 +15,9 @@ from tlt.drafter.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Proposal
-from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
+from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample, truncate
 from tlt.types import BatchState, DraftTree, Request, Rollout, SamplingParams, StepOutcome, Strategy, StrategyTuner, Verdict
 
 VOCAB, STOP = 61, 7
@@ -26,6 +27,22 @@ CONFIG = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, ma
 def make_policy(seed: int = 1, std: float = 0.3, config: ModelConfig = CONFIG) -> Transformer:
     """Random, and sharp enough (about 2 nats) that both certain and uncertain tokens occur."""
     return Transformer(config).double().initialize(seed, std)
+
+
+def pack(model: Transformer, dtype: torch.dtype = torch.float64) -> PackedTransformer:
+    packed = PackedTransformer(model.config, dtype)
+    packed.load(dict(model.named_parameters()), version=0)
+    return packed
+
+
+def law_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution p_n that the law samples from, float64[V]."""
+    if params.temperature == 0:
+        return torch.nn.functional.one_hot(logits_V.argmax(), logits_V.numel()).double()
+    batch = BatchParams([params], logits_V.device)
+    scaled = batch.scale(logits_V.double()[None, None])
+    kept = truncate(scaled, batch) if batch.truncates else scaled
+    return kept[0, 0].softmax(dim=-1)
 
 
 def make_engine(

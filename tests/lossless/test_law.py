@@ -23,8 +23,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, law_probabilities, sample, truncate
-from tlt.speculative.tree import ancestors, chain, chain_mask, depths, tree_mask
+from tests.lossless.helpers import law_probabilities
+from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample, truncate
+from tlt.speculative.tree import ancestors, chain, chain_mask, layout, tree_mask
 from tlt.speculative.verify import verify
 from tlt.types import DraftTree, Request, SamplingParams
 
@@ -277,11 +278,13 @@ def test_ancestors_depths_and_masks_are_those_of_brute_force(data: st.DataObject
     length = max(prefixes) + num_nodes + data.draw(st.integers(0, 3))
     seen = ancestors(torch.tensor(parents))
     mask = tree_mask(seen, torch.tensor(prefixes), length, torch.float64)
+    tree = DraftTree(torch.zeros(batch, num_nodes, dtype=torch.int64), torch.tensor(parents))
+    positions_BN = layout(tree, prefixes, torch.float64).positions_BN
     for row in range(batch):
         for node in range(num_nodes):
             line = brute_force_ancestors(parents[row], node)
             assert set(seen[row, node].nonzero().flatten().tolist()) == set(line)
-            assert depths(torch.tensor(parents))[row, node] == len(line) - 1
+            assert positions_BN[row, node] == prefixes[row] + len(line) - 1
             visible = {*range(prefixes[row]), *(prefixes[row] + ancestor for ancestor in line)}
             assert mask[row, node].tolist() == [0.0 if column in visible else -math.inf for column in range(length)]
 

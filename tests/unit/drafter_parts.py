@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, make_policy
+from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, make_policy, pack
 from tlt.drafter.buffer import PackedBatch, TrajectoryBuffer
 from tlt.drafter.learned import LearnedDrafter, LearnedProposal, LearnedSettings
 from tlt.drafter.losses import PRESETS, Preset, draft_loss
@@ -27,7 +27,7 @@ from tlt.types import Finished, Request, Rollout, SamplingParams, Strategy, Stra
 
 SIZE = CONFIG.hidden_size
 POLICY = make_policy()
-TARGET = PackedTransformer.from_module(POLICY, torch.float64)
+TARGET = pack(POLICY)
 
 
 def make_model(seed: int = 2, scale: float = 8.0, method: Method = "eagle", draft_vocab: int | None = None) -> DraftModel:

@@ -13,6 +13,7 @@ import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy
 from tlt.bench.acceptance import Acceptance, observe, speedup
+from tlt.build import Model
 from tlt.cli import main as cli
 from tlt.drafter.folder import StoredDrafter, save_drafter
 from tlt.drafter.model import DraftModel, Method, align, drafter_shape
@@ -38,6 +39,10 @@ def tensors(policy: Transformer) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in policy.named_parameters()}
 
 
+def model_of(policy: Transformer) -> Model:
+    return Model(Path(), policy.config, tensors(policy), None, ())
+
+
 def count(acceptance: Acceptance) -> tuple[float, float]:
     """(guesses, accepted ones) in the buckets by entropy."""
     buckets = acceptance.by_entropy
@@ -50,7 +55,7 @@ def test_what_is_counted_by_entropy_and_confidence_is_what_the_engine_counted(
     method: Method, vocab: int | None, temperature: float
 ) -> None:
     policy = Transformer(DEEP).initialize(1, 0.3)
-    found = observe(DEEP, tensors(policy), make_drafter(DEEP, method, vocab), requests(temperature), 3, 4)
+    found = observe(model_of(policy), make_drafter(DEEP, method, vocab), requests(temperature), 3, 4)
     num_guesses, num_accepted = count(found)
     survivors = [share * found.num_verifications for share in found.by_position]
     assert num_accepted == pytest.approx(sum(survivors))
@@ -61,7 +66,7 @@ def test_what_is_counted_by_entropy_and_confidence_is_what_the_engine_counted(
 
 def test_a_target_that_knows_nothing_has_the_entropy_of_its_vocabulary() -> None:
     policy = Transformer(CONFIG).initialize(1, 0.0)
-    (bucket,) = observe(CONFIG, tensors(policy), make_drafter(CONFIG), requests(1.0), 2, 4).by_entropy
+    (bucket,) = observe(model_of(policy), make_drafter(CONFIG), requests(1.0), 2, 4).by_entropy
     assert bucket.mean == pytest.approx(math.log(VOCAB), rel=1e-5)
 
 
@@ -70,7 +75,7 @@ def test_the_confidence_is_the_draft_distributions_own() -> None:
     policy = make_policy().float()
     drafter = make_drafter(CONFIG)
     (request,) = requests(num=1, max_tokens=1)
-    (bucket,) = observe(CONFIG, tensors(policy), drafter, [request], 1, 1).by_confidence
+    (bucket,) = observe(model_of(policy), drafter, [request], 1, 1).by_confidence
     model = DraftModel(drafter.config)
     model.load_state_dict(drafter.tensors)
     tokens_T = torch.tensor(request.prompt_ids)
@@ -89,7 +94,7 @@ def test_the_confidence_is_the_draft_distributions_own() -> None:
 
 def test_the_timing_gives_a_ratio_per_round_and_equal_responses() -> None:
     policy = make_policy().float()
-    ratio, num_different = speedup(CONFIG, tensors(policy), make_drafter(CONFIG), requests(num=2, max_tokens=4), 2, 2, 2)
+    ratio, num_different = speedup(model_of(policy), make_drafter(CONFIG), requests(num=2, max_tokens=4), 2, 2, 2)
     assert len(ratio.values) == 2
     assert num_different == 0
 
@@ -101,9 +106,9 @@ def read_strictly(text: str) -> Any:
 
 def test_an_evaluation_without_an_upper_end_is_strict_json() -> None:
     """The last bucket by entropy is open, and one round tells no interval."""
-    policy = tensors(Transformer(CONFIG).initialize(1, 0.0))
-    found = observe(CONFIG, policy, make_drafter(CONFIG), requests(1.0), 2, 4)
-    ratio, _ = speedup(CONFIG, policy, make_drafter(CONFIG), requests(num=2, max_tokens=4), 2, 2, 1)
+    model = model_of(Transformer(CONFIG).initialize(1, 0.0))
+    found = observe(model, make_drafter(CONFIG), requests(1.0), 2, 4)
+    ratio, _ = speedup(model, make_drafter(CONFIG), requests(num=2, max_tokens=4), 2, 2, 1)
     for value in (found, ratio):
         json.dumps(asdict(value), allow_nan=False)
     assert found.by_entropy[-1].high is None

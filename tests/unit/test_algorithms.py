@@ -1,9 +1,11 @@
-"""Advantages, losses and estimators against numbers worked out by hand, plain loops, enumeration and finite differences."""
+"""Advantages, losses and estimators against numbers worked out by hand, plain loops, enumeration and finite differences. Whole
+algorithms: test_algorithm_presets.py."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,18 @@ from hypothesis import strategies as st
 
 from tlt.rl.algorithms import (
     STD_FLOOR,
-    clipped_policy_loss,
+    cispo_loss,
+    clipped_loss,
     entropy,
     group_advantages,
+    importance_ratio,
     importance_weights,
     kl_estimate,
-    token_mean,
+    loss_divisor,
+    loss_weight,
+    overlong_penalty,
+    rewards_to_go,
+    whitened_advantages,
 )
 
 double = torch.float64
@@ -31,50 +39,68 @@ def tensor(*values: float) -> torch.Tensor:
 
 
 def test_advantages_of_one_solved_in_four_are_those_worked_out_by_hand() -> None:
-    result = group_advantages(tensor(1, 0, 0, 0), torch.zeros(4, dtype=torch.long), normalize_by_std=True)
-    assert result.advantages_R.tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)  # std = 1/2
-    result = group_advantages(tensor(1, 0, 0, 0), torch.zeros(4, dtype=torch.long), normalize_by_std=False)
-    assert result.advantages_R.tolist() == [0.75, -0.25, -0.25, -0.25]
+    rewards, group = tensor(1, 0, 0, 0), torch.zeros(4, dtype=torch.long)
+    assert group_advantages(rewards, group).tolist() == pytest.approx([1.5, -0.5, -0.5, -0.5], abs=1e-5)  # std = 1/2
+    assert group_advantages(rewards, group, "group-mean").tolist() == [0.75, -0.25, -0.25, -0.25]
+    assert group_advantages(rewards, group, "leave-one-out").tolist() == pytest.approx([1, -1 / 3, -1 / 3, -1 / 3])
 
 
 @given(
     st.lists(st.lists(st.floats(-5, 5, allow_subnormal=False), min_size=1, max_size=5), min_size=1, max_size=5),
-    st.booleans(),
+    st.sampled_from(["group-std", "group-mean", "leave-one-out"]),
     st.randoms(use_true_random=False),
 )
 @settings(max_examples=60, deadline=None)
-def test_advantages_agree_with_a_plain_loop_over_interleaved_groups(groups, by_std, random) -> None:
+def test_advantages_agree_with_a_plain_loop_over_interleaved_groups(groups, kind, random) -> None:
     pairs = [(group, value) for group, values in enumerate(groups) for value in values]
     random.shuffle(pairs)
-    result = group_advantages(tensor(*(v for _, v in pairs)), torch.tensor([g for g, _ in pairs]), normalize_by_std=by_std)
-    num_flat = 0
+    result = group_advantages(tensor(*(v for _, v in pairs)), torch.tensor([g for g, _ in pairs]), kind)
     expected = {}
     for group, values in enumerate(groups):
         is_flat = len(set(values)) == 1
-        num_flat += is_flat
-        scale = statistics.stdev(values) + STD_FLOOR if by_std and len(values) > 1 else 1.0
-        for value in values:
-            expected[group, value] = 0.0 if is_flat else (value - statistics.fmean(values)) / scale
-    assert result.num_zero_variance == num_flat
-    for pair, advantage in zip(pairs, result.advantages_R.tolist(), strict=True):
+        scale = statistics.stdev(values) + STD_FLOOR if kind == "group-std" and len(values) > 1 else 1.0
+        for i, value in enumerate(values):
+            others = values[:i] + values[i + 1 :] if kind == "leave-one-out" else values
+            expected[group, value] = 0.0 if is_flat else (value - statistics.fmean(others)) / scale
+    for pair, advantage in zip(pairs, result.tolist(), strict=True):
         assert advantage == pytest.approx(expected[pair], rel=1e-6, abs=1e-8)
 
 
 def test_equal_rewards_give_exactly_zero_even_where_their_mean_is_rounded() -> None:
     rewards = tensor(0.1, 0.1, 0.1)
     assert rewards.sum() / 3 != 0.1  # so that subtracting the mean would not do
-    result = group_advantages(rewards, torch.zeros(3, dtype=torch.long), normalize_by_std=True)
-    assert result.advantages_R.tolist() == [0, 0, 0]
-    assert result.num_zero_variance == 1
+    for kind in ("group-std", "group-mean", "leave-one-out"):
+        assert group_advantages(rewards, torch.zeros(3, dtype=torch.long), kind).tolist() == [0, 0, 0]
+    returns = [tensor(0.1, 0.1), tensor(0.1)]
+    assert torch.cat(whitened_advantages(returns)).tolist() == [0, 0, 0]
 
 
 def test_a_response_that_was_not_scored_is_left_out_of_its_group_and_gets_no_advantage() -> None:
     group_R = torch.tensor([0, 0, 0, 1, 1, 2, 2, 0])
     is_scored_R = torch.tensor([True, True, False, True, False, False, False, True])
-    result = group_advantages(tensor(1, 0, 9, 1, 9, 9, 9, 0), group_R, normalize_by_std=False, is_scored_R=is_scored_R)
-    assert result.advantages_R.tolist() == pytest.approx([2 / 3, -1 / 3, 0, 0, 0, 0, 0, -1 / 3])
-    assert result.advantages_R[[2, 3, 4, 5, 6]].tolist() == [0] * 5
-    assert result.num_zero_variance == 2, "with fewer than two scores there is nothing to compare"
+    rewards_R = tensor(1, 0, 9, 1, 9, 9, 9, 0)
+    result = group_advantages(rewards_R, group_R, "group-mean", is_scored_R)
+    assert result.tolist() == pytest.approx([2 / 3, -1 / 3, 0, 0, 0, 0, 0, -1 / 3])
+    assert result[[2, 3, 4, 5, 6]].tolist() == [0] * 5, "with fewer than two scores there is nothing to compare"
+    result = group_advantages(rewards_R, group_R, "leave-one-out", is_scored_R)
+    assert result.tolist() == pytest.approx([1, -1 / 2, 0, 0, 0, 0, 0, -1 / 2])
+
+
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_all_tokens() -> None:
+    values = [1, 1, 1, 0, -2, 0.5]
+    parts = whitened_advantages([tensor(*values[:3]), tensor(*values[3:4]), tensor(*values[4:])])
+    assert [len(part) for part in parts] == [3, 1, 2]
+    mean, std = statistics.fmean(values), statistics.pstdev(values)
+    assert torch.cat(parts).tolist() == pytest.approx([(value - mean) / (std + STD_FLOOR) for value in values])
+
+
+def test_a_reward_comes_after_the_last_token_and_a_penalty_with_each() -> None:
+    assert rewards_to_go(5.0, tensor(1, 2, 4)).tolist() == [-2, -1, 1]
+
+
+def test_the_overlong_penalty_grows_from_nothing_to_one_within_its_buffer() -> None:
+    assert [overlong_penalty(n, 20, 5) for n in (1, 15, 16, 19, 20)] == pytest.approx([0, 0, 0.2, 0.8, 1])
+    assert overlong_penalty(20, 20, 0) == 0
 
 
 # ── the policy loss ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -96,33 +122,59 @@ def test_a_response_that_was_not_scored_is_left_out_of_its_group_and_gets_no_adv
 def test_clipped_loss_is_the_one_worked_out_by_hand(ratio: float, advantage: float, loss: float, is_clipped: bool) -> None:
     old = tensor(-1.0)
     new = (old + math.log(ratio)).requires_grad_()
-    result = clipped_policy_loss(new, old, tensor(advantage), clip_low=0.2, clip_high=0.3)
+    result = clipped_loss((new - old).exp(), tensor(advantage), 0.8, 1.3)
     assert result.loss_N.item() == pytest.approx(loss)
     assert result.is_clipped_N.item() is is_clipped
     (gradient,) = torch.autograd.grad(result.loss_N.sum(), new)
     assert gradient.item() == pytest.approx(0.0 if is_clipped else -ratio * advantage)
 
 
-def test_on_policy_gradient_is_minus_advantage_times_gradient_of_logprob() -> None:
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda logprobs, ratio, advantages: clipped_loss(ratio, advantages, 0.8, 1.2).loss_N,
+        lambda logprobs, ratio, advantages: cispo_loss(ratio, logprobs, advantages, 0.0, 5.0).loss_N,
+    ],
+    ids=["clipped", "cispo"],
+)
+def test_on_policy_gradient_is_minus_advantage_times_gradient_of_logprob(kind: Any) -> None:
     logits = torch.randn(5, 7, dtype=double, generator=torch.Generator().manual_seed(0)).requires_grad_()
     tokens, advantages = torch.tensor([0, 3, 6, 2, 2]), tensor(1, -1, 0.5, 0, 2)
     logprobs = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    loss = clipped_policy_loss(logprobs, logprobs.detach(), advantages, clip_low=0.2, clip_high=0.2).loss_N
-    (gradient,) = torch.autograd.grad(token_mean(loss, 5), logits)
+    loss = kind(logprobs, (logprobs - logprobs.detach()).exp(), advantages)
+    (gradient,) = torch.autograd.grad(loss.sum() / 5, logits)
     one_hot = torch.nn.functional.one_hot(tokens, 7)
     expected = -advantages[:, None] * (one_hot - logits.detach().softmax(-1)) / 5
     torch.testing.assert_close(gradient, expected)
 
 
-def test_gradients_agree_with_finite_differences() -> None:
+@pytest.mark.parametrize("level", ["token", "sequence", "trajectory"])
+def test_gradients_agree_with_finite_differences(level: Any) -> None:
     generator = torch.Generator().manual_seed(1)
     old, new, advantages, reference = (torch.randn(12, dtype=double, generator=generator) * 0.3 for _ in range(4))
 
     def loss(x: torch.Tensor) -> torch.Tensor:
-        policy = clipped_policy_loss(x, old, advantages, clip_low=0.2, clip_high=0.28)
-        return token_mean(policy.loss_N * importance_weights(old, reference, cap=1.1) + 0.1 * kl_estimate(x, reference), 12)
+        ratio = importance_ratio(x, old, (5, 7), level)
+        policy = clipped_loss(ratio, advantages, 0.8, 1.28)
+        return (policy.loss_N * importance_weights(old, reference, cap=1.1) + 0.1 * kl_estimate(x, reference)).sum() / 12
 
     assert torch.autograd.gradcheck(loss, new.requires_grad_())
+
+
+def test_ratios_are_of_tokens_their_geometric_mean_or_their_product() -> None:
+    old, new = tensor(-1, -1, -1, -1), torch.log(torch.exp(tensor(-1, -1, -1, -1)) * tensor(2, 4, 8, 0.5))
+    assert importance_ratio(new, old, (3, 1), "token").tolist() == pytest.approx([2, 4, 8, 0.5])
+    assert importance_ratio(new, old, (3, 1), "sequence").tolist() == pytest.approx([4, 4, 4, 0.5])
+    assert importance_ratio(new, old, (3, 1), "trajectory").tolist() == pytest.approx([64, 64, 64, 0.5])
+
+
+def test_cispo_clips_the_weight_and_keeps_every_gradient() -> None:
+    new = torch.log(tensor(0.1, 0.5, 0.9)).requires_grad_()
+    ratio, advantages = (new - torch.log(tensor(0.1, 0.05, 0.3))).exp(), tensor(-1, 2, 2)  # 1, 10 and 3
+    loss, is_clipped = cispo_loss(ratio, new, advantages, 0.0, 5.0)
+    (gradient,) = torch.autograd.grad(loss.sum(), new)
+    assert gradient.tolist() == pytest.approx([1, -10, -6])
+    assert is_clipped.tolist() == [False, True, False]
 
 
 def test_importance_weights_are_capped_constants() -> None:
@@ -135,14 +187,21 @@ def test_importance_weights_are_capped_constants() -> None:
 # ── estimators ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_expectation_of_the_kl_estimate_is_the_kl() -> None:
+def test_expectation_of_k1_and_k3_is_the_kl_and_k2_has_its_gradient() -> None:
     generator = torch.Generator().manual_seed(2)
-    policy, reference = (torch.randn(9, dtype=double, generator=generator).log_softmax(-1) for _ in range(2))
+    logits, other = (torch.randn(9, dtype=double, generator=generator) for _ in range(2))
+    reference = other.log_softmax(-1)
+    policy = logits.requires_grad_().log_softmax(-1)
     exact = (policy.exp() * (policy - reference)).sum()
-    estimates = kl_estimate(policy, reference)
-    assert (estimates >= 0).all()
-    torch.testing.assert_close((policy.exp() * estimates).sum(), exact)
-    assert kl_estimate(policy, policy).abs().max() == 0
+    (gradient,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    for name in ("k1", "k3"):
+        estimates = kl_estimate(policy, reference, name)
+        torch.testing.assert_close((policy.exp() * estimates).sum(), exact)
+        assert bool((estimates >= 0).all()) == (name == "k3")
+        assert kl_estimate(policy, policy, name).abs().max() == 0
+    in_loss = {name: (policy.exp().detach() * kl_estimate(policy, reference, name)).sum() for name in ("k1", "k2")}
+    torch.testing.assert_close(torch.autograd.grad(in_loss["k2"], logits, retain_graph=True)[0], gradient)
+    assert torch.autograd.grad(in_loss["k1"], logits)[0].abs().max() < 1e-12, "which is why k1 is refused in the loss"
 
 
 def test_entropy_is_that_of_the_distribution_and_survives_impossible_tokens() -> None:
@@ -154,7 +213,17 @@ def test_entropy_is_that_of_the_distribution_and_survives_impossible_tokens() ->
     torch.testing.assert_close(entropy(logits.log_softmax(-1)), torch.distributions.Categorical(logits=logits).entropy())
 
 
-def test_token_means_of_parts_add_up_to_the_mean_of_all() -> None:
-    values = torch.arange(10, dtype=double)
-    parts = [token_mean(part, 10) for part in values.split([1, 6, 3])]
-    assert float(sum(parts)) == pytest.approx(values.mean().item())
+@pytest.mark.parametrize(
+    ("aggregation", "expected"),
+    [("token", 45 / 10), ("sequence", (0 + 21 / 6 + 24 / 3) / 3), ("constant", 45 / (3 * 8))],
+)
+def test_parts_of_responses_add_up_to_the_mean_of_all(aggregation: Any, expected: float) -> None:
+    parts = torch.arange(10, dtype=double).split([1, 6, 3])
+    divisor = loss_divisor([1, 6, 3], aggregation, 8)
+    total = sum(float(part.sum()) * loss_weight(len(part), aggregation) / divisor for part in parts)
+    assert total == pytest.approx(expected)
+
+
+def test_a_masked_response_has_no_tokens_but_is_one_of_the_responses() -> None:
+    assert [loss_divisor([0, 6, 3], name, 8) for name in ("token", "sequence", "constant")] == [9, 3, 24]
+    assert loss_divisor([0, 0], "token", 8) == 1

@@ -265,7 +265,7 @@ def test_an_object_of_this_process_is_a_task_that_trains(sections: dict[str, Any
     assert torch.get_num_threads() == threads
     assert "in_this_process" not in sys.modules
     assert Engine.from_pretrained(result.folder / "policy", device="cpu").generate(PROMPTS, max_tokens=4)
-    with pytest.raises(UserError, match="holds a run already; give another, or tlt train --resume"):
+    with pytest.raises(UserError, match="holds a run already; continue it with tlt train --resume"):
         train(load_config(sections), task=Here())
 
 
@@ -300,3 +300,26 @@ def test_tlt_train_is_the_function_however_the_packages_below_are_imported() -> 
     assert importlib.import_module("tlt.training.run") is not None
     assert tlt.train is train
     assert tlt.train is train
+
+
+def test_a_run_that_cannot_begin_says_what_it_was_doing_and_lets_go_of_its_folder(
+    sections: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A notebook keeps the error, and with it all that the failed run has opened."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "evaluations.jsonl").write_text("no evaluation\n")
+    with pytest.raises(UserError, match=r"evaluations\.jsonl, line 1") as kept:
+        train(load_config(sections), task=Digits())
+    assert "loading model and problems" in capsys.readouterr().out
+    (tmp_path / "run" / "evaluations.jsonl").unlink()
+    assert train(load_config(sections), task=Digits()).is_finished
+    assert kept.tb is not None
+
+
+def test_a_run_that_its_time_limit_ends_says_so(
+    sections: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = train(load_config(sections, {"run.time_limit_minutes": 1e-6}), task=Digits())
+    assert [evaluation.step for evaluation in result.evaluations] == [0]
+    (said,) = (line for line in capsys.readouterr().out.splitlines() if "time_limit_minutes" in line)
+    assert said.endswith(f"ends the run after 0 of 2 steps; go on with: tlt train --resume {tmp_path / 'run'}")

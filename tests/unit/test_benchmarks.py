@@ -15,8 +15,8 @@ from benchmarks.geometry import SHAPES, SimulatedAcceptance, measure, to_markdow
 from benchmarks.plots import plot_longtail, plot_regret
 from benchmarks.replay import RecordedCosts, replay
 from benchmarks.rollout import main
+from benchmarks.traces import side_by_side, trace
 from tests.lossless.helpers import CONFIG, make_engine, make_policy
-from tlt.bench.measure import trace
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import BegMab, Fixed, default_groups
 from tlt.types import BatchState, Request, SamplingParams, StepOutcome, Strategy
@@ -101,6 +101,23 @@ def test_on_the_same_recorded_costs_the_cost_model_regrets_less_than_the_bandit(
     theirs = [replay(BegMab(groups, rng=random.Random(seed)), costs, lengths, 16, seed).regrets[-1] for seed in range(5)]
     assert statistics.mean(ours) < statistics.mean(theirs)
     assert default_groups(arms)
+
+
+def test_whole_rollouts_side_by_side_do_the_same_work() -> None:
+    work = requests(0, 6)
+    traces, num_different = side_by_side(
+        {"off": lambda: make_engine(POLICY), "on": lambda: make_engine(POLICY, Fixed(LONG))}, work, num_rounds=2
+    )
+    assert num_different == 0
+    for measured in (*traces["off"], *traces["on"]):
+        assert measured.tokens[-1] == traces["off"][0].tokens[-1]
+        assert measured.running[-1] == 0
+        assert list(measured.times) == sorted(measured.times)
+        assert 0 < measured.seconds_since(0.5) < measured.seconds_since(0.0) == measured.seconds
+    _, other = side_by_side(
+        {"off": lambda: make_engine(POLICY), "wrong": lambda: make_engine(make_policy(seed=9))}, work, num_rounds=1
+    )
+    assert other > 0, "responses that differ are counted"
 
 
 def test_plots_are_files_that_do_not_change_from_one_drawing_to_the_next(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_minimal_file_gets_every_default(folder: Path) -> None:
     config = load_config(folder / "run.toml")
     assert config.rollout.speculation == "off"
     assert config.drafter.path is None
-    assert config.algorithm.clip_high == 0.28
+    assert config.algorithm.resolve(config.sampling.max_tokens).clip_high == 0.28
     assert config.task.num_problems == 4096
 
 
@@ -105,11 +105,13 @@ sampling    temperature top_k top_p min_p max_tokens
 drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm coupling_temperature
 drafter     ranking feature_window ngram_tokens preset unrolled_steps step_decay feature_weight distribution_weight
 drafter     features refresh_during_rollout refresh_seconds gate confidence_threshold max_passes check_every
-algorithm   clip_low clip_high kl_coefficient normalize_advantages_by_std epochs minibatches tokens_per_micro_batch
-algorithm   importance_correction_cap
+algorithm   name advantage ratio loss aggregation clip_low clip_high kl_coefficient kl_in kl_estimator kl_bias_correction
+algorithm   mask_truncated overlong_buffer_tokens overlong_penalty dynamic_sampling max_resamples
+algorithm   epochs minibatches tokens_per_micro_batch importance_correction_cap
 optimizer   learning_rate beta1 beta2 eps weight_decay warmup_steps schedule clip_grad_norm
 evaluation  every num_problems samples_per_problem temperature keep_best
 rewards     num_workers timeout_seconds
+tracking    use project run_name
 """
 
 
@@ -240,6 +242,15 @@ def test_a_malformed_override_says_how_to_write_it(overrides: list[str], message
     with pytest.raises(UserError) as caught:
         read_overrides(overrides)
     assert str(caught.value) == message
+
+
+def test_a_tasks_options_are_a_toml_table_or_a_json_object(folder: Path) -> None:
+    """tlt task takes them as JSON."""
+    for text in ("{label = 'hard', sizes = [2, 3]}", '{"label": "hard", "sizes": [2, 3]}'):
+        config = load_config(folder / "run.toml", ["--task.options", text])
+        assert config.task.options == {"label": "hard", "sizes": [2, 3]}
+    message = mistake(folder / "run.toml", "--task.options", "{label}")
+    assert message.endswith("task.options is '{label}'; it must be a table such as '{key = 1}'")
 
 
 def test_a_model_folder_that_does_not_exist_is_refused(folder: Path) -> None:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from recipes.countdown.search import write_search
 from tlt.tasks.base import get_task
-from tlt.tasks.countdown import MAX_INTERMEDIATE, TASK, Countdown, Puzzle, is_correct, moves, reachable, write_search
+from tlt.tasks.countdown import MAX_INTERMEDIATE, TASK, Countdown, Puzzle, is_correct, moves, reachable
 
 Steps = tuple[tuple[int, str, int, int], ...]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.lossless.helpers import CONFIG, VOCAB
+from tests.lossless.helpers import CONFIG, VOCAB, pack
 from tests.unit.drafter_parts import (
     HASS,
     ONE_STEP,
@@ -128,7 +128,7 @@ def tensors_within(value: Any, name: str = "") -> dict[str, Tensor]:
 @pytest.mark.parametrize("tied", [True, False])
 def test_training_the_drafter_changes_no_tensor_of_the_target(tied: bool) -> None:
     policy = Transformer(replace(CONFIG, tie_embeddings=tied)).double().initialize(3, 0.3)
-    target = PackedTransformer.from_module(policy, torch.float64)
+    target = pack(policy)
     held = tensors_within(target)
     assert len(held) > 15
     before, policy_before = content_hash(held), content_hash(policy.state_dict())

@@ -141,7 +141,7 @@ def test_a_prompt_that_cannot_be_answered_is_refused_by_name(length: int) -> Non
 def test_accept_length_and_survival_count_as_defined() -> None:
     stats = EngineStats()
     for num_accepted, num_kept in ((3, 4), (0, 1), (2, 2)):  # the last one was cut short by a stop token
-        stats.record_verification(depth=3, num_accepted=num_accepted, num_kept=num_kept)
+        stats.record_verification(depth=3, num_drafted=3, num_accepted=num_accepted, num_kept=num_kept)
     assert stats.accept_length == pytest.approx(7 / 3)
     assert stats.accept_by_depth == [2 / 3, 2 / 3, 1 / 3]
     twice = EngineStats()
@@ -149,6 +149,25 @@ def test_accept_length_and_survival_count_as_defined() -> None:
     twice.add(stats)
     assert twice.accept_by_depth == stats.accept_by_depth
     assert twice.num_verifications == 6
+
+
+def test_acceptance_counts_as_vllm_counts_it() -> None:
+    """vLLM: accepted / drafted tokens; 1 + accepted tokens / drafts; at position k, accepted there / drafts. A verification of
+    no drafted token is no draft; a tree's drafted tokens are all its nodes."""
+    chains = [(3, 3), (3, 1), (1, 0), (0, 0), (2, 2)]  # (drafted, accepted)
+    stats = EngineStats()
+    assert stats.draft_acceptance_rate is stats.draft_mean_acceptance_length is None
+    for num_drafted, num_accepted in chains:
+        stats.record_verification(3, num_drafted, num_accepted, num_accepted + 1)
+    drafts = [(drafted, accepted) for drafted, accepted in chains if drafted]
+    num_accepted = sum(accepted for _, accepted in drafts)
+    assert stats.draft_acceptance_rate == pytest.approx(num_accepted / sum(drafted for drafted, _ in drafts))
+    assert stats.draft_mean_acceptance_length == pytest.approx(1 + num_accepted / len(drafts))
+    shares = [sum(accepted >= k for _, accepted in drafts) / len(drafts) for k in (1, 2, 3)]
+    assert stats.draft_acceptance_rate_pos == pytest.approx(shares) == [3 / 4, 2 / 4, 1 / 4]
+    assert stats.accept_by_depth == pytest.approx([3 / 4, 2 / 3, 1 / 2]), "of those that drafted so deep"
+    stats.record_verification(2, 7, 2, 3)
+    assert stats.draft_acceptance_rate == pytest.approx(8 / 16)
 
 
 @pytest.mark.parametrize("text", ["4", "4x1", "axbxc", "0x1x1", "4x1x3", "-1x1x1", "fast", "33x1x33"])

@@ -27,7 +27,7 @@ def write_drafter(folder: Path) -> None:
 
 
 def write_checkpoint(folder: Path) -> None:
-    save_checkpoint(folder.parent, Checkpoint(RunState(1, 0, "abc"), {"w": torch.zeros(2)}, None, {"m": torch.zeros(100_000)}))
+    save_checkpoint(folder.parent, Checkpoint(RunState(1, 0), {"w": torch.zeros(2)}, None, {"m": torch.zeros(100_000)}))
 
 
 @pytest.mark.parametrize("write", [write_model, write_drafter, write_checkpoint])

@@ -176,11 +176,11 @@ def test_a_call_that_was_broken_off_can_be_made_again(drafter: Path, monkeypatch
 def test_acceptance_has_the_names_that_trainers_log() -> None:
     rollouts = LiveRollouts(make_model(initializer_range=0.02), LiveSettings(speculation="ngram:2x1x2"))
     rollouts.generate(PROMPTS, SamplingParams(temperature=0.0, max_tokens=60), 0)
-    metrics, stats = rollouts.stats.draft_metrics(), rollouts.stats
-    assert metrics["draft_mean_acceptance_length"] == stats.num_verified_tokens / stats.num_verifications
-    accepted = stats.survivors_by_depth
-    assert metrics["draft_acceptance_rate"] == (accepted[1] + accepted[2]) / stats.attempts_by_depth.total()
-    assert metrics["draft_acceptance_rate_pos_2"] == accepted[2] / stats.attempts_by_depth[2]
+    metrics, stats = rollouts.stats.draft_metrics, rollouts.stats
+    accepted, num_drafts = stats.survivors_by_depth, stats.attempts_by_depth[1]
+    assert metrics["draft_mean_acceptance_length"] == 1 + (accepted[1] + accepted[2]) / num_drafts
+    assert metrics["draft_acceptance_rate"] == (accepted[1] + accepted[2]) / stats.num_drafted_tokens
+    assert metrics["draft_acceptance_rate_pos_2"] == accepted[2] / num_drafts
 
 
 @pytest.mark.parametrize(

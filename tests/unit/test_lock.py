@@ -1,4 +1,4 @@
-"""Two processes never write into one run's folder."""
+"""Two processes never write into one run's folder, and no new run into one that holds a run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt.training.lock import FolderLock
+from tlt.training.lock import FolderLock, refuse_begun
 from tlt.types import UserError
 
 
@@ -44,3 +44,15 @@ def test_what_cannot_be_written_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "inside", Path("/proc/run")):
         assert refusal(folder).startswith(f"run.out_dir: {folder} cannot be written (")
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "evaluations.jsonl", "checkpoints/step-00000010"])
+def test_a_folder_is_a_runs_as_soon_as_something_in_it_is_worth_keeping(left: str, tmp_path: Path) -> None:
+    """An attempt whose task was at fault has written its configuration and an empty metrics.jsonl."""
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").touch()
+    refuse_begun(tmp_path)
+    (tmp_path / left).write_text("{}\n")
+    with pytest.raises(UserError, match=f"holds a run already; continue it with tlt train --resume {tmp_path}"):
+        refuse_begun(tmp_path)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.lossless.helpers import CONFIG, VOCAB, make_policy
+from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
 from tlt.drafter.losses import PRESETS
 from tlt.drafter.measure import distribution
 from tlt.drafter.model import DraftModel
@@ -18,7 +18,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout
 
 POLICY = make_policy()
-TARGET = PackedTransformer.from_module(POLICY, torch.float64)
+TARGET = pack(POLICY)
 SETTINGS = OfflineSettings(epochs=0.1, learning_rate=1e-3, tokens_per_step=64, seed=0)
 
 
@@ -33,7 +33,7 @@ def make_sharp_target() -> PackedTransformer:
     policy = make_policy()
     with torch.no_grad():
         policy.model.norm.weight.mul_(12.0)
-    return PackedTransformer.from_module(policy, torch.float64)
+    return pack(policy)
 
 
 def train(target: PackedTransformer, rollouts: list[Rollout], preset: str = "hass", **changes: float) -> OfflineSummary:

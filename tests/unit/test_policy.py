@@ -17,14 +17,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt.config.schema import AlgorithmSection, OptimizerSection
+from tlt.config.schema import AlgorithmSection, OptimizerSection, SamplingSection
 from tlt.models.decoder import ModelConfig, Transformer
+from tlt.rl import logprobs as logprobs_module
 from tlt.rl import update as policy
 from tlt.rl.update import NonFiniteUpdate, PolicyTrainer, UpdateMetrics
 from tlt.types import Reward, Rollout, UserError
 
 CONFIG = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)
 TEMPERATURE = 0.8
+SAMPLING = SamplingSection(temperature=TEMPERATURE, max_tokens=40)
 #: A large eps keeps AdamW's first steps smooth, so that weights agree as far as gradients do.
 OPTIMIZER = OptimizerSection(learning_rate=1e-2, eps=1e-3, weight_decay=0.1, clip_grad_norm=0.5)
 
@@ -52,7 +54,7 @@ def make_trainer(
     model: Transformer, optimizer: OptimizerSection = OPTIMIZER, group: Any = None, reference: Any = None, **algorithm: Any
 ) -> PolicyTrainer:
     settings_ = {"tokens_per_micro_batch": 100, **algorithm}
-    return PolicyTrainer(model, AlgorithmSection(**settings_), optimizer, TEMPERATURE, 10, group, reference)
+    return PolicyTrainer(model, AlgorithmSection(**settings_), optimizer, SAMPLING, 10, group, reference)
 
 
 def run(
@@ -212,7 +214,7 @@ def test_importance_correction_weighs_tokens_by_the_capped_ratio_to_the_engine()
     model = make_model()
     exact = {}
     for rollout in rollouts:
-        response = policy.Response(rollout, 0.0, needs_grad=False)
+        response = policy.Response(rollout, (), needs_grad=False)
         with torch.no_grad():
             exact[rollout] = policy.response_logprobs(model, [response], TEMPERATURE)[0]
     for shift, weight in ((math.log(3), 2.0), (-math.log(2), 0.5)):
@@ -260,7 +262,7 @@ def test_the_budget_of_a_micro_batch_changes_no_gradient(kl: float) -> None:
 
 def test_a_large_vocabulary_in_chunks_changes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, metrics = run([make_batch()])
-    monkeypatch.setattr(policy, "LOGITS_PER_CHUNK", 61 * 5)
+    monkeypatch.setattr(logprobs_module, "LOGITS_PER_CHUNK", 61 * 5)
     chunked, chunked_metrics = run([make_batch()])
     assert difference(whole, chunked) < 1e-12
     assert chunked_metrics[0].entropy == pytest.approx(metrics[0].entropy, abs=1e-12)
@@ -390,7 +392,7 @@ def test_bad_batches_are_errors_that_name_step_and_place() -> None:
 
 def test_greedy_sampling_is_refused_for_training() -> None:
     with pytest.raises(UserError, match="temperature is 0"):
-        PolicyTrainer(make_model(), AlgorithmSection(), OPTIMIZER, 0.0, 10)
+        PolicyTrainer(make_model(), AlgorithmSection(), OPTIMIZER, SamplingSection(temperature=0.0), 10)
 
 
 def test_a_non_finite_update_names_the_step_and_leaves_the_weights_alone() -> None:
@@ -412,6 +414,9 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "plain": {},
     "minibatches": {"minibatches": 3, "epochs": 2},
     "kl": {"kl_coefficient": 0.3},
+    "ratios and means of whole responses": {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "minibatches": 2},
+    "kl in the reward of a response": {"name": "rloo", "kl_coefficient": 0.3, "epochs": 2},
+    "kl in the rewards of tokens, whitened over the batch": {"name": "reinforce++", "kl_coefficient": 0.3},
     "fewer responses than ranks": {},
 }
 

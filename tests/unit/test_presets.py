@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.lossless.helpers import CONFIG, VOCAB, make_policy, to_transformers
+from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack, to_transformers
 from tlt.config.schema import Config
 from tlt.drafter.buffer import PackedBatch
 from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
@@ -22,14 +22,13 @@ from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
 from tlt.models.cpu_kernels import CausalAndOwn
 from tlt.models.decoder import Transformer
-from tlt.models.packed import PackedTransformer
 from tlt.training.start import preflight
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy, UserError
 
 DEEP = replace(CONFIG, num_layers=5)
 POLICY = make_policy(config=DEEP)
-TARGET = PackedTransformer.from_module(POLICY, torch.float64)
+TARGET = pack(POLICY)
 SIZE = DEEP.hidden_size
 DRAFT_VOCAB = VOCAB - 3
 METHODS: list[tuple[Method, int | None]] = [("eagle", None), ("eagle3", None), ("eagle3", DRAFT_VOCAB)]
@@ -222,7 +221,7 @@ def test_the_packed_drafter_computes_what_the_trainable_one_does(method: Method,
 
 
 def test_a_reduced_head_follows_the_policy() -> None:
-    model, target = make_model("eagle3", DRAFT_VOCAB), PackedTransformer.from_module(POLICY, torch.float64)
+    model, target = make_model("eagle3", DRAFT_VOCAB), pack(POLICY)
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
     hidden = randn(3, SIZE)
     before = packed.logits(hidden, target)

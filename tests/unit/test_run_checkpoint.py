@@ -19,7 +19,7 @@ from tlt.types import UserError
 
 def make_checkpoint(step: int, value: float = 1.0) -> Checkpoint:
     training = {"policy": {"state": {0: {"exp_avg": torch.full((3,), value)}}, "lrs": [1.0, 2.0]}, "note": None}
-    return Checkpoint(RunState(step, 4, "abc"), {"w": torch.full((2, 2), value)}, {"fc": torch.full((2,), value)}, training)
+    return Checkpoint(RunState(step, 4), {"w": torch.full((2, 2), value)}, {"fc": torch.full((2,), value)}, training)
 
 
 def test_a_checkpoint_holds_what_was_when_it_was_saved(tmp_path: Path) -> None:
@@ -31,7 +31,7 @@ def test_a_checkpoint_holds_what_was_when_it_was_saved(tmp_path: Path) -> None:
     path = latest_checkpoint(tmp_path / "c")
     assert path is not None
     found = load_checkpoint(path, torch.device("cpu"))
-    assert found.state == RunState(3, 4, "abc")
+    assert found.state == RunState(3, 4)
     assert found.policy["w"].tolist() == [[1, 1], [1, 1]]
     assert found.drafter is not None
     assert found.drafter["fc"].tolist() == [1, 1]
@@ -65,12 +65,20 @@ def test_a_writer_that_fails_says_so_at_the_next_checkpoint_and_leaves_the_last_
     with monkeypatch.context() as patched:
         patched.setattr(torch, "save", full)  # after the weights have been written
         writer.save(make_checkpoint(2))
-        with pytest.raises(UserError, match=r"checkpoint of step 2 .*No space left"):
+        with pytest.raises(UserError, match=r"checkpoint of step 2 .*No space left.*the one before, .*step-00000001, is whole"):
             writer.save(make_checkpoint(3))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
     writer.save(make_checkpoint(3))
     writer.wait()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
+def test_a_first_checkpoint_that_fails_does_not_promise_an_earlier_one(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    writer = CheckpointWriter(tmp_path / "file" / "checkpoints")
+    writer.save(make_checkpoint(10))
+    with pytest.raises(UserError, match=r"checkpoint of step 10 is not written \(.*\); there is none before it"):
+        writer.wait()
 
 
 DAMAGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor] | None]] = {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.lossless.helpers import make_policy
+from tests.lossless.helpers import make_policy, pack
 from tests.unit.drafter_parts import (
     HASS,
     POLICY,
@@ -31,7 +31,6 @@ from tlt.drafter.buffer import TOKEN_ID_BYTES, PackedBatch, TrajectoryBuffer
 from tlt.drafter.spot import MICRO_STEP_SHARE, MIN_TOKENS, FeatureRecompute, MicroStepSize, SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.hf_weights import content_hash
-from tlt.models.packed import PackedTransformer
 from tlt.spans import Span
 from tlt.tuning.tuner import Fixed
 from tlt.types import DrafterReport, Strategy
@@ -140,7 +139,7 @@ def test_the_report_says_when_the_trainer_was_preempted_and_covers_all_of_its_ti
 
 
 def test_the_longest_of_the_previous_step_are_trained_on_with_features_of_the_new_policy() -> None:
-    target = PackedTransformer.from_module(POLICY, torch.float64, version=0)
+    target = pack(POLICY)
     spot = make_spot(ready_buffer(6, 20), target, carry_longest=2)
     rollouts = [make_rollout(random_tokens(10 + 7 * i, 100 + i), 4, f"q{i}") for i in (3, 0, 5, 1, 4, 2)]  # of all ranks
     next_policy = make_policy(seed=9)
@@ -170,7 +169,7 @@ def test_the_longest_of_the_previous_step_are_trained_on_with_features_of_the_ne
 
 def test_features_of_a_policy_that_was_replaced_are_never_trained_on() -> None:
     """Captured under version 0; version 1 is published without a carry over, and version 2 amid the recomputing for it."""
-    target = PackedTransformer.from_module(POLICY, torch.float64, version=0)
+    target = pack(POLICY)
     spot = make_spot(ready_buffer(2, 140), target)
     # Three chunks per trajectory; nothing trains before one is whole, then recomputing and training alternate.
     # Version 1 ends in the middle of the second trajectory.

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.lossless.helpers import pack
 from tests.unit.transformer_parts import (
     CASES,
     PROMPTS,
@@ -96,6 +97,6 @@ def test_a_packed_transformer_reports_its_version_and_refuses_a_policy_with_a_te
 @torch.no_grad()
 def test_loading_another_policy_replaces_every_weight(case: str) -> None:
     model = referee(case, torch.float64)
-    ours = PackedTransformer.from_module(Transformer(our_config(model.config)), torch.float64)
+    ours = pack(Transformer(our_config(model.config)))
     ours.load(dict(model.named_parameters()), version=1)
     torch.testing.assert_close(packed_logits(ours, PROMPTS), packed_logits(packed(model), PROMPTS), atol=0, rtol=0)

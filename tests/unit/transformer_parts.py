@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
-from tlt.models.attention import Cached, PackedCausal, StoringPrefill, padding_mask
+from tests.lossless.helpers import pack
+from tlt.models.attention import Cached, PackedCausal, StoringPrefill
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import parse_config
 from tlt.models.packed import PackedTransformer
+from tlt.speculative.tree import chain_mask
 
 VOCAB = 61
 PROMPTS = ((7, 3, 44, 9, 60), (1,), (12, 12, 5, 33, 28, 2, 0, 59, 17))
@@ -137,7 +139,7 @@ def trainable(model: PreTrainedModel) -> Transformer:
 
 
 def packed(model: PreTrainedModel, dtype: torch.dtype | None = None) -> PackedTransformer:
-    return PackedTransformer.from_module(trainable(model), dtype or model.dtype)
+    return pack(trainable(model), dtype or model.dtype)
 
 
 def packed_logits(ours: Transformer | PackedTransformer, sequences: Sequence[Sequence[int]]) -> Tensor:
@@ -165,8 +167,8 @@ def prefill(ours: PackedTransformer, prompts: Sequence[Sequence[int]], cache: li
 def decode(ours: PackedTransformer, tokens_B: Tensor, lengths_B: Tensor, cache: list[Tensor]) -> Tensor:
     """One token for each sequence, written at its length; logits [B, V]."""
     length = int(lengths_B.max()) + 1
-    mask = padding_mask(lengths_B + 1, length, ours.dtype)
-    attend = Cached(ours.config, cache, lengths_B[:, None], length, mask)
+    columns_B1 = lengths_B[:, None]
+    attend = Cached(ours.config, cache, columns_B1, length, chain_mask(columns_B1, length, ours.dtype))
     return ours.logits(ours.forward(tokens_B, lengths_B, attend))
 
 

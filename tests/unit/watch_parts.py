@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tests.lossless.helpers import CONFIG, VOCAB, make_policy
+from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.learned import LearnedDrafter
@@ -20,11 +20,10 @@ from tlt.drafter.ngram import NgramDrafter
 from tlt.drafter.service import DrafterWatch, Ranks, RankState
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.models.packed import PackedTransformer
 from tlt.types import DrafterReport, Rollout
 
 POLICY = make_policy()
-TARGET = PackedTransformer.from_module(POLICY, torch.float64)
+TARGET = pack(POLICY)
 
 
 def make_rollouts(num: int = 6, length: int = 24, seed: int = 0) -> list[Rollout]:

@@ -11,24 +11,22 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
-from tlt.bench.measure import Ratio, side_by_side
-from tlt.build import EngineSettings, build_engine, build_learned
+from tlt.bench.measure import Ratio, in_turns
+from tlt.build import EngineSettings, Model, build_engine, build_learned
 from tlt.config.schema import DrafterSection
 from tlt.drafter.folder import StoredDrafter
-from tlt.drafter.learned import LearnedDrafter, LearnedProposal, LearnedSettings
-from tlt.drafter.model import PackedDrafter
+from tlt.drafter.learned import LearnedProposal, OnVerdicts
 from tlt.engine.engine import RolloutEngine
-from tlt.models.decoder import ModelConfig
-from tlt.models.packed import PackedTransformer
 from tlt.speculative.sampling import BatchParams
-from tlt.speculative.verify import verify
+from tlt.speculative.verify import Verify, verify
 from tlt.tuning.tuner import Fixed
 from tlt.types import DraftTree, Request, Strategy, UserError, Verdict
 
@@ -83,35 +81,18 @@ class _Guesses:
     accepted: list[bool] = field(default_factory=list)
     entropy_BN: list[list[float]] = field(default_factory=list)
 
-
-class _Witness(LearnedDrafter):
-    """Drafts as ever, and notes what became of its guesses when it is told."""
-
-    def __init__(
-        self, model: PackedDrafter, target: PackedTransformer, max_slots: int, settings: LearnedSettings, guesses: _Guesses
-    ) -> None:
-        super().__init__(model, target, max_slots, settings)
-        self.guesses = guesses
-
-    def observe(self, proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
-        super().observe(proposal, verdicts)
-        assert proposal.logprobs_BD is not None, "the settings ask for them"
-        rows = zip(proposal.logprobs_BD.exp().tolist(), self.guesses.entropy_BN, verdicts, strict=True)
+    def note(self, proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
+        """Takes note of what became of a proposal's guesses."""
+        assert proposal.logprobs_BD is not None, "a drafter that is watched gives them"
+        rows = zip(proposal.logprobs_BD.exp().tolist(), self.entropy_BN, verdicts, strict=True)
         for confidence_D, entropy_N, verdict in rows:
             for index in range(min(verdict.num_accepted + 1, len(confidence_D))):
-                self.guesses.confidence.append(confidence_D[index])
-                self.guesses.entropy.append(entropy_N[index])
-                self.guesses.accepted.append(index < verdict.num_accepted)
+                self.confidence.append(confidence_D[index])
+                self.entropy.append(entropy_N[index])
+                self.accepted.append(index < verdict.num_accepted)
 
 
-def observe(
-    config: ModelConfig,
-    policy: Mapping[str, Tensor],
-    drafter: StoredDrafter,
-    requests: Sequence[Request],
-    depth: int,
-    max_batch_size: int,
-) -> Acceptance:
+def observe(model: Model, drafter: StoredDrafter, requests: Sequence[Request], depth: int, max_batch_size: int) -> Acceptance:
     """Generates the responses with chains of `depth` guesses, and returns what became of the guesses.
 
     Raises UserError where prompts and responses are so short that nothing was guessed.
@@ -125,11 +106,7 @@ def observe(
             guesses.entropy_BN = (-(logprobs_BNV.exp() * logprobs_BNV).sum(dim=-1)).tolist()
         return verdicts
 
-    tuner = Fixed(Strategy("learned", depth, 1, depth))
-    engine = build_engine(config, policy, _settings(max_batch_size), tuner=tuner, verify=watch)
-    packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, torch.float32)
-    drafting = LearnedSettings(confidence_threshold=0.0, keep_logprobs=True)
-    engine.load_drafter(_Witness(packed, engine.model, max_batch_size, drafting, guesses))
+    engine = _chaining(model, drafter, depth, max_batch_size, watch, guesses.note)
     for _ in engine.generate(requests):
         pass
     stats = engine.stats
@@ -162,33 +139,41 @@ def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[
 
 
 def speedup(
-    config: ModelConfig,
-    policy: Mapping[str, Tensor],
-    drafter: StoredDrafter,
-    requests: Sequence[Request],
-    depth: int,
-    max_batch_size: int,
-    num_rounds: int,
+    model: Model, drafter: StoredDrafter, requests: Sequence[Request], depth: int, max_batch_size: int, num_rounds: int
 ) -> tuple[Ratio, int]:
     """Generates the same responses in turns without speculation and with chains of `depth` guesses.
 
     Returns the ratio of seconds without / seconds with, and how many responses differed (in float32 a near-tie may).
     """
+    texts: list[dict[tuple[str, int], tuple[int, ...]]] = []
 
-    def make(strategy: Strategy | None) -> RolloutEngine:
-        tuner = None if strategy is None else Fixed(strategy)
-        engine = build_engine(config, policy, settings, tuner=tuner)
-        if strategy is not None:
-            engine.load_drafter(build_learned(engine, drafter, settings))
-        return engine
+    def seconds(make: Callable[[], RolloutEngine]) -> float:
+        engine = make()
+        start = time.perf_counter()
+        rollouts = list(engine.generate(requests))
+        elapsed = time.perf_counter() - start
+        texts.append({(rollout.problem_id, rollout.sample_index): rollout.token_ids for rollout in rollouts})
+        return elapsed
 
-    settings = _settings(max_batch_size)
-    variants = {"off": lambda: make(None), "chain": lambda: make(Strategy("learned", depth, 1, depth))}
-    traces, num_different = side_by_side(variants, requests, num_rounds)
-    pairs = zip(traces["off"], traces["chain"], strict=True)
-    return Ratio.of([off.seconds / chain.seconds for off, chain in pairs]), num_different
+    off = partial(build_engine, model.config, model.tensors, EngineSettings(max_batch_size=max_batch_size))
+    chain = partial(_chaining, model, drafter, depth, max_batch_size)
+    measured = in_turns({"off": partial(seconds, off), "chain": partial(seconds, chain)}, num_rounds)
+    num_different = sum(other[key] != tokens for other in texts for key, tokens in texts[0].items())
+    return Ratio.between(measured["off"], measured["chain"]), num_different
 
 
-def _settings(max_batch_size: int) -> EngineSettings:
-    """Returns settings for chains of full length: a threshold would cut some short, and nobody would see how they end."""
-    return EngineSettings(max_batch_size=max_batch_size, drafting=DrafterSection(confidence_threshold=0.0))
+def _chaining(
+    model: Model,
+    drafter: StoredDrafter,
+    depth: int,
+    max_batch_size: int,
+    verify: Verify = verify,
+    on_verdicts: OnVerdicts | None = None,
+) -> RolloutEngine:
+    """Returns an engine that drafts chains of full length: a threshold would cut some short, and nobody would see how they
+    end."""
+    settings = EngineSettings(max_batch_size=max_batch_size, drafting=DrafterSection(confidence_threshold=0.0))
+    tuner = Fixed(Strategy("learned", depth, 1, depth))
+    engine = build_engine(model.config, model.tensors, settings, tuner=tuner, verify=verify)
+    engine.load_drafter(build_learned(engine, drafter, settings, on_verdicts))
+    return engine

@@ -93,3 +93,18 @@ def ratio_text(ratio: Mapping[str, Any]) -> str:
 def number(value: float | None, form: str = ".2f") -> str:
     """Returns the number for people, a dash for None."""
     return "–" if value is None else format(value, form)
+
+
+def open_report(report: Mapping[str, Any]) -> tuple[list[str], dict[str, list[dict[str, Any]]]]:
+    """Returns the first blocks of a rollout's report, and its measurements by kind."""
+    by_kind: dict[str, list[dict[str, Any]]] = {}
+    for measurement in report["measurements"]:
+        by_kind.setdefault(measurement["kind"], []).append(measurement)
+    ratios = "Ratios above 1 are faster than off: geometric mean of paired rounds (95 % confidence interval)."
+    return ["# Rollout benchmark", *provenance(report), ratios], by_kind
+
+
+def over_off(measured: Mapping[str, Any]) -> str:
+    """Returns on one line how fast every variant was over off."""
+    words = ", ".join(f"{name} {ratio_text(ratio)} times off" for name, ratio in measured["ratios"].items())
+    return f"{measured['name']}: off {measured['tokens_per_second']['off']:,.0f} tokens/s; {words}"

@@ -11,7 +11,7 @@ from tlt.config.schema import Config
 from tlt.engine.engine import RolloutEngine
 from tlt.training.problems import load_problems, problems_of_step
 from tlt.training.run import device_of
-from tlt.types import Request, StrategyTuner
+from tlt.types import Request
 
 
 class Subject:
@@ -28,27 +28,13 @@ class Subject:
         self.problems = load_problems(config, "train")
         self.params = sampling_params(config, self.model.stop_ids)
 
-    def engine(self, variant: str | StrategyTuner, max_batch_size: int, ranking: str | None = None) -> RolloutEngine:
-        """Returns a fresh engine.
+    def engine(self, variant: str, max_batch_size: int) -> RolloutEngine:
+        """Returns a fresh engine. variant: off, adaptive (the cost model), beg-mab, or a fixed strategy."""
+        speculation, tuner = ("adaptive", "beg-mab") if variant == "beg-mab" else (variant, "cost-model")
+        settings = dataclasses.replace(self.settings, speculation=speculation, tuner=tuner, max_batch_size=max_batch_size)
+        return build_engine(self.model.config, self.model.tensors, settings, self.drafter)
 
-        variant: off, adaptive (the cost model), beg-mab, a fixed strategy, or the tuner itself.  ranking: of the drafter's
-            candidates; None: as configured.
-        """
-        settings = dataclasses.replace(self.settings, max_batch_size=max_batch_size)
-        if ranking is not None:
-            settings = dataclasses.replace(settings, drafting=settings.drafting.model_copy(update={"ranking": ranking}))
-        tuner = None
-        if variant == "beg-mab":
-            settings = dataclasses.replace(settings, speculation="adaptive", tuner="beg-mab")
-        elif isinstance(variant, str):
-            settings = dataclasses.replace(settings, speculation=variant, tuner="cost-model")
-        else:
-            tuner = variant
-        return build_engine(self.model.config, self.model.tensors, settings, self.drafter, tuner=tuner)
-
-    def requests(self, helping: int, num: int, temperature: float | None = None) -> list[Request]:
+    def requests(self, helping: int, num: int) -> list[Request]:
         """Returns the `helping`-th share of endless work: one response to each of `num` problems."""
-        params = self.params if temperature is None else dataclasses.replace(self.params, temperature=temperature)
-        num = min(num, len(self.problems))
-        chosen = problems_of_step(self.problems, helping, num, seed=1)
-        return [Request(problem.problem_id, 0, problem.prompt_ids, params, "rollout", helping) for problem in chosen]
+        chosen = problems_of_step(self.problems, helping, min(num, len(self.problems)), seed=1)
+        return [Request(problem.problem_id, 0, problem.prompt_ids, self.params, "rollout", helping) for problem in chosen]

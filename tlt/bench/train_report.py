@@ -14,6 +14,7 @@ from typing import Any
 
 from tlt.bench.measure import Ratio
 from tlt.bench.report import number, provenance, ratio_text, table
+from tlt.files import read_appended
 from tlt.report.metrics import StepRecord, read_metrics
 from tlt.report.timeline import covered_seconds, critical_path_share, read_spans
 from tlt.spans import Span, SpanName
@@ -51,8 +52,7 @@ def ceiling(rollout_share: float, rollout_speedup: float) -> float:
 def read_turns(path: Path, names: Iterable[str]) -> dict[str, list[Turn]]:
     """Returns the turns by run, none where there is no file. Raises UserError for a run that is not among the names."""
     turns: dict[str, list[Turn]] = {name: [] for name in names}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        turn = Turn(**json.loads(line))
+    for turn in read_appended(path, lambda line: Turn(**json.loads(line)), "turn"):
         if turn.run not in turns:
             raise UserError(f"run.out_dir: {path.parent} holds a run {turn.run!r}; include it, or give another --run.out_dir")
         turns[turn.run].append(turn)
@@ -91,13 +91,13 @@ def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     runs = {name: summarize_run(records[name], turns[name], read_spans(folder / name)) for name in names}
     share = runs[reference]["rollout_share"]
     for name in others:
-        speedup = _paired([r.rollout_seconds for r in records[reference]], [r.rollout_seconds for r in records[name]])
+        speedup = Ratio.between([r.rollout_seconds for r in records[reference]], [r.rollout_seconds for r in records[name]])
         runs[name] |= {
             "rollout_speedup": dataclasses.asdict(speedup),
             "ceiling": ceiling(share, speedup.mean),
             "ceiling_of_free_rollout": ceiling(share, math.inf),
             "ratios": {
-                base: dataclasses.asdict(_paired([t.seconds for t in turns[base]], [t.seconds for t in turns[name]]))
+                base: dataclasses.asdict(Ratio.between([t.seconds for t in turns[base]], [t.seconds for t in turns[name]]))
                 for base in names
                 if base != name
             },
@@ -147,10 +147,6 @@ def summarize_run(records: Sequence[StepRecord], turns: Sequence[Turn], spans: M
             for record, turn in zip(records, turns, strict=True)
         ],
     }
-
-
-def _paired(base: Sequence[float], other: Sequence[float]) -> Ratio:
-    return Ratio.of([a / b for a, b in zip(base, other, strict=True)])
 
 
 def to_markdown(title: str, report: Mapping[str, Any]) -> str:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, model_validator
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order
-from tlt.cli.options import File, Names, Options, PositiveInt
+from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, show_busy
+from tlt.cli.options import File, Names, Options
 from tlt.cli.responses import response_ids
 from tlt.config.mistakes import mistake
+from tlt.config.section import PositiveInt
 from tlt.files import check_output_file, dumps, get_id, read_jsonl, write_json
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
@@ -25,11 +26,15 @@ if TYPE_CHECKING:
 
 
 class Audit(Options):
-    """Judge whether an engine samples what the model says: exit 0 lossless, 1 not.
+    """Judge whether an engine samples from the model's own probabilities.
 
-    The engine is ours, once per --speculation, or that of --responses or --url.
+    The engine is TLT's in each mode of --speculation, or another's:
 
-    Its tokens are held against the probabilities of transformers' own model.
+    the one that made --responses, or the server at --url.
+
+    Its tokens are tested against the probabilities that transformers computes.
+
+    Exit code 0: lossless; 1: not.
     """
 
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
@@ -41,27 +46,27 @@ class Audit(Options):
     num: PositiveInt = 64
     """Number of problems of --task to answer."""
     responses: File = None
-    """Judges this JSONL of responses with prompt_ids and token_ids. It must hold all that were asked for."""
+    """JSONL of another engine's responses to judge, with prompt_ids and token_ids; all that it gave, none picked out."""
     url: Annotated[str | None, arg(metavar="URL")] = None
-    """Judges an OpenAI-compatible server such as http://localhost:8000/v1, with --max-batch-size requests in flight."""
+    """An OpenAI-compatible server to judge, such as http://localhost:8000/v1, with --max-batch-size requests in flight."""
     engine_model: Annotated[str | None, arg(metavar="NAME")] = None
     """The name by which the server at --url serves the model."""
     speculation: Annotated[Names, arg(metavar=SPECULATION + "[,...]")] = ("off",)
-    """Modes of our engine, each judged alone: off, adaptive, or fixed shapes such as 4x1x4 (see tlt generate --help)."""
+    """Modes of TLT's engine, each judged alone: off, adaptive, or a fixed shape such as 4x1x4 (chains of four tokens)."""
     plant_fault: Annotated[float, Field(ge=0, le=1), arg(metavar="PROBABILITY")] = 0.0
-    """Makes our engine accept a rejected draft with this probability: the audit must find it."""
+    """Makes TLT's engine accept a rejected draft with this probability, to show that the audit finds such a fault."""
     alpha: Annotated[float, Field(gt=0, lt=1)] = 1e-4
-    """Probability with which a lossless engine may be convicted."""
+    """Probability with which a lossless engine may be judged not lossless."""
     tolerance: Annotated[float, Field(ge=0, le=1)] = 1e-3
-    """Nats by which the engine's rounding may move a log-probability; at temperature 0, the widest gap of a near-tie."""
+    """Nats by which rounding may move a log-probability; at temperature 0, the gap up to which two tokens count as tied."""
     referee_dtype: Literal["float32", "float64"] = "float32"
-    """Number type of the referee, which runs on the CPU."""
+    """Number type of transformers' model, which the tokens are tested against; it runs on the CPU."""
     out: File = None
     """JSON to write, with the whole reports."""
     sampling: Annotated[SamplingOptions, OmitArgPrefixes] = SamplingOptions(samples=8, max_tokens=512)
-    """What our engine or the server is told, or what the engine of --responses was told."""
+    """How the engine that is judged samples, or sampled the --responses."""
     engine: Annotated[EngineOptions, OmitArgPrefixes] = EngineOptions()
-    """What our engine computes with."""
+    """What TLT's engine computes with."""
 
     @model_validator(mode="after")
     def _names_one_engine(self) -> Audit:
@@ -85,22 +90,35 @@ class Audit(Options):
 
 def run(options: Audit) -> int:
     """Judges every mode, prints and writes the reports; returns 0 where all are lossless, else 1."""
-    import torch
-
-    from tlt.audit.referee import Referee
-    from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
-
-    for speculation in options.speculation:
-        options.engine.check(speculation)
     if options.out is not None:
         check_output_file(options.out, "--out")
-    torch.set_num_threads(options.engine.threads)
-    referee = Referee(options.model, resolve_dtype(options.referee_dtype))
-    tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
+    with show_busy():
+        import torch
+
+        from tlt.audit.referee import Referee
+        from tlt.audit.verdict import Auditor
+        from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
+
+        for speculation in options.speculation:
+            options.engine.check(speculation)
+        torch.set_num_threads(options.engine.threads)
+        referee = Referee(options.model, resolve_dtype(options.referee_dtype))
+        tokenizer = load_tokenizer(options.model) if has_tokenizer(options.model) else None
     params = options.sampling.params(tokenizer.stop_ids if tokenizer is not None else read_stop_ids(options.model))
     reports = []
     for mode, rollouts in _modes(options, params, referee, tokenizer):
-        report = _judge(options, mode, rollouts, params, referee, tokenizer)
+        auditor = Auditor(
+            params,
+            referee.vocab_size,
+            referee.window,
+            alpha=options.alpha,
+            tolerance=options.tolerance,
+            limit=None if options.responses is not None else params.max_tokens,
+            seed=params.seed,
+        )
+        report = auditor.judge(mode, rollouts, referee)
+        if tokenizer is not None:
+            report = report.with_texts(lambda token_id: str(tokenizer.hf.convert_ids_to_tokens(token_id)))
         reports.append(report)
         _print_report(report)
     if options.out is not None:
@@ -113,31 +131,6 @@ def run(options: Audit) -> int:
         summary["device"] = str(options.engine.choose_device())
     print(dumps(summary), flush=True)
     return 0 if summary["lossless"] else 1
-
-
-def _judge(
-    options: Audit,
-    mode: str,
-    rollouts: Sequence[Rollout],
-    params: SamplingParams,
-    referee: Referee,
-    tokenizer: Tokenizer | None,
-) -> AuditReport:
-    from tlt.audit.verdict import Auditor
-
-    auditor = Auditor(
-        params,
-        referee.vocab_size,
-        referee.window,
-        alpha=options.alpha,
-        tolerance=options.tolerance,
-        limit=None if options.responses is not None else params.max_tokens,
-        seed=params.seed,
-    )
-    report = auditor.judge(mode, rollouts, referee)
-    if tokenizer is None:
-        return report
-    return report.with_texts(lambda token_id: str(tokenizer.hf.convert_ids_to_tokens(token_id)))
 
 
 # --------------------------------------------------------------------------------------------------------------------

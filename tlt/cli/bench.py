@@ -6,20 +6,22 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
 from tyro.conf import Positional, arg
 
-from tlt.cli.options import Names, Numbers, PositiveFloat, PositiveInt, WithOverrides
+from tlt.cli.engine import show_busy
+from tlt.cli.options import Names, Numbers, WithOverrides
 from tlt.config.load import load_config
+from tlt.config.section import PositiveFloat, PositiveInt
 from tlt.files import Record, check_output_file
 from tlt.types import UserError
 
 Config = Annotated[Positional[Path], arg(metavar="CONFIG")]
 Stem = Annotated[Path, arg(metavar="OUT")]
+PARTS = ("constant", "workload")
 
 
 class BenchRollout(WithOverrides):
-    """Measure how fast a configuration's rollout is with speculation, against none.
+    """Measure how much faster rollouts are with speculation than without.
 
     Every key of the configuration can be overridden, as for tlt train.
     """
@@ -28,24 +30,24 @@ class BenchRollout(WithOverrides):
     """TOML configuration, or the name of a recipe such as countdown."""
     out: Stem
     """Where the results go: OUT.json and OUT.md."""
-    parts: Names = ("constant", "workload")
+    parts: Names = PARTS
     """What to measure: constant (batches that stay at one size), workload (the configuration's own phases)."""
     variants: Names = ("adaptive",)
     """What to compare with off: adaptive, beg-mab, fixed strategies such as 4x1x4 or ngram:8x1x8."""
     batches: Numbers = (1, 2, 4, 8, 16, 32)
-    """Batch sizes of the part constant."""
+    """Batch sizes to measure in the part called constant."""
     rounds: PositiveInt = 8
-    """Turns of every variant at each constant batch size."""
+    """Turns of every variant at each batch size of the part called constant."""
     seconds: PositiveFloat = 2.0
-    """Length of one turn at a constant batch size, in seconds."""
+    """Length of one turn in the part called constant, in seconds."""
     steps: PositiveInt = 12
-    """Rollout phases of the part workload, on all ranks."""
+    """Policy steps whose rollouts the part called workload measures, on all ranks."""
 
 
 class BenchTrain(WithOverrides):
-    """Measure whole RL runs in turns, with TLT and without speculation.
+    """Measure how much faster whole RL steps are with TLT than without speculation.
 
-    The runs stay in run.out_dir; the same command with more --steps goes on.
+    The runs take turns and stay in run.out_dir; more --steps continue them.
 
     Every key of the configuration can be overridden, as for tlt train.
     """
@@ -58,13 +60,15 @@ class BenchTrain(WithOverrides):
     """What to compare with off: tlt (the configuration as it is), frozen (without training the drafter)."""
     steps: PositiveInt = 20
     """RL steps of every run."""
-    minutes: Annotated[float, Field(gt=0)] = 60.0
+    minutes: PositiveFloat = 60.0
     """Time limit in minutes: no step begins that would not end within it."""
 
 
 def rollout(options: BenchRollout) -> Record:
     """Measures (see bench/rollout.py); returns the ratios over off, by measurement."""
-    from tlt.bench.rollout import PARTS, Options, run_benchmark
+    from tlt.bench.report import header, write_report
+    from tlt.bench.rollout import constant, launch_workload, summary_line, to_markdown
+    from tlt.bench.subject import Subject
     from tlt.drafter.hybrid import drafter_kinds
     from tlt.training.start import preflight
     from tlt.tuning.tuner import make_tuner
@@ -77,11 +81,22 @@ def rollout(options: BenchRollout) -> Record:
     for variant in options.variants:
         if variant != "beg-mab":
             make_tuner(variant, drafter_kinds(config.drafter.path is not None))
-    preflight(config)
-    measured = Options(
-        options.parts, options.variants, options.batches, options.rounds, options.seconds, options.steps, options.out
-    )
-    report = run_benchmark(config, measured, _command("tlt bench rollout"), lambda line: print(line, flush=True))
+    with show_busy("reading model and problems"):
+        preflight(config)
+    report: Record = {**header(config, _command("tlt bench rollout")), "measurements": []}
+
+    def note(measured: Record) -> None:
+        """Writes all measurements so far: a run that is cut off keeps what it has."""
+        report["measurements"].append(measured)
+        print(summary_line(measured), flush=True)
+        write_report(options.out, report, to_markdown(report))
+
+    if "constant" in options.parts:
+        subject = Subject(config)
+        for batch_size in options.batches:
+            note(constant(subject, options.variants, batch_size, options.rounds, options.seconds))
+    if "workload" in options.parts:
+        note(launch_workload(config, options.steps))
     return {
         m["name"]: m.get("median_ratio") or {n: r["mean"] for n, r in m["ratios"].items()}
         for m in report["measurements"]
@@ -105,7 +120,8 @@ def train(options: BenchTrain) -> Record:
         raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive")
     if "frozen" in options.variants and not config.drafter.train:
         raise UserError("--variants: frozen differs from tlt only where drafter.train is true; set it, or leave frozen out")
-    preflight(config)
+    with show_busy("reading model and problems"):
+        preflight(config)
     plan = Plan({"off": OFF, **{name: changes[name] for name in options.variants}}, options.steps, options.minutes)
     code = launch_runs(config, plan)
     if code not in (0, 130, 143):

@@ -15,10 +15,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from tyro.conf import Positional, arg
 
-from tlt.cli.engine import Progress, generate_in_order, show_progress
-from tlt.cli.options import File, Folder, NonNegativeInt, Options, PositiveFloat, PositiveInt, Seed
+from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
+from tlt.cli.options import File, Folder, Options, Seed
 from tlt.cli.responses import read_responses
 from tlt.config.mistakes import mistake
+from tlt.config.section import NonNegativeInt, PositiveFloat, PositiveInt
 from tlt.files import Record, check_new_folder, check_output_file, write_json
 from tlt.types import Rollout, SamplingParams, Strategy, UserError
 
@@ -74,7 +75,7 @@ class DrafterTrain(Options):
 
 
 class DrafterExport(Options):
-    """Write a drafter as vLLM or SGLang loads it, with the command that serves it."""
+    """Write a drafter for vLLM or SGLang; its README.md says how to serve it."""
 
     drafter: Annotated[Positional[Path], arg(metavar="DIR")]
     """Drafter folder, of tlt or of another trainer."""
@@ -83,7 +84,7 @@ class DrafterExport(Options):
     to: Annotated[Path, arg(metavar="DIR")]
     """Folder to write; must not exist yet."""
     format: Literal["vllm-eagle", "vllm-eagle3", "sglang-eagle3", "speculators"]
-    """Who is to load it: vllm-eagle for eagle and hass drafters, the others for eagle3 drafters."""
+    """Form to write: vllm-eagle for eagle and hass drafters, the others for eagle3 drafters."""
 
 
 class DrafterEval(Options):
@@ -98,7 +99,7 @@ class DrafterEval(Options):
     out: File = None
     """JSON to write, with the whole result."""
     depth: Annotated[int, Field(ge=1, le=Strategy.MAX_DEPTH)] = 3
-    """Guesses per verification, in a chain: what vLLM calls num_speculative_tokens."""
+    """Tokens drafted for each verification, in a chain; vLLM calls it num_speculative_tokens."""
     temperature: Temperature = 0.0
     """Sampling temperature of the responses; at 0 the most probable token is taken."""
     samples: PositiveInt = 1
@@ -106,29 +107,30 @@ class DrafterEval(Options):
     max_tokens: PositiveInt = 512
     """Length at which a response is cut off, in tokens."""
     seed: Seed = 0
-    """Seed of the sampling."""
+    """Seed of the sampling: the same seed gives the same responses."""
     max_batch_size: PositiveInt = 8
     """Sequences that are decoded at a time."""
     rounds: NonNegativeInt = 2
-    """Timed rollouts with and without the drafter, in turns; 0 leaves them out."""
+    """Times that the responses are generated with and without the drafter, in turns, to time both; 0: not at all."""
     threads: PositiveInt = 1
     """CPU threads to compute with."""
 
 
 def train(options: DrafterTrain) -> Record:
     """Trains a drafter on responses of the model, given or made from prompts, and writes it to a new folder."""
-    import torch
-
-    from tlt.build import build_draft_model
-    from tlt.drafter.buffer import is_trainable
-    from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
-    from tlt.drafter.losses import PRESETS
-    from tlt.drafter.offline import OfflineSettings, new_drafter, train_offline
-    from tlt.models.hf_config import load_model_config
-    from tlt.models.hf_weights import content_hash, load_tensors
-    from tlt.models.packed import PackedTransformer
-
     check_new_folder(options.out, "--out")
+    with show_busy():
+        import torch
+
+        from tlt.build import build_draft_model
+        from tlt.drafter.buffer import is_trainable
+        from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
+        from tlt.drafter.losses import PRESETS
+        from tlt.drafter.offline import OfflineSettings, new_drafter, train_offline
+        from tlt.models.hf_config import load_model_config
+        from tlt.models.hf_weights import content_hash, load_tensors
+        from tlt.models.packed import PackedTransformer
+
     config = load_model_config(options.model)
     if options.draft_vocab is not None and options.draft_vocab >= config.vocab_size:
         raise UserError(f"--draft-vocab: {options.draft_vocab} must be less than the vocabulary, {config.vocab_size}")
@@ -186,12 +188,13 @@ def _answer(options: DrafterTrain) -> list[Rollout]:
 
 def export(options: DrafterExport) -> Record:
     """Writes the new folder (see drafter/formats.py), and warns of weights that do not belong together."""
-    from tlt.drafter.folder import load_drafter
-    from tlt.drafter.formats import FORMATS, Target, export_drafter, mismatch
-    from tlt.models.hf_config import config_to_hf, load_model_config
-    from tlt.models.hf_weights import content_hash, load_tensors
-
     check_new_folder(options.to, "--to")
+    with show_busy():
+        from tlt.drafter.folder import load_drafter
+        from tlt.drafter.formats import FORMATS, Target, export_drafter, mismatch
+        from tlt.models.hf_config import config_to_hf, load_model_config
+        from tlt.models.hf_weights import content_hash, load_tensors
+
     config = load_model_config(options.target)
     tensors = load_tensors(options.target, config)
     drafter = load_drafter(options.drafter, config, tensors)
@@ -206,23 +209,25 @@ def export(options: DrafterExport) -> Record:
 
 def evaluate(options: DrafterEval) -> Record:
     """Generates responses with chains of guesses, and reports what became of the guesses (bench/acceptance.py)."""
-    import torch
-
-    from tlt.bench.acceptance import observe, speedup
-    from tlt.build import load_model
-    from tlt.drafter.folder import load_drafter
-    from tlt.models.prompts import make_requests, read_prompts
-
     if options.out is not None:
         check_output_file(options.out, "--out")
-    model = load_model(options.model)
-    config, policy = model.config, model.tensors
-    drafter = load_drafter(options.drafter, config, policy)
+    with show_busy():
+        import torch
+
+        from tlt.bench.acceptance import observe, speedup
+        from tlt.build import load_model
+        from tlt.drafter.folder import load_drafter
+        from tlt.models.prompts import make_requests, read_prompts
+
+        model = load_model(options.model)
+    config = model.config
+    drafter = load_drafter(options.drafter, config, model.tensors)
     prompts = read_prompts(options.prompts, model.tokenizer, vocab_size=config.vocab_size, window=config.max_positions)
     params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
     requests = make_requests(prompts, params, options.samples)
     torch.set_num_threads(options.threads)
-    acceptance = observe(config, policy, drafter, requests, options.depth, options.max_batch_size)
+    with show_busy(f"answering {len(requests)} prompts"):
+        acceptance = observe(model, drafter, requests, options.depth, options.max_batch_size)
     summary: Record = {
         "form": drafter.config.method,
         "depth": options.depth,
@@ -231,7 +236,8 @@ def evaluate(options: DrafterEval) -> Record:
         **asdict(acceptance),
     }
     if options.rounds:
-        ratio, num_different = speedup(config, policy, drafter, requests, options.depth, options.max_batch_size, options.rounds)
+        with show_busy(f"timing {options.rounds} rounds with and without the drafter"):
+            ratio, num_different = speedup(model, drafter, requests, options.depth, options.max_batch_size, options.rounds)
         summary["speedup"] = asdict(ratio) | {"batch_size": options.max_batch_size, "num_different": num_different}
     if options.out is not None:
         write_json(options.out, summary)

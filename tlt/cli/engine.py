@@ -7,11 +7,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict
 
-from tlt.cli.options import Folder, NonNegativeInt, Options, PositiveInt, Seed
+from tlt.cli.options import Folder, Options, Seed
+from tlt.config.schema import SamplingSection
+from tlt.config.section import PositiveInt
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -19,26 +21,18 @@ if TYPE_CHECKING:
     from rich.console import ConsoleRenderable
 
     from tlt.build import EngineSettings
-    from tlt.engine.engine import RolloutEngine
+    from tlt.engine.backend import RolloutBackend
 
 SPECULATION = "off|adaptive|[DRAFTER:]DEPTHxWIDTHxBUDGET"
 
 
-class SamplingOptions(Options):
-    """The sampling law."""
+class SamplingOptions(SamplingSection, Options):
+    """The sampling law, as a run's configuration has it, and how often to sample."""
+
+    model_config = ConfigDict(strict=False)
 
     samples: PositiveInt = 1
     """Responses to every prompt."""
-    temperature: Annotated[float, Field(ge=0)] = 1.0
-    """Sampling temperature; at 0 the most probable token is taken."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draws from the fewest tokens that hold this probability; 1 keeps all tokens."""
-    top_k: NonNegativeInt = 0
-    """Draws from this many of the most probable tokens; 0 keeps all tokens."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Drops tokens less probable than this share of the most probable one; 0 keeps all tokens."""
-    max_tokens: PositiveInt = 2048
-    """Length at which a response is cut off, in tokens."""
     seed: Seed = 0
     """Seed of the sampling: the same seed gives the same tokens, whatever the speculation."""
 
@@ -63,16 +57,13 @@ class EngineOptions(Options):
 
     def check(self, speculation: str) -> None:
         """Refuses, before anything is loaded, an engine that could not be made."""
-        import torch
-
         from tlt.drafter.hybrid import drafter_kinds
         from tlt.tuning.tuner import make_tuner
 
         make_tuner(speculation, drafter_kinds(self.drafter is not None))
         if self.drafter is not None and not self.drafter.is_dir():
             raise UserError(f"--drafter: {self.drafter} does not exist; give a drafter folder")
-        if self.device == "cuda" and not torch.cuda.is_available():
-            raise UserError("--device: cuda is not available here; give --device cpu or auto")
+        self.choose_device()
 
     def settings(self, speculation: str) -> EngineSettings:
         """Returns how to build the engine."""
@@ -83,12 +74,12 @@ class EngineOptions(Options):
 
     def choose_device(self) -> torch.device:
         """Returns the device that `auto` means on this machine."""
-        import torch
+        from tlt.build import resolve_device
 
-        return torch.device("cuda" if self.device != "cpu" and torch.cuda.is_available() else "cpu")
+        return resolve_device(self.device, "--device")
 
 
-def generate_in_order(engine: RolloutEngine, requests: Sequence[Request]) -> list[Rollout]:
+def generate_in_order(engine: RolloutBackend, requests: Sequence[Request]) -> list[Rollout]:
     """Returns the responses in the order of the requests, and shows on stderr how far it is."""
     answered: dict[tuple[str, int], Rollout] = {}
     with show_progress(lambda: Progress(len(answered), len(requests), "responses", f"{engine.stats.num_tokens} tokens")):
@@ -112,6 +103,18 @@ class Progress:
 
     def __str__(self) -> str:
         return f"{self.done:.0f} / {self.total:.0f} {self.unit}, {self.note}"
+
+
+@contextlib.contextmanager
+def show_busy(what: str = "loading") -> Iterator[None]:
+    """Says on a terminal what is going on: importing torch and transformers alone takes seconds. Elsewhere it says nothing."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(what):
+        yield
 
 
 @contextlib.contextmanager

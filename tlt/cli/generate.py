@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
-from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order
+from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, show_busy
 from tlt.cli.options import Options
 from tlt.files import Record, check_output_file, write_jsonl
 from tlt.types import Rollout
@@ -40,15 +40,16 @@ class Generate(Options):
 def run(options: Generate) -> Record:
     """Writes one line per response, in the order of prompts and samples; returns the summary."""
     start = time.perf_counter()
-    import torch
-
-    from tlt.api import to_response
-    from tlt.build import load_engine, load_model
-    from tlt.models.prompts import make_requests, read_prompts
-
-    options.engine.check(options.speculation)
     check_output_file(options.out, "--out")
-    model = load_model(options.model)
+    with show_busy():
+        import torch
+
+        from tlt.api import to_response
+        from tlt.build import load_engine, load_model
+        from tlt.models.prompts import make_requests, read_prompts
+
+        options.engine.check(options.speculation)
+        model = load_model(options.model)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
     prompts = read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     requests = make_requests(prompts, options.sampling.params(model.stop_ids), options.sampling.samples)

@@ -12,18 +12,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from tyro.conf import Positional, Suppress, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from tlt.config.arguments import read_words
 from tlt.config.mistakes import Keys, find_nearest, remedy
 from tlt.config.schema import Config
+from tlt.config.section import Explained, PositiveInt
 from tlt.types import UserError
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Folder = Annotated[Path | None, arg(metavar="DIR")]
 File = Annotated[Path | None, arg(metavar="FILE")]
@@ -52,7 +50,7 @@ Names = Annotated[tuple[str, ...], Field(min_length=1), *_WORDS]
 Numbers = Annotated[tuple[PositiveInt, ...], Field(min_length=1), *_NUMBERS]
 
 
-class Options(BaseModel):
+class Options(Explained):
     """The base of all commands' options: no unknown names, no later changes. Texts become what a field wants."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, defer_build=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -12,8 +11,9 @@ from pydantic import BeforeValidator, Field
 from tyro.conf import Positional, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
-from tlt.cli.options import File, Options, PositiveInt, Seed
+from tlt.cli.options import File, Options, Seed
 from tlt.config.mistakes import mistake
+from tlt.config.section import PositiveInt
 from tlt.files import Record, check_output_file, get_id, line_number, read_jsonl, write_jsonl
 from tlt.types import Reward, UserError
 
@@ -42,7 +42,7 @@ _SHOWN_AS_JSON = PrimitiveConstructorSpec[dict[str, Any]](
 
 
 class WriteProblems(Options):
-    """Write problems of a task."""
+    """Write a task's problems to a file."""
 
     name: TaskName
     """A task that comes with TLT, such as countdown, or your own as module:object."""
@@ -94,19 +94,6 @@ class Score(Options):
     """JSONL to write: the responses again, with reward and solved."""
 
 
-@dataclass(frozen=True)
-class ProblemScore:
-    """The responses to one problem."""
-
-    problem_id: str
-    num_responses: int
-    num_solved: int
-    mean_reward: float
-
-    def __str__(self) -> str:
-        return f"solved {self.num_solved}/{self.num_responses}  mean reward {self.mean_reward:.3f}"
-
-
 def score(options: Score) -> Record:
     """Scores every response, prints a line a problem and returns the summary."""
     from tlt.rl import rewards
@@ -146,28 +133,21 @@ def _read_problems(path: Path) -> dict[str, Record]:
 
 
 def _summarize(by_problem: Mapping[str, Sequence[Reward]]) -> Record:
-    scores = [
-        ProblemScore(
-            problem_id,
-            num_responses=len(found),
-            num_solved=sum(score.is_solved for score in found),
-            mean_reward=sum(score.value for score in found) / len(found),
-        )
-        for problem_id, found in by_problem.items()
-        if found
-    ]
-    width = max(len(problem.problem_id) for problem in scores)
-    for problem in scores:
-        print(f"{problem.problem_id:<{width}}  {problem}")
-    num_responses = sum(problem.num_responses for problem in scores)
-    mean_reward = sum(problem.mean_reward * problem.num_responses for problem in scores) / num_responses
-    solve_rate = sum(problem.num_solved for problem in scores) / num_responses
-    print(f"mean reward {mean_reward:.4f}, solve rate {solve_rate:.4f}")
+    from tlt.rl.rewards import summarize
+
+    answered = {problem_id: found for problem_id, found in by_problem.items() if found}
+    width = max(map(len, answered))
+    for problem_id, found in answered.items():
+        num_solved = sum(reward.is_solved for reward in found)
+        print(f"{problem_id:<{width}}  solved {num_solved}/{len(found)}  mean reward {summarize(found).mean:.3f}")
+    rewards = [reward for found in answered.values() for reward in found]
+    overall = summarize(rewards)
+    print(f"mean reward {overall.mean:.4f}, solve rate {overall.solve_rate:.4f}")
     return {
-        "problems": len(scores),
-        "responses": num_responses,
-        "mean_reward": mean_reward,
-        "solve_rate": solve_rate,
-        "problems_solved_at_least_once": sum(problem.num_solved > 0 for problem in scores) / len(scores),
-        "problems_without_responses": len(by_problem) - len(scores),
+        "problems": len(answered),
+        "responses": len(rewards),
+        "mean_reward": overall.mean,
+        "solve_rate": overall.solve_rate,
+        "problems_solved_at_least_once": sum(any(r.is_solved for r in found) for found in answered.values()) / len(answered),
+        "problems_without_responses": len(by_problem) - len(answered),
     }

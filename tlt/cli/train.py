@@ -9,9 +9,11 @@ from typing import Annotated
 
 from tyro.conf import Positional, arg
 
+from tlt.cli.engine import show_busy
 from tlt.cli.options import Folder, WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
+from tlt.training.lock import refuse_begun
 from tlt.types import UserError
 
 MAY_CHANGE_ON_RESUME = frozenset(
@@ -33,7 +35,7 @@ class Train(WithOverrides):
     config: Annotated[Positional[Path | None], arg(metavar="[CONFIG]")] = None
     """TOML configuration, or the name of a recipe such as countdown; may be left out with --resume."""
     resume: Folder = None
-    """Continues the run in this folder. Its configuration stays, but for how long and on what it runs (keys of run)."""
+    """Continues the run in this folder with its own configuration; only [tracking] and the length and machine can change."""
 
 
 class TrainHelp(Train, Config):
@@ -44,9 +46,11 @@ def run(options: Train) -> int:
     """Checks everything that can be checked, starts the ranks, and returns the exit code of the run."""
     started_at = time.time()
     config = resolve_config(options.config, options.overrides, options.resume)
-    from tlt.training.start import start
+    with show_busy():
+        from tlt.training.start import launch_ranks, prepare
 
-    return start(config, started_at)
+    prepare(config)
+    return launch_ranks(config, started_at)
 
 
 def resolve_config(path: Path | None, overrides: Sequence[str], resume: Path | None) -> Config:
@@ -55,11 +59,7 @@ def resolve_config(path: Path | None, overrides: Sequence[str], resume: Path | N
         if path is None:
             raise UserError("train: no configuration given; write tlt train CONFIG.toml, or --resume DIR to continue a run")
         config = load_config(path, overrides)
-        if (config.run.out_dir / "config.json").exists():
-            raise UserError(
-                f"run.out_dir: {config.run.out_dir} holds a run already;"
-                f" continue it with --resume {config.run.out_dir}, or give another --run.out_dir"
-            )
+        refuse_begun(config.run.out_dir)
         return config
     written = resume / "config.json"
     if not written.is_file():
@@ -78,7 +78,7 @@ def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     for section, values in old.items():
         for key, value in values.items():
-            may_change = section == "run" and key in MAY_CHANGE_ON_RESUME
+            may_change = section == "tracking" or (section == "run" and key in MAY_CHANGE_ON_RESUME)
             if not may_change and new[section][key] != value:
                 raise UserError(
                     f"--resume: {section}.{key} is {new[section][key]!r} but the run in {folder} has {value!r};"

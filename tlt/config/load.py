@@ -15,6 +15,7 @@ import copy
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -124,8 +125,8 @@ def _read_override(place: str, name: str, value: Any) -> Override:
 
 
 def _parse_value(keys: Keys, text: str) -> Any:
-    """Returns an override's value. Text stays text where the key takes text or a path; elsewhere it reads as in TOML. `none`
-    unsets an optional key."""
+    """Returns an override's value. Text stays text where the key takes text or a path; elsewhere it reads as in TOML, or as
+    the JSON object that `tlt task --options` takes. `none` unsets an optional key."""
     accepted = set(_accepted_types(keys))
     if "null" in accepted and text.lower() == "none":
         return None
@@ -136,6 +137,8 @@ def _parse_value(keys: Keys, text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except ValueError:
+        with suppress(ValueError):
+            return json.loads(text) if text.startswith("{") else text
         return text
 
 

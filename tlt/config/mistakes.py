@@ -46,7 +46,7 @@ def remedy(detail: ErrorDetails) -> str:
     if detail["type"] == "mistake":
         return message
     message = message.replace("Input should be", "it must be", 1).replace("Value should", "it must", 1)
-    message = message.partition(", unable to parse")[0]
+    message = message.partition(", unable to parse")[0].replace("a valid dictionary", "a table such as '{key = 1}'")
     return message[:1].lower() + message[1:]
 
 

@@ -9,46 +9,43 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from tlt.config.algorithm import AlgorithmSection
 from tlt.config.mistakes import mistake, validate
+from tlt.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 from tlt.types import Strategy, UserError
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 AnyPath = Annotated[Path, Field(strict=False)]
 
 _DEFAULT_NUM_PROBLEMS = 4096
 DEFAULT_OUT_DIR = Path("runs/run")
 
 
-class Section(BaseModel):
-    """The base of all sections: no unknown keys, no silent conversions, no later changes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)
+def _split(value: Any) -> Any:
+    """Returns the words of a text with commas between them; anything else as it is."""
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
 class RunSection(Section):
-    """The process group, and where the run lives."""
+    """Where the run lives, how long it goes on, and what it computes with."""
 
     out_dir: AnyPath = DEFAULT_OUT_DIR
     """Folder of everything the run writes; relative to the working directory."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of sampling, problem order and generated problems: the same seed gives the same run."""
     num_steps: PositiveInt = 100
-    """Policy steps of the run; each is a rollout phase, then an update."""
+    """Policy steps of the run; each generates responses, then updates the policy."""
     num_ranks: PositiveInt = 2
-    """Processes on this machine."""
+    """Processes that train on this machine; each holds the whole model."""
     threads_per_rank: PositiveInt = 1
-    """CPU threads of each process."""
+    """CPU threads of each rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that ranks compute on; auto takes GPUs where every rank can have one of its own, else the CPU."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     """Number type of the engine's weights and activations."""
     checkpoint_every: NonNegativeInt = 10
-    """Steps between checkpoints; 0: only at the end."""
+    """Policy steps between checkpoints; 0: only at the end."""
     time_limit_minutes: PositiveFloat | None = None
     """No step begins when it and the last evaluation would not end within this many minutes; None: no limit."""
 
@@ -57,21 +54,21 @@ class ModelSection(Section):
     """The policy to start from."""
 
     path: AnyPath
-    """A Hugging Face checkpoint folder: config.json, tokenizer, safetensors."""
+    """The Hugging Face checkpoint folder to train: config.json, tokenizer, safetensors."""
 
 
 class TaskSection(Section):
-    """The training problems: `num_problems` generated ones or those of a `problems_file`. --task.options.KEY VALUE sets an
-    option of the task's own."""
+    """The task, and its training problems. --task.options.KEY VALUE sets an option of the task's own; --task.options {} removes
+    all that the file sets."""
 
     name: Annotated[str, Field(min_length=1)]
-    """A registered task such as "countdown", or "package.module:object"."""
-    options: dict[str, Any] = {}
-    """Keyword arguments of the task."""
+    """A task that comes with TLT, such as countdown, or your own as package.module:object."""
+    options: dict[str, Any] = Field(default={})
+    """The task's own options, given to its problems() as keyword arguments."""
     num_problems: PositiveInt | None = None
-    """Generated training problems; each epoch shuffles them anew. None exactly when `problems_file` is set."""
+    """Number of training problems that the task makes, shuffled anew in each epoch; 4096 unless problems_file gives them."""
     problems_file: AnyPath | None = None
-    """JSONL of training problems, as `tlt task` writes it."""
+    """JSONL of training problems (prompt, prompt_ids or messages, and what the task scores by); instead of num_problems."""
 
     @model_validator(mode="before")
     @classmethod
@@ -86,21 +83,21 @@ class TaskSection(Section):
 
 
 class RolloutSection(Section):
-    """The responses of a step: their number, and how they are generated."""
+    """The responses of a policy step: how many, and how they are generated."""
 
     problems_per_step: PositiveInt = 8
-    """Problems that a step answers."""
+    """Problems that each policy step answers."""
     samples_per_problem: Annotated[int, Field(ge=2)] = 4
-    """Size of a GRPO group; advantages compare its members, so at least 2."""
+    """Responses to each problem of a step, a GRPO group: advantages compare them, so at least 2."""
     max_batch_size: PositiveInt = 64
-    """Sequences that one replica decodes at a time."""
+    """Sequences that each rank decodes at a time."""
     speculation: str = "off"
-    """off, adaptive (the tuner chooses per step), or one fixed [drafter:]DEPTHxWIDTHxBUDGET, drafter being learned, ngram
-    or hybrid."""
+    """How tokens are drafted: off, adaptive (chosen at every step), or a fixed [drafter:]DEPTHxWIDTHxBUDGET such as 4x1x4.
+    The drafter is learned, ngram (retrieval from the problem's own responses) or hybrid."""
     migrate: bool = True
-    """Whether a rank that has run dry takes over running responses of others, whose tokens it reads again."""
+    """Whether a rank without work takes over running responses of another; it has to prefill their tokens again."""
     tuner: Literal["cost-model", "beg-mab"] = "cost-model"
-    """Who chooses when speculation is adaptive: measured costs and acceptance, or the bandit of the paper."""
+    """What chooses adaptive speculation: measured costs and acceptance (cost-model), or the TLT paper's bandit (beg-mab)."""
 
     @field_validator("speculation")
     @classmethod
@@ -125,96 +122,83 @@ class SamplingSection(Section):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Drops tokens less probable than this share of the most probable one; 0 keeps all tokens."""
     max_tokens: PositiveInt = 2048
-    """Longest response, in tokens."""
+    """Length at which a training response is cut off, in tokens."""
 
 
 class DrafterSection(Section):
     """The drafter, and how idle ranks train it."""
 
     path: AnyPath | None = None
-    """A drafter folder as `tlt drafter train` writes it; None: no drafter."""
+    """A drafter folder, as tlt drafter train writes it; None: drafts come from retrieval alone."""
     train: bool = False
-    """Whether idle ranks train it."""
+    """Whether idle ranks train the drafter."""
     preset: Literal["eagle", "hass", "eagle3"] | None = None
-    """Form of the drafter's training (docs/drafter.md); None: as it was trained before, which its folder says."""
+    """How the drafter is trained (docs/drafter.md); None: by the preset that its folder names."""
     unrolled_steps: PositiveInt | None = None
-    """The drafter's own steps that every pair of tokens is trained on; None: the preset's number (drafter/losses.py)."""
+    """Steps for which the drafter's training feeds it its own outputs; None: the preset's number."""
     step_decay: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Weight of each own step's loss, as a share of the step before; None: the preset's."""
+    """Weight of each unrolled step's loss in the drafter's training, as a share of the step before; None: the preset's."""
     feature_weight: NonNegativeFloat | None = None
-    """Weight of the Smooth L1 loss between the drafter's hidden state and the target's feature; None: the preset's. eagle3 has
-    no such loss."""
+    """Weight of the Smooth L1 loss between the drafter's hidden state and the target's feature; None: the preset's.
+    eagle3 has no such loss."""
     distribution_weight: PositiveFloat | None = None
     """Weight of the cross-entropy between the target's distribution and the drafter's; None: the preset's."""
     learning_rate: PositiveFloat = 3e-4
+    """Learning rate of the drafter's training in idle time."""
     tokens_per_micro_step: PositiveInt = 1024
-    """Most tokens of one optimizer step; fewer where it would take more than half a percent of a policy step."""
+    """Most tokens of one optimizer step of the drafter; fewer where it would take over half a percent of a policy step."""
     buffer_mib: PositiveInt = 512
-    """Responses and features kept to train on, per rank; the oldest features go first, then the oldest responses."""
+    """MiB of responses and features that each rank keeps to train the drafter on; the oldest are dropped first."""
     carry_longest: NonNegativeInt = 8
-    """Number of the previous step's longest responses that stay in the buffer."""
+    """Number of the previous step's longest responses that the drafter is trained on again."""
     max_passes: PositiveFloat | None = 4.0
-    """Within a step a rank trains on at most so many times the response tokens in its buffer, then waits for more: little data
-    and much idle time would end in learning by heart. None: no limit."""
+    """Most passes of the drafter's training over its responses in one policy step, so that it does not learn them by heart.
+    None: no limit."""
     features: Literal["captured", "recomputed"] = "captured"
     """Features that the drafter is trained on: those that the engine captured while generating, or recomputed ones."""
     refresh_during_rollout: bool = False
-    """Whether ranks that still generate take up the drafter that idle ones are training."""
+    """Whether ranks that still generate take up the drafter that idle ranks are training."""
     refresh_seconds: PositiveFloat = 1.0
     """Least seconds between two refreshes of the drafter during a rollout."""
     clip_grad_norm: PositiveFloat = 1.0
+    """Largest gradient norm of the drafter's training."""
     gate: NonNegativeFloat | None = None
-    """Skips training in the step after one whose acceptance (a share) is not lower than after the last training by more than
-    this; None: every step trains. Off, because idle time costs nothing."""
+    """Trains the drafter only after its acceptance, a share, has fallen by more than this since its last training.
+    None: it is trained in every step, since idle time costs nothing."""
     check_every: PositiveInt = 1
-    """Steps between two measurements of acceptance, by which the drafter is set aside and gated. That it is finite, the same on
-    all ranks and arrived in the engine is checked in every step."""
+    """Policy steps between measurements of the drafter's acceptance; while that is bad, drafts come from retrieval instead.
+    That the drafter is finite and the same on all ranks is checked in every step."""
     ranking: Literal["coupled", "top-k"] = "coupled"
-    """Candidates by log q / tau + the target's own noise, or by log q alone (EAGLE-2). Changes the speed alone."""
+    """Drafts are ranked by log q / tau + the sampling noise (coupled) or by log q (top-k, EAGLE-2). Changes the speed alone."""
     coupling_temperature: PositiveFloat | None = None
-    """tau; None: tuned while running."""
+    """Temperature tau of the coupled ranking; None: tuned while running."""
     confidence_threshold: Annotated[float, Field(ge=0, lt=1)] = 0.4
-    """A sequence's drafted chain stops where the chance that all of it is accepted falls below this; 0: never."""
+    """Drafting a chain stops where the chance that the whole chain is accepted falls below this; 0: never."""
     feature_window: Annotated[int, Field(ge=256)] = 4096
-    """Latest positions per sequence whose features are remembered for a later switch on."""
+    """Latest positions of each sequence whose features are kept, so that the drafter can be switched on later."""
     ngram_tokens: NonNegativeInt = 200_000
-    """Response tokens indexed for retrieval, about 300 bytes each, per rank."""
-
-
-class AlgorithmSection(Section):
-    """GRPO: group-normalized advantages, clipped ratio, token-level loss."""
-
-    clip_low: Annotated[float, Field(gt=0, lt=1)] = 0.2
-    """The ratio is clipped below at 1 - clip_low."""
-    clip_high: PositiveFloat = 0.28
-    """The ratio is clipped above at 1 + clip_high (higher than clip_low, as in DAPO, arXiv 2503.14476)."""
-    kl_coefficient: NonNegativeFloat = 0.0
-    """Weight of the KL to the initial policy; at 0 that policy is not loaded."""
-    normalize_advantages_by_std: bool = True
-    """False: subtract the group's mean only (Dr. GRPO, arXiv 2503.20783)."""
-    epochs: PositiveInt = 1
-    """Passes over a step's responses."""
-    minibatches: PositiveInt = 1
-    """Optimizer updates per epoch."""
-    tokens_per_micro_batch: PositiveInt = 8192
-    """Bounds the memory of one forward and backward."""
-    importance_correction_cap: PositiveFloat | None = None
-    """Cap of the weight exp(trainer logprob - engine logprob) per token; None: no correction."""
+    """Response tokens that each rank indexes for drafts by retrieval; about 300 bytes each."""
 
 
 class OptimizerSection(Section):
     """AdamW for the policy."""
 
     learning_rate: PositiveFloat = 1e-6
+    """Learning rate of the policy after the warm-up."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay rate of the mean gradient."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW's decay rate of the mean squared gradient."""
     eps: PositiveFloat = 1e-8
+    """AdamW's epsilon."""
     weight_decay: NonNegativeFloat = 0.0
+    """AdamW's weight decay of the policy."""
     warmup_steps: NonNegativeInt = 0
-    """Policy steps of linear warm-up from 0."""
+    """Policy steps in which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """After the warm-up; linear and cosine end at 0 with run.num_steps."""
+    """Learning rate after the warm-up: constant, or falling to 0 at run.num_steps."""
     clip_grad_norm: PositiveFloat = 1.0
+    """Largest gradient norm of the policy."""
 
     @property
     def depends_on_num_steps(self) -> bool:
@@ -226,11 +210,13 @@ class EvaluationSection(Section):
     """Held-out problems, drawn from the task's test split: the same at every evaluation."""
 
     every: NonNegativeInt = 0
-    """Steps between evaluations; 0: only before the first step and after the last."""
+    """Policy steps between evaluations; 0: only before the first step and after the last."""
     num_problems: NonNegativeInt = 256
     """Held-out problems of an evaluation; 0: no evaluation."""
     samples_per_problem: PositiveInt = 4
+    """Responses to each held-out problem."""
     temperature: NonNegativeFloat = 1.0
+    """Sampling temperature of evaluations; at 0 the most probable token is taken."""
     keep_best: bool = True
     """Also keep the policy of the best evaluation."""
 
@@ -239,9 +225,20 @@ class RewardsSection(Section):
     """The worker processes that score responses while others still generate."""
 
     num_workers: NonNegativeInt = 1
-    """0: the rank scores by itself and no time-out holds; for a task that is being written, or an object of a notebook."""
+    """Worker processes of each rank that score responses; 0: the rank scores itself, without time-out, as in a notebook."""
     timeout_seconds: PositiveFloat = 10.0
     """Time limit of scoring one response; past it the response has no score, and the reason is recorded."""
+
+
+class TrackingSection(Section):
+    """Trackers that get the figures of metrics.jsonl as well (docs/tracking.md). None of them can stop a run."""
+
+    use: Annotated[list[str], BeforeValidator(_split)] = Field(default=[])
+    """Any of wandb, tensorboard and trackio, or your own as "package.module:Class"; on the command line with commas between."""
+    project: Annotated[str, Field(min_length=1)] | None = None
+    """The project of the run there; None: what WANDB_PROJECT says, else tlt."""
+    run_name: Annotated[str, Field(min_length=1)] | None = None
+    """The name of the run there; None: that of run.out_dir."""
 
 
 class Config(Section):
@@ -257,6 +254,7 @@ class Config(Section):
     optimizer: OptimizerSection = OptimizerSection()
     evaluation: EvaluationSection = EvaluationSection()
     rewards: RewardsSection = RewardsSection()
+    tracking: TrackingSection = TrackingSection()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Config:
@@ -281,6 +279,9 @@ class Config(Section):
             raise mistake(
                 f"algorithm.minibatches is {self.algorithm.minibatches} but a step has only {num_responses} responses: lower it"
             )
+        buffer, limit = self.algorithm.overlong_buffer_tokens or 0, self.sampling.max_tokens
+        if buffer > limit:
+            raise mistake(f"algorithm.overlong_buffer_tokens is {buffer} but sampling.max_tokens only {limit}: lower it")
         return self
 
     def to_json(self) -> str:

@@ -70,9 +70,14 @@ def launch(
     """
     if num_ranks < 1:
         raise UserError(f"ranks: {num_ranks} is too few; give 1 or more")
-    if "RANK" in os.environ or num_ranks == 1:
+    if is_rank(num_ranks):
         return _run_here(argument, entry)
     return _run_agent(argument, num_ranks, entry, threads_per_rank, grace_seconds, monitor_seconds)
+
+
+def is_rank(num_ranks: int) -> bool:
+    """Whether this process is a rank itself: the only one, or one that torchrun or Slurm has started."""
+    return num_ranks == 1 or "RANK" in os.environ
 
 
 # -- one rank, in this process ---------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
-"""Learning from verdicts how far to trust a drafter's confidence, and how sharply to rank its candidates.
-
-Both are estimates of speed. Whatever they say, the tokens stay the target's own.
+"""Two estimates learned from verifications: how likely a drafted candidate is to be accepted (`Calibration`), and by which
+coupling temperature to rank the candidates (`TauSearch`). Both change the speed alone: the tokens stay the target's own.
+Knows neither model nor engine.
 """
 
 from __future__ import annotations
@@ -15,31 +15,35 @@ from torch import Tensor
 from tlt.types import DraftTree, Verdict
 
 DEFAULT_CONFIDENCE_THRESHOLD = 0.4
-"""A drafted chain stops where the chance that all of it is accepted falls below this (docs/log.md)."""
+"""Drafting a chain stops where the chance that the whole chain is accepted falls below this (measured: docs/log.md)."""
 
 _EDGES = (-6.0, -4.0, -3.0, -2.3, -1.6, -1.2, -0.9, -0.65, -0.45, -0.3, -0.18, -0.1, -0.05, -0.02)
-"""Borders of the bins of raw log-confidence; finer where candidates are likely."""
+"""Borders of the bins of a candidate's raw log-confidence, which is the log-probability that the drafter gives it. They lie
+closer together where candidates are likely."""
 
 _DEPTH_GROUPS = (0, 1, 2, 2, 3, 3, 3, 3)
-"""Depths 0, 1, 2-3, 4-7 and from 8 on share their counts."""
+"""Group of each depth: depths 0, 1, 2-3, 4-7 and from 8 on count together."""
 _NUM_DEPTH_GROUPS = 5
 _NUM_RANKS = 8
+"""Ranks among siblings that are told apart; all further ones count as the last."""
 _PRIOR_COUNT = 8.0
+"""Number of observations that the prior of a cell is worth."""
 _REFRESH_EVERY = 256
-"""Candidates seen between two refreshes of the table on the device."""
+"""Candidates counted between two refreshes of the table on the device."""
 _OBSERVED_ROWS = 8
-"""Sequences of a batch that are counted: bounds the work on the host."""
+"""Sequences of a batch whose verdicts are counted; bounds the work on the host."""
 
 
 class Calibration:
-    """P(accepted | parent accepted) of a candidate by depth, rank among its siblings and raw confidence.
+    """Estimates P(accepted | parent accepted) of a candidate from its depth, its rank among its siblings and its confidence.
 
-    Beta posterior means; the prior of a cell is the confidence itself, worth `_PRIOR_COUNT` observations. Only nodes whose
-    parent lay on the accepted path count: of the others nobody knows what the target would have said.
+    Each combination of the three is a cell, with a Beta posterior. The cell's estimate is the posterior mean; its prior says
+    that the drafter's confidence is right. A node counts only if its parent was accepted: for any other node the target was
+    never asked.
     """
 
     UNUSED = -1
-    """Cell of a node that is not to be counted."""
+    """Stands in the place of a cell for a node that is not to be counted."""
 
     def __init__(self, device: torch.device) -> None:
         num_bins = len(_EDGES) + 1
@@ -54,7 +58,8 @@ class Calibration:
         self._refresh()
 
     def __call__(self, depth: int, raw_BFW: Tensor) -> tuple[Tensor, Tensor]:
-        """(cells, calibrated log-confidences) of candidates sorted by rank along the last axis; `depth` counts from 0."""
+        """Returns (cells, calibrated log-confidences) of the candidates, both [B, F, W]. B: sequences, F: expanded nodes, W:
+        candidates of each, best first. `depth` counts from 0."""
         group = _DEPTH_GROUPS[depth] if depth < len(_DEPTH_GROUPS) else _NUM_DEPTH_GROUPS - 1
         num_bins = len(_EDGES) + 1
         ranks_W = torch.arange(raw_BFW.shape[-1], device=raw_BFW.device).clamp_max_(_NUM_RANKS - 1)
@@ -62,8 +67,8 @@ class Calibration:
         return cells_BFW, self.table[cells_BFW]
 
     def observe(self, tree: DraftTree, cells_BN: Tensor, verdicts: Sequence[Verdict]) -> None:
-        """`cells_BN` holds the cells of the tree's nodes, the root left out. The tree may reach further than what was verified:
-        every node counts whose rival, what the target said, is known."""
+        """Counts which nodes of a drafted tree were accepted. `cells_BN` holds the cells of its nodes, the root left out. Nodes
+        that were not verified count, too, where the target's token at their position is known."""
         rows = slice(0, _OBSERVED_ROWS)
         columns = zip(tree.tokens_BN[rows].tolist(), tree.parents_BN[rows].tolist(), cells_BN[rows].tolist(), strict=True)
         for (tokens, parents, cells), verdict in zip(columns, verdicts, strict=False):
@@ -83,7 +88,7 @@ class Calibration:
             self._refresh()
 
     def age(self, keep: float = 0.5) -> None:
-        """The drafter or the target has changed: what was observed keeps this share of its weight."""
+        """Lowers the weight of all observations to this share, since the drafter or the target has changed."""
         for cell, prior in enumerate(self.prior):
             self.seen[cell] = _PRIOR_COUNT + keep * (self.seen[cell] - _PRIOR_COUNT)
             self.accepted[cell] = prior * _PRIOR_COUNT + keep * (self.accepted[cell] - prior * _PRIOR_COUNT)
@@ -96,16 +101,20 @@ class Calibration:
 
 
 class TauSearch:
-    """The coupling temperature with the most hits. No exploration is needed: at the root every tau can be judged by the same
-    target token, so all of them learn from each verification looked at.
+    """Finds the coupling temperature tau whose first candidate is most often the target's token.
 
-    tau: fixed when given.
+    The candidates at the root are ranked by logits / tau + noise, and the target's token there is always known. So one
+    verification judges every tau, and nothing has to be tried out.
+
+    tau: a fixed value, which ends the search; None: search.
     """
 
     CANDIDATES = (0.3, 0.45, 0.6, 0.7, 0.85, 1.0, 1.3)
     START = 0.7
-    EVERY = 8  # proposals
-    MEMORY = 2000.0  # verdicts
+    EVERY = 8
+    """Proposals of which one is looked at."""
+    MEMORY = 2000.0
+    """Verdicts after which the weight of a hit has faded to 1 / e."""
 
     def __init__(self, tau: float | None = None) -> None:
         self.is_fixed = tau is not None
@@ -115,8 +124,8 @@ class TauSearch:
         self._count = 0
 
     def guess(self, logits_BV: Tensor, noise_BV: Tensor, token_ids_V: Tensor | None = None) -> Tensor | None:
-        """Returns the token that each tau would put first, [K, B], every now and then; else None. `token_ids_V` names a reduced
-        vocabulary's tokens."""
+        """Returns the token that each of the K taus would put first, [K, B], in one of `EVERY` proposals; None in the others.
+        token_ids_V: the target's ids of a drafter's reduced vocabulary."""
         self._count += 1
         if self.is_fixed or self._count % self.EVERY:
             return None
@@ -124,8 +133,8 @@ class TauSearch:
         return first_KB if token_ids_V is None else token_ids_V[first_KB]
 
     def observe(self, guesses_KB: Tensor, tokens: Sequence[int]) -> None:
-        """Counts the guesses that the target said: `tokens[b]` at the root of row b. A rival takes over when its lead in hits
-        exceeds a standard error of the difference (at most the root of the misses of both)."""
+        """Counts the guesses that are the target's token, `tokens[b]` at the root of row b. Another tau takes over when it
+        leads by more than a standard error of the difference in hits, at most the square root of the misses of both."""
         guesses = guesses_KB.tolist()
         fade = math.exp(-len(tokens) / self.MEMORY)
         self.num_seen = self.num_seen * fade + len(tokens)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.drafter.foreign import drop_repeated, read_directory
+from tlt.drafter.foreign import drop_repeated, read_folder
 from tlt.drafter.losses import DEFAULT_PRESET, PRESETS, Preset
 from tlt.drafter.model import DrafterShape, DraftModel, Method, drafter_shape, find_mismatch
 from tlt.files import replace_folder
@@ -80,7 +80,7 @@ def load_drafter(path: Path | str, target: ModelConfig, target_tensors: Mapping[
     own is used; with `target_tensors` the two are compared first.
     """
     path = Path(path)
-    described, tensors = read_directory(path)
+    described, tensors = read_folder(path)
     tensors = drop_repeated(path, tensors, described["method"], target.vocab_size, target_tensors)
     config = read_config(path, described, target, tensors)
     if (mismatch := find_mismatch(config, tensors)) is not None:

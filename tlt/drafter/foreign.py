@@ -8,7 +8,6 @@ A drafter that we would compute differently is refused, and no tensor is dropped
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tlt.drafter.model import Method, draft_token_ids
+from tlt.models.hf_files import read_json
 from tlt.models.hf_weights import INDEX, WEIGHTS, load_stored
 from tlt.types import UserError
 
@@ -36,17 +36,14 @@ OTHER_COMPUTATIONS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm
 """Keys of config.json that, when true, make a drafter another function than ours."""
 
 
-def read_directory(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def read_folder(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Returns (config.json, tensors) of a drafter of ours or another's, in our layout, with its form under the key "method".
     UserError, one line, where it cannot be read."""
     weights = INDEX if (path / INDEX).is_file() else WEIGHTS
     for name in ("config.json", weights):
         if not (path / name).is_file():
             raise UserError(f"drafter {path}: {name} is missing; {_remedy(path)}")
-    try:
-        described = json.loads((path / "config.json").read_text())
-    except ValueError as error:
-        raise UserError(f"drafter {path}: config.json is not valid JSON ({error}); train or copy it again") from None
+    described = read_json(path / "config.json")
     try:
         stored = load_stored(path)
     except (SafetensorError, OSError) as error:
@@ -58,7 +55,7 @@ def read_directory(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _remedy(path: Path) -> str:
     """Returns what to do about a file that is missing."""
     if not (path / "pytorch_model.bin").is_file():
-        return "give a directory that tlt drafter train wrote, or another's with config.json and safetensors"
+        return "give a folder that tlt drafter train wrote, or another's with config.json and safetensors"
     return (
         "convert pytorch_model.bin once: python -c \"import torch, safetensors.torch as s; d = torch.load('pytorch_model.bin', "
         "weights_only=True); s.save_file({k: v.contiguous() for k, v in d.items()}, 'model.safetensors')\""

@@ -78,7 +78,9 @@ def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path)
         if not drafter.config.owns_head:
             rows = target.head_VE[draft_token_ids(tensors["d2t"])] if drafter.config.is_reduced else target.head_VE
             tensors["lm_head.weight"] = rows.to(dtype)
-        described |= _eagle3_keys(drafter.config.capture)
+        # vLLM reads the ids at the top, of layers whose input is captured; SGLang reads these, and adds one
+        layer_ids = [index - 1 for index in drafter.config.capture]
+        described["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": layer_ids, "use_aux_hidden_state": True}
     if name == "speculators":
         tensors = {key.replace("midlayer.", "layers.0."): tensor for key, tensor in tensors.items()}
         described = _speculators_config(described, target)
@@ -107,18 +109,6 @@ def check_format(drafter: StoredDrafter, name: str) -> None:
         raise UserError(f"--format: {name} is for {form.method} drafters, this one is {drafter.config.method}; give {fitting}")
     if drafter.config.has_bias:
         raise UserError(f"--format: {name} has no place for the bias of fc that this drafter has; train one with tlt instead")
-
-
-def _eagle3_keys(capture: tuple[int, ...]) -> dict[str, Any]:
-    """Returns the captured layers in both spellings: vLLM reads the ids at the top, of layers whose input is captured; SGLang
-    reads those in eagle_config, and adds one."""
-    return {
-        "eagle_aux_hidden_state_layer_ids": list(capture),
-        "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [index - 1 for index in capture],
-            "use_aux_hidden_state": True,
-        },
-    }
 
 
 def _speculators_config(described: Mapping[str, Any], target: Target) -> dict[str, Any]:

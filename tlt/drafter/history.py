@@ -1,8 +1,10 @@
-"""The target's features of the latest positions of every slot: what a drafter needs when it is switched on.
+"""The target's features (hidden states) of the latest positions of every running sequence. A drafter reads them when
+speculation is switched on in the middle of a response. Knows no drafter.
 
-A ring of `window` positions per slot. What the engine hands over is only kept at first (no operation on tensors) and
-written in bulk when somebody reads, when sequences change their slots, or when it has become much: so a decoding step
-without speculation costs nothing here.
+    a decoding step ── write ─▶ queue ── flush ─▶ ring, one per slot ── read ─▶ the drafter
+
+Without speculation nobody reads, and that path must cost nothing: `write` only queues the engine's tensor, and many steps are
+copied at once. A slot is a sequence's place in the engine's batch. F: size of a feature, S: slots, C: columns of the ring.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from torch import Tensor
 from tlt.types import Strategy
 
 _MAX_QUEUED = 64
-"""Steps kept unwritten; bounds the memory of the queue."""
+"""Decoding steps that wait in the queue at most; bounds its memory."""
 
 
 class FeatureHistory:
-    """Positions beyond the committed tokens may be written (rejected drafts) and are written again before they are read;
-    the ring is wider than the window by as many as one step can draft, so that these never overwrite what is needed."""
+    """Keeps the features of each slot's latest `window` positions in a ring: position p lies in column p mod C.
+
+    A verification also writes the positions of drafts that are then rejected. They are written again before anybody reads them.
+    So that they never overwrite a position of the window, the ring is wider than the window by the longest draft.
+    """
 
     def __init__(self, size: int, window: int, max_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.window, self.max_slots, self.device = window, max_slots, device
@@ -35,7 +40,8 @@ class FeatureHistory:
         return self.ring_SCF.nbytes
 
     def write(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        """Features of T positions from starts[b] on for the sequence in slots[b]."""
+        """Takes the features of the T positions from starts[b] on of the sequence in slots[b]. One more position of the same
+        sequences joins the queue; anything else is copied at once."""
         slots = tuple(slots)
         follows = slots == self._slots and all(
             start == first + len(self._queue) for start, first in zip(starts, self._starts, strict=True)
@@ -50,27 +56,31 @@ class FeatureHistory:
             self._store(slots, starts, features_BTF)
 
     def flush(self) -> None:
+        """Copies the queue into the ring."""
         if self._queue:
             queue, self._queue = self._queue, []
             self._store(self._slots, self._starts, queue[0] if len(queue) == 1 else torch.cat(queue, dim=1))
         self._slots = ()
 
     def read(self, slots: Sequence[int], starts: Sequence[int], num_positions: int) -> Tensor:
-        """[B, num_positions, F]; what lies beyond the committed tokens is rubbish."""
+        """Returns the features of num_positions positions from starts[b] on, [B, num_positions, F]. Those of positions that
+        have no committed token yet are meaningless."""
         self.flush()
         self._reserve(max(slots) + 1, max(starts) + num_positions)
         return self.ring_SCF[self._index(slots, starts, num_positions)]
 
     def first_known(self, num_known: int) -> int:
-        """The earliest position still held of a sequence whose first `num_known` positions have been written."""
+        """Returns the earliest position still held of a sequence whose first `num_known` positions have been written."""
         return max(num_known - self.window, 0)
 
     def move(self, source: int, target: int) -> None:
+        """Copies a sequence's features into the slot that it moves to."""
         self.flush()
         self._reserve(max(source, target) + 1, 0)
         self.ring_SCF[target] = self.ring_SCF[source]
 
     def release(self) -> None:
+        """Forgets everything and gives the memory back; the ring grows again when it is written."""
         self._queue, self._slots = [], ()
         self.ring_SCF = self.ring_SCF[:0, : min(128, self.num_columns)].clone()
 

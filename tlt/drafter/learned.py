@@ -23,7 +23,7 @@ from tlt.drafter.model import PackedDrafter, training_capture
 from tlt.drafter.pair_cache import CaughtUp, PairCache
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Proposal
-from tlt.speculative.tree import chain, chain_mask
+from tlt.speculative.tree import chain, chain_mask, tree_mask
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
 _MAX_LOG_CONFIDENCE = -1e-4
@@ -44,7 +44,6 @@ class LearnedSettings:
         is not seen by the drafter.
     calibrate: whether confidences are corrected by what was accepted so far.
     keep_targets: also remember what training matches (model.py, training_capture).
-    keep_logprobs: whether the proposal of a chain has `logprobs_BD`; for measuring.
     """
 
     ranking: Literal["coupled", "top-k"] = "coupled"
@@ -53,7 +52,6 @@ class LearnedSettings:
     window: int = 4096
     calibrate: bool = True
     keep_targets: bool = False
-    keep_logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,12 +61,16 @@ class LearnedProposal(Proposal):
     guesses_KB: see `TauSearch.guess`; None: not asked this time.
     drafted:    the tree with all that was looked at, also where the proposed one stops before it, and the calibration's cells
                 of its nodes; None without a calibration.
-    logprobs_BD: log-probabilities of the tokens of a chain by the drafter, at the sequences' temperatures; None: not asked for.
+    logprobs_BD: log-probabilities of the tokens of a chain by the drafter, at the sequences' temperatures; None: unwatched.
     """
 
     guesses_KB: Tensor | None = None
     drafted: Drafted | None = None
     logprobs_BD: Tensor | None = None
+
+
+OnVerdicts = Callable[[LearnedProposal, Sequence[Verdict]], None]
+"""Is told of every proposal what became of it; for measuring."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class _Front:
 
 
 class LearnedDrafter:
-    """Drafts with a one-layer model that shares the target's embedding and head."""
+    """Drafts with a one-layer model that shares the target's embedding and head. on_verdicts: watches it; None: nobody does."""
 
     kinds = ("learned",)
 
@@ -112,8 +114,9 @@ class LearnedDrafter:
         target: PackedTransformer,
         max_slots: int,
         settings: LearnedSettings = LearnedSettings(),
+        on_verdicts: OnVerdicts | None = None,
     ) -> None:
-        self.model, self.target, self.settings = model, target, settings
+        self.model, self.target, self.settings, self.on_verdicts = model, target, settings, on_verdicts
         self.is_coupled = settings.ranking == "coupled"
         self.tau_search = TauSearch(settings.tau)
         self.calibration = Calibration(model.device) if settings.calibrate else None
@@ -168,6 +171,8 @@ class LearnedDrafter:
             self.tau_search.observe(proposal.guesses_KB, [verdict.tokens[0] for verdict in verdicts])
         if self.calibration is not None and proposal.drafted is not None:
             self.calibration.observe(proposal.drafted.tree, proposal.drafted.cells_BN, verdicts)
+        if self.on_verdicts is not None:
+            self.on_verdicts(proposal, verdicts)
 
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -232,7 +237,7 @@ class LearnedDrafter:
             scores_B1V = self._scores(level)
             best_B1, token_B1 = scores_B1V.max(dim=-1)
             tokens.append(self._token_ids(token_B1))
-            if self.settings.keep_logprobs:
+            if self.on_verdicts is not None:
                 logprobs.append(level.scaled_BTV[:, 0].log_softmax(dim=-1).gather(-1, token_B1))
             if self.settings.confidence_threshold:
                 logprob_B1 = (best_B1 - scores_B1V.logsumexp(dim=-1)).float()
@@ -294,7 +299,7 @@ class LearnedDrafter:
                 columns_BF = ends_B[:, None] + start + torch.arange(num_next, device=device)
                 depths_BF = (ends_B + depth)[:, None].expand(-1, num_next)
                 length = max(read.num_pairs) + start + num_next
-                mask = _branch_mask(seen_BFC, ends_B, length, self.model.dtype)
+                mask = tree_mask(seen_BFC, ends_B, length, self.model.dtype)
                 inputs = hidden_BFE[rows_B1, parent_BF]
                 hidden_BFE = self.pairs.forward(tokens_BF, inputs, depths_BF, columns_BF, read.offsets_B1, length, mask)
             pool_size += frontier * width
@@ -304,16 +309,6 @@ class LearnedDrafter:
             return LearnedProposal(tree, guesses_KB)
         cells_BN = torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1)
         return LearnedProposal(tree, guesses_KB, self._to_count(tree, cells_BN, front.unwanted))
-
-
-def _branch_mask(seen_BFC: Tensor, prefix_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Additive [B, F, length]: every node sees the prefix and those draft columns that lead to it."""
-    num_columns = seen_BFC.shape[2]
-    offset_BL = torch.arange(length, device=prefix_B.device) - prefix_B[:, None]
-    is_draft_BL = (offset_BL >= 0) & (offset_BL < num_columns)
-    index = offset_BL.clamp(0, num_columns - 1)[:, None].expand(-1, seen_BFC.shape[1], -1)
-    visible = (offset_BL < 0)[:, None] | (is_draft_BL[:, None] & seen_BFC.gather(2, index))
-    return torch.zeros(visible.shape, dtype=dtype, device=prefix_B.device).masked_fill_(~visible, float("-inf"))
 
 
 def _best_nodes(confidence_BC: Tensor, budget: int) -> Tensor:

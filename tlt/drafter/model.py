@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tlt.models.decoder import Attend, DecoderLayer, Linear, ModelConfig, RMSNorm, Rope, run_layer
+from tlt.models.decoder import Attend, DecoderLayer, Linear, ModelConfig, RMSNorm, Rope, randomize_matrices, run_layer
 from tlt.models.packed import PackedLayer, PackedLinear, PackedNorm, PackedTransformer
 from tlt.types import UserError
 
@@ -197,13 +197,9 @@ class DraftModel(nn.Module):
     def initialize(self, seed: int) -> DraftModel:
         """Sets random weights drawn from the seed. fc starts near "pass on the feature" (of the latest layer captured), so that
         training starts near copying. A reduced draft vocabulary starts as the lowest ids."""
-        generator = torch.Generator().manual_seed(seed)
+        randomize_matrices(self, seed)
         size = self.config.layer.hidden_size
         with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.dim() > 1:
-                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                    parameter.copy_(noise * 0.02)
             self.fc.weight[:, -size:] += torch.eye(size, dtype=self.fc.weight.dtype)
             if self.config.is_reduced:
                 self.set_vocabulary(torch.arange(self.config.draft_vocab_size))

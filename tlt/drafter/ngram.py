@@ -25,6 +25,8 @@ from tlt.speculative.protocol import DraftContext, Proposal
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 
+_TAU = 0.7
+"""The coupling temperature of retrieved candidates (see `LearnedSettings.tau`)."""
 _KEEP = 0.99
 """The share of what was learned about acceptance that outlives one more draft."""
 
@@ -68,7 +70,7 @@ class NgramProposal(Proposal):
 class NgramDrafter:
     """Retrieval over a problem's own responses. Of use from the first response on, before any drafter is trained.
 
-    Candidates are ranked by log(weight share) / tau + the law's noise, like those of a learned drafter. How likely a draft is
+    Candidates are ranked by log(weight share) / _TAU + the law's noise, like those of a learned drafter. How likely a draft is
     to be accepted is learned by length of the match (`survival`).
 
     confidence_threshold: as of `LearnedDrafter`.
@@ -82,11 +84,9 @@ class NgramDrafter:
         self,
         max_slots: int,
         max_tokens: int = DEFAULT_MAX_TOKENS,
-        *,
-        tau: float = 0.7,
         confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
     ) -> None:
-        self.max_tokens, self.tau, self.confidence_threshold = max_tokens, tau, confidence_threshold
+        self.max_tokens, self.confidence_threshold = max_tokens, confidence_threshold
         self.problems: OrderedDict[str, SuffixIndex] = OrderedDict()
         self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
         self.hits = [[1.0, 2.0] for _ in range(_match_bucket(MAX_MATCH) + 1)]  # drafts accepted, drafts tried: a Beta(1, 1)
@@ -168,7 +168,7 @@ class NgramDrafter:
         """Returns whole drafts, however likely they are to be accepted."""
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
         self._fetch_noise([trie for trie, _ in tries], noise_BDV)
-        rows = [_grow(trie, strategy, self.tau) for trie, _ in tries]
+        rows = [_grow(trie, strategy) for trie, _ in tries]
         retrieved = tuple(_Retrieved(_match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True))
         num_nodes = 1 + max(len(nodes) for nodes in rows)
         tokens_BN, parents_BN = [], []
@@ -177,12 +177,10 @@ class NgramDrafter:
             tokens_BN.append([committed[-1], *(token for token, _ in nodes), *[0] * missing])
             parents_BN.append([-1, *(parent for _, parent in nodes), *[-1] * missing])
         device = noise_BDV.device
+        nodes_BN = torch.tensor(tokens_BN, device=device)
         if strategy.width == 1:
-            return NgramProposal(
-                chain(torch.tensor(tokens_BN, device=device)), retrieved
-            )  # with filling, which `stop` cuts off
-        tree = DraftTree(torch.tensor(tokens_BN, device=device), torch.tensor(parents_BN, device=device))
-        return NgramProposal(tree, retrieved)
+            return NgramProposal(chain(nodes_BN), retrieved)  # with filling, which `stop` cuts off
+        return NgramProposal(DraftTree(nodes_BN, torch.tensor(parents_BN, device=device)), retrieved)
 
     def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[_Node, int]:
         """Returns what followed the longest matches, as a trie (its root has no token), and the length of the longest."""
@@ -239,7 +237,7 @@ def _match_bucket(length: int) -> int:
     return 1 + 2 * (octave - 2) + (length >> (octave - 1) & 1)
 
 
-def _grow(root: _Node, strategy: Strategy, tau: float) -> list[tuple[int, int]]:
+def _grow(root: _Node, strategy: Strategy) -> list[tuple[int, int]]:
     """(token, parent column) of the `budget` most confident candidates, parents first; column 0 is the tree's root.
 
     Best first: a node's confidence is the product of its shares on the way from the root.
@@ -253,7 +251,7 @@ def _grow(root: _Node, strategy: Strategy, tau: float) -> list[tuple[int, int]]:
         if not parent.children or parent.depth >= strategy.depth:
             return
         children = list(parent.children.values())
-        scores = [math.log(child.weight) / tau + child.noise for child in children]
+        scores = [math.log(child.weight) / _TAU + child.noise for child in children]
         top = max(scores)
         total = top + math.log(sum(math.exp(score - top) for score in scores))
         ranked = sorted(zip(scores, children, strict=True), key=lambda pair: -pair[0])[: strategy.width]

@@ -8,10 +8,11 @@ generating is declared in `Capabilities`, so that a caller asks a record and not
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tlt.engine.stats import EngineStats
@@ -38,8 +39,25 @@ class Capabilities:
     sleeps: bool
 
 
+class Unfinished(Protocol):
+    """A response in the making, as those see it who may hand it over."""
+
+    @property
+    def num_cached(self) -> int:
+        """Tokens that another engine would have to read again."""
+        ...
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that may still come."""
+        ...
+
+
 class RolloutBackend(Protocol):
     stats: EngineStats
+
+    @property
+    def device(self) -> torch.device: ...
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -51,6 +69,11 @@ class RolloutBackend(Protocol):
 
     @property
     def num_waiting(self) -> int: ...
+
+    @property
+    def running(self) -> Sequence[Unfinished]:
+        """The responses in the making, by slot; `withdraw` takes the slots."""
+        ...
 
     @property
     def is_idle(self) -> bool: ...

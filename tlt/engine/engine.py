@@ -198,7 +198,7 @@ class RolloutEngine:
             num_kept = sequence.commit(verdict)
             num_tokens += num_kept
             if not strategy.is_off:
-                self.stats.record_verification(min(strategy.depth, drafted[slot]), verdict.num_accepted, num_kept)
+                self.stats.record_verification(strategy.depth, drafted[slot], verdict.num_accepted, num_kept)
         if self.drafter is not None:
             self._remember(self.drafter, tree, captured_BNF, prefixes, verdicts)
             if not strategy.is_off:
@@ -236,10 +236,8 @@ class RolloutEngine:
                     self.drafter.remember(
                         admission.slots, [0] * len(admission.slots), captured_TF.expand(len(admission.slots), -1, -1)
                     )
-        end = time.perf_counter()
-        self.stats.prefill_seconds += end - start
         if self.on_span is not None:
-            self.on_span(Span(SpanName.PREFILL, start, end))
+            self.on_span(Span(SpanName.PREFILL, start, time.perf_counter()))
 
     def _batch_state(self, num_admitted: int) -> BatchState:
         running = self.scheduler.running

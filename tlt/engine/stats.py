@@ -49,8 +49,8 @@ class EngineStats:
     num_tokens: int = 0
     num_verifications: int = 0
     num_verified_tokens: int = 0
+    num_drafted_tokens: int = 0
     num_steps: int = 0
-    prefill_seconds: float = 0.0
     by_strategy: dict[str, StrategyStats] = field(default_factory=lambda: defaultdict(StrategyStats))
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
     attempts_by_depth: Counter[int] = field(default_factory=Counter)
@@ -65,31 +65,51 @@ class EngineStats:
         """Share of verifications whose walk survived to depth 1, 2, ... (of those that drafted so deep)."""
         return [self.survivors_by_depth[d] / self.attempts_by_depth[d] for d in sorted(self.attempts_by_depth)]
 
-    def draft_metrics(self) -> dict[str, float]:
-        """Returns the acceptance by the names that trainers log (SkyRL's, of vLLM's counters); {} where nothing was drafted.
+    # The same under vLLM's definitions, which count a verification as a draft where at least one token was drafted.
 
-        draft_acceptance_rate: accepted of the drafted depths.  draft_mean_acceptance_length: `accept_length`.
-        draft_acceptance_rate_pos_K: `accept_by_depth`, K counted from 1.
-        """
-        if self.accept_length is None or not self.attempts_by_depth:
+    @property
+    def num_drafts(self) -> int:
+        return self.attempts_by_depth[1]
+
+    @property
+    def draft_acceptance_rate(self) -> float | None:
+        """Accepted drafted tokens / drafted tokens, all candidates of a tree included; None when nothing was drafted."""
+        return self.survivors_by_depth.total() / self.num_drafted_tokens if self.num_drafted_tokens else None
+
+    @property
+    def draft_mean_acceptance_length(self) -> float | None:
+        """1 + accepted drafted tokens / drafts. Unlike in `accept_length`, tokens behind a stop token count."""
+        return 1 + self.survivors_by_depth.total() / self.num_drafts if self.num_drafts else None
+
+    @property
+    def draft_acceptance_rate_pos(self) -> list[float]:
+        """Share of all drafts whose token at position 1, 2, … was accepted, however few were drafted."""
+        return [self.survivors_by_depth[d] / self.num_drafts for d in sorted(self.attempts_by_depth)]
+
+    @property
+    def draft_metrics(self) -> dict[str, float]:
+        """Returns these by the names that trainers log (draft_acceptance_rate_pos_1, …); {} where nothing was drafted."""
+        rate, length = self.draft_acceptance_rate, self.draft_mean_acceptance_length
+        if rate is None or length is None:
             return {}
-        rate = self.survivors_by_depth.total() / self.attempts_by_depth.total()
-        by_depth = {f"draft_acceptance_rate_pos_{d}": share for d, share in enumerate(self.accept_by_depth, start=1)}
-        return {"draft_acceptance_rate": rate, "draft_mean_acceptance_length": self.accept_length, **by_depth}
+        by_position = {f"draft_acceptance_rate_pos_{d}": r for d, r in enumerate(self.draft_acceptance_rate_pos, start=1)}
+        return {"draft_acceptance_rate": rate, "draft_mean_acceptance_length": length, **by_position}
 
     def add(self, other: EngineStats) -> None:
         """Counts of another engine or phase on top of these."""
-        for name in ("num_tokens", "num_verifications", "num_verified_tokens", "num_steps", "prefill_seconds"):
+        for name in ("num_tokens", "num_verifications", "num_verified_tokens", "num_drafted_tokens", "num_steps"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.survivors_by_depth.update(other.survivors_by_depth)
         self.attempts_by_depth.update(other.attempts_by_depth)
         for strategy, stats in other.by_strategy.items():
             self.by_strategy[strategy].add(stats)
 
-    def record_verification(self, depth: int, num_accepted: int, num_kept: int) -> None:
+    def record_verification(self, depth: int, num_drafted: int, num_accepted: int, num_kept: int) -> None:
+        """Counts a verification of `num_drafted` tokens, at most `depth` one after the other."""
         self.num_verifications += 1
         self.num_verified_tokens += num_kept
-        for d in range(1, depth + 1):
+        self.num_drafted_tokens += num_drafted
+        for d in range(1, min(depth, num_drafted) + 1):
             self.attempts_by_depth[d] += 1
             if num_accepted >= d:
                 self.survivors_by_depth[d] += 1

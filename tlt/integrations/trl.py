@@ -207,4 +207,4 @@ def metrics(rollouts: LiveRollouts) -> Mapping[str, float]:
     }
     if result.check is not None:
         measured["drafter_acceptance"] = result.check.acceptance
-    return {**result.stats.draft_metrics(), **measured}
+    return {**result.stats.draft_metrics, **measured}

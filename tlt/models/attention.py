@@ -213,9 +213,3 @@ def pad(x_NX: Tensor, real_N: Tensor | None, num_tokens: int) -> Tensor:
     if real_N is None:
         return x_NX
     return x_NX.new_zeros(num_tokens, *x_NX.shape[1:]).index_copy_(0, real_N, x_NX)
-
-
-def padding_mask(lengths_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Returns a mask to add, [B, 1, length], by which one new token sees the first `lengths_B` entries, its own included."""
-    hidden = torch.arange(length, device=lengths_B.device) >= lengths_B[:, None]
-    return torch.zeros(hidden.shape, dtype=dtype, device=lengths_B.device).masked_fill_(hidden, float("-inf"))[:, None]

@@ -234,6 +234,15 @@ class DecoderLayer(nn.Module):
         return added
 
 
+@torch.no_grad()
+def randomize_matrices(model: nn.Module, seed: int, std: float = 0.02) -> None:
+    """Draws every matrix from a normal distribution, by the seed alone; vectors stay."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * std)
+
+
 class DecoderStack(nn.Module):
     """Embedding, layers and final norm, which Hugging Face calls `model`."""
 
@@ -257,12 +266,8 @@ class Transformer(nn.Module):
 
     def initialize(self, seed: int, std: float = 0.02) -> Transformer:
         """Sets random weights by the seed alone (normal matrices, unit norms, zero biases), and returns the model."""
-        generator = torch.Generator().manual_seed(seed)
+        randomize_matrices(self, seed, std)
         with torch.no_grad():
-            for parameter in self.parameters():
-                if parameter.dim() > 1:
-                    noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                    parameter.copy_(noise * std)
             for name, parameter in self.named_parameters():
                 if name.endswith("bias"):
                     parameter.zero_()

@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint directories: safetensors ↔ tensors by name, and a content hash of them.
+"""Hugging Face checkpoint folders: safetensors ↔ tensors by name, and a content hash of them.
 
 Our names are the checkpoint's names, so nothing is renamed here. What this file adds is the refusal: tensors that are not
 exactly those of config.json end in one line that says which file, which tensor and what to do. It knows neither engines nor
@@ -132,7 +132,7 @@ def _weight_files(directory: Path) -> list[Path]:
             f"{directory}: holds {pickled[0].name} but no safetensors; convert it once with "
             f"transformers: AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(OTHER_DIR)"
         )
-    raise UserError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}; give a directory with a whole checkpoint")
+    raise UserError(f"{directory}: holds neither {WEIGHTS} nor {INDEX}; give a folder with a whole checkpoint")
 
 
 def _stored_tensors(files: list[Path]) -> dict[str, _Stored]:
@@ -195,7 +195,7 @@ def save_model(
     source: the checkpoint this one descends from: its tokenizer, chat template, generation config and token ids are
     copied. None: there is nothing to copy (then give the token ids in `extra`, which adds keys to config.json).
 
-    An existing checkpoint is replaced when the new one is complete (see `replace_folder`). A directory that holds anything but
+    An existing checkpoint is replaced when the new one is complete (see `replace_folder`). A folder that holds anything but
     a checkpoint is refused. One writer at a time.
     """
     target = Path(path).resolve()
@@ -265,15 +265,15 @@ def _copy_companions(origin: Path, directory: Path) -> None:
 
 
 def _check_replaceable(target: Path) -> None:
-    """Raises UserError where something else than a checkpoint lies; to replace a directory deletes all that is in it."""
+    """Raises UserError where something else than a checkpoint lies; to replace a folder deletes all that is in it."""
     if not target.exists():
         return
     if not target.is_dir():
-        raise UserError(f"{target}: is a file; give a directory to save the checkpoint in")
+        raise UserError(f"{target}: is a file; give a folder to save the checkpoint in")
     ours = ("config.json", "model*.safetensors", INDEX, *COMPANIONS)
     for entry in sorted(target.iterdir()):
         if not any(fnmatch.fnmatch(entry.name, pattern) for pattern in ours):
-            raise UserError(f"{target}: holds {entry.name}, which is no part of a checkpoint; give a new or empty directory")
+            raise UserError(f"{target}: holds {entry.name}, which is no part of a checkpoint; give a new or empty folder")
 
 
 # ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.models import cpu_kernels
-from tlt.models.decoder import INPUT_NORM, Attend, ModelConfig, Rope, Transformer, run_layer
+from tlt.models.decoder import INPUT_NORM, Attend, ModelConfig, Rope, run_layer
 
 
 class PackedNorm:
@@ -195,12 +195,6 @@ class PackedTransformer:
         self.head_linear.load(self.head_VE)
         self.final_gain_E.copy_(self.final_norm.load(tensors["model.norm.weight"].detach()))
         self.version = version
-
-    @classmethod
-    def from_module(cls, model: Transformer, dtype: torch.dtype, version: int = 0) -> PackedTransformer:
-        packed = cls(model.config, dtype, model.head_weight.device)
-        packed.load(dict(model.named_parameters()), version)
-        return packed
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Returns features_NE, as `Transformer.forward` does."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.models.hf_files import existing_directory, read_json
-from tlt.types import UserError
+from tlt.types import UserError, one_line
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
@@ -41,7 +41,7 @@ class Tokenizer:
         try:
             ids = self.hf.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
         except Exception as error:  # a template refuses roles and shapes by exceptions of its own (jinja2's)
-            message = f"{place}: the chat template of {self.path} refuses them ({_one_line(error)}); correct them"
+            message = f"{place}: the chat template of {self.path} refuses them ({one_line(error, 160)}); correct them"
             raise UserError(message) from None
         return self._checked(ids, place)
 
@@ -71,7 +71,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     try:
         hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     except Exception as error:  # a broken file surfaces as anything, down to the tokenizers library's bare Exception
-        message = f"{path}: the tokenizer cannot be loaded ({_one_line(error)}); copy the model's files there again"
+        message = f"{path}: the tokenizer cannot be loaded ({one_line(error, 160)}); copy the model's files there again"
         raise UserError(message) from None
     # Added tokens may leave gaps, so the largest id counts, not how many there are.
     num_tokens = max(hf.get_vocab().values(), default=-1) + 1
@@ -137,8 +137,3 @@ def _vocab_size(path: Path) -> int:
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise UserError(f"{file}: vocab_size is {vocab_size!r}; it must be the number of rows of the embedding")
     return vocab_size
-
-
-def _one_line(error: Exception, limit: int = 160) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -86,7 +86,7 @@ def _row_width(columns: Sequence[Column]) -> int:
 
 
 @dataclass(frozen=True)
-class Progress:
+class Gain:
     """Solve rates on held-out problems at the first and at the last evaluation, and the p value of their paired difference."""
 
     before: float
@@ -117,6 +117,7 @@ class Console:
             width=None if self.is_live else WIDTH,
             no_color=not self.is_live,
             force_terminal=self.is_live,
+            force_jupyter=False,  # rich would make every line a display of its own, whatever the stream
             quiet=not enabled,
             highlight=False,
             emoji=False,
@@ -229,7 +230,8 @@ class Console:
         line.add_column(width=2, justify="right")
         line.add_column(ratio=1, no_wrap=True, overflow="ellipsis")
         step = "" if self._step is None else f"after step {self._step}" + (f" of {self._num_steps}" if self._num_steps else "")
-        cells: list[RenderableType] = [self._spinner, Text("  ".join(part for part in (step, self._what) if part))]
+        text = "  ".join(part for part in (step, self._what) if part) or "first step"
+        cells: list[RenderableType] = [self._spinner, Text(text)]
         if self._num_steps and self._step is not None and self._recent:
             seconds_left = (self._num_steps - self._step) * sum(self._recent) / len(self._recent)
             line.add_column(width=16)
@@ -242,7 +244,7 @@ class Console:
     def summary(
         self,
         products: Mapping[str, Path],
-        progress: Progress | None,
+        progress: Gain | None,
         num_steps: int,
         seconds: float,
         next_commands: Sequence[str],
@@ -283,7 +285,7 @@ def _row(columns: Sequence[Column], cells: Sequence[tuple[str, str]]) -> Text:
 
 def _summary_rows(
     products: Mapping[str, Path],
-    progress: Progress | None,
+    progress: Gain | None,
     num_steps: int,
     seconds: float,
 ) -> Iterator[tuple[str, Text]]:

@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import IO, Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
-from tlt.files import dumps, write_atomically
+from tlt.files import dumps, read_appended, write_atomically
 from tlt.types import UserError
 
 NAN = float("nan")
@@ -46,7 +46,11 @@ class LengthStats:
 class StepRecord:
     """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise; sums run over all ranks.
 
-    reward_mean, solve_rate: over this step's responses that could be scored, as sampled for training; NaN: none could.
+    reward_mean, solve_rate: over this step's responses that could be scored, as sampled for training; NaN: none could. Like
+        `num_responses` and `num_tokens` they count the groups that dynamic sampling discarded.
+    algorithm: by name.
+    groups_sampled: problems of the step, each as often as it was sampled.  groups_discarded: of those, not in the update.
+    resample_rounds: rounds of dynamic sampling after the first.
     reward_errors: responses that could not.  first_reward_error: why the first one could not; empty: all could.
     truncated_share: of responses that reached their token limit.  zero_variance_groups: groups that give no gradient.
     engine_trainer_logprob_gap: mean |log-probability by the engine - by the trainer| over response tokens. Like `entropy` an
@@ -61,6 +65,8 @@ class StepRecord:
     preemption_seconds: from the last response's end to the return of the drafter's trainer, for every rank that trained then.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
     accept_by_depth: survival to depth 1, 2, …, of the verifications that drafted so deep
+    draft_acceptance_rate, draft_mean_acceptance_length, draft_acceptance_rate_pos: as vLLM counts them (engine/stats.py),
+        the last for positions 1, 2, …
     strategy_seconds: engine seconds under each strategy, "off" included.
     strategy_speed: tokens per second of the engine steps under each.  strategy_predicted: what the tuner expected of them.
     tokens_per_second: response tokens / rollout seconds.
@@ -117,8 +123,15 @@ class StepRecord:
     retrieval_acceptance: Number = NAN
     drafter_training: str = "off"
     drafter_set_aside: str = ""
+    draft_acceptance_rate: Number = NAN
+    draft_mean_acceptance_length: Number = NAN
+    draft_acceptance_rate_pos: tuple[Number, ...] = ()
     reward_errors: int = 0
     first_reward_error: str = ""
+    algorithm: str = ""
+    groups_sampled: int = 0
+    groups_discarded: int = 0
+    resample_rounds: int = 0
 
     def to_json(self) -> str:
         return dumps(dataclasses.asdict(self))
@@ -143,7 +156,7 @@ class MetricsWriter:
     def __init__(self, path: str | Path, first_step: int) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [line for line, record in _read_lines(self.path) if record.step < first_step] if self.path.exists() else []
+        kept = [line for line, record in _read_lines(self.path) if record.step < first_step]
         with write_atomically(self.path) as file:
             file.writelines(line + "\n" for line in kept)
         self._file: IO[str] = self.path.open("a", encoding="utf-8")
@@ -174,15 +187,8 @@ def read_metrics(path: str | Path) -> list[StepRecord]:
 
 
 def _read_lines(path: Path) -> list[tuple[str, StepRecord]]:
-    """Returns (line, record) pairs, without a last line that a kill tore; any other fault in the file is an error."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append((line, StepRecord.from_json(line)))
-        except ValueError as error:
-            raise UserError(f"{path}, line {number}: no step record ({error}); repair or remove the line") from error
-    return records
+    """Returns (line, record) pairs."""
+    return read_appended(path, lambda line: (line, StepRecord.from_json(line)), "step record")
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
@@ -198,14 +204,13 @@ def paired_sign_flip_test(
     after: Sequence[float],
     num_permutations: int = 100_000,
     seed: int = 0,
-    alternative: Literal["greater", "two-sided"] = "greater",
 ) -> float:
     """Returns the p value of the hypothesis that training changed nothing, from one pair of scores per problem.
 
     Under it each difference after - before is as likely to have either sign. p = the share of sign patterns whose mean
-    difference is at least the observed one ("greater": one-sided, training helped; "two-sided": in absolute value).
-    Exact, over all 2^n patterns of the n differences other than 0, where these are at most `num_permutations`; otherwise
-    from that many random patterns, the observed one counted among them (p is never 0; Phipson & Smyth 2010).
+    difference is at least the observed one (one-sided: training helped). Exact, over all 2^n patterns of the n differences
+    other than 0, where these are at most `num_permutations`; otherwise from that many random patterns, the observed one
+    counted among them (p is never 0; Phipson & Smyth 2010).
     """
     if len(before) != len(after):
         raise ValueError(f"paired test: {len(before)} scores before and {len(after)} after; they must be of the same problems")
@@ -218,10 +223,7 @@ def paired_sign_flip_test(
     slack = 1e-12 * np.abs(difference_P).sum()  # sums of the same terms in another order are ties
 
     def count_extreme(is_flipped_MP: NDArray[Any]) -> int:
-        flipped_M = (1.0 - 2.0 * is_flipped_MP) @ difference_P
-        if alternative == "two-sided":
-            return int((np.abs(flipped_M) >= abs(observed) - slack).sum())
-        return int((flipped_M >= observed - slack).sum())
+        return int(((1.0 - 2.0 * is_flipped_MP) @ difference_P >= observed - slack).sum())
 
     chunk = 4096
     if num_pairs < 60 and 2**num_pairs <= num_permutations:

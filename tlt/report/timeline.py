@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tlt.files import write_atomically
+from tlt.files import read_appended, write_atomically
 from tlt.spans import Span, SpanName
 
 GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
@@ -25,6 +26,8 @@ DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
 MERGE_GAP_SECONDS = 0.001
 """Adjacent spans of one name are one where at most this lies between them (an engine step follows another)."""
 
+_EPOCH_ROUNDS = 7
+"""Exchanges by which ranks on different machines compare their clocks."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -47,9 +50,14 @@ class Timeline:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             _end_torn_line(self._path)
 
-    def span(self, name: str) -> _OpenSpan:
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
         """Records the body of `with timeline.span("decode"): …`, at a cost of about 1 µs. Spans may nest."""
-        return _OpenSpan(self, name)
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self.record(name, start, self._clock())
 
     def add(self, span: Span) -> None:
         """Records a span measured elsewhere, on this rank's clock."""
@@ -86,27 +94,7 @@ class Timeline:
         self._spans = []
 
 
-class _OpenSpan:
-    __slots__ = ("_name", "_start", "_timeline")
-
-    def __init__(self, timeline: Timeline, name: str) -> None:
-        self._timeline = timeline
-        self._name = name
-
-    def __enter__(self) -> None:
-        self._start = self._timeline._clock()
-
-    def __exit__(self, *_: object) -> None:
-        self._timeline.record(self._name, self._start, self._timeline._clock())
-
-
-def shared_epoch(
-    rank: int,
-    gather: Callable[[Any], list[Any]],
-    clock: Callable[[], float] = time.perf_counter,
-    wall: Callable[[], float] = time.time,
-    num_rounds: int = 7,
-) -> float:
+def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> float:
     """Returns the seconds to add to this rank's clock to get rank 0's Unix time. Every rank calls it.
 
     gather: returns every rank's value in the order of ranks, when all have called it (a barrier). On one machine the monotonic
@@ -116,8 +104,8 @@ def shared_epoch(
     boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else f"rank {rank}"
     rounds = []
     gather(None)
-    for _ in range(num_rounds):
-        rounds.append(gather((boot_id, clock(), wall())))
+    for _ in range(_EPOCH_ROUNDS):
+        rounds.append(gather((boot_id, time.perf_counter(), time.time())))
     boot_0, clock_0, wall_0 = rounds[0][0]
     offset = 0.0
     if any(boot != boot_0 for boot, _, _ in rounds[0]):
@@ -157,11 +145,7 @@ def merge_timelines(directory: str | Path, out: str | Path) -> None:
 
 def _read_rows(directory: str | Path) -> dict[int, list[list[Any]]]:
     paths = {int(path.name.split(".")[1].removeprefix("rank")): path for path in Path(directory).glob("timeline.rank*.jsonl")}
-    rows = {}
-    for rank, path in sorted(paths.items()):
-        whole_lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        rows[rank] = [json.loads(line) for line in whole_lines if line]
-    return rows
+    return {rank: read_appended(path, json.loads, "span") for rank, path in sorted(paths.items())}
 
 
 def _end_torn_line(path: Path) -> None:
@@ -180,18 +164,15 @@ def _microseconds(seconds: float) -> float:
 # -- what the spans say ------------------------------------------------------------------------------------------------
 
 
-def critical_path_share(
-    spans_by_rank: Mapping[int, Sequence[Span]], names: str | Collection[str] = DRAFTER_TRAINING, step_name: str = SpanName.STEP
-) -> float:
-    """Returns the share of the steps' seconds that the named work (drafter training) adds to the critical path.
+def critical_path_share(spans_by_rank: Mapping[int, Sequence[Span]]) -> float:
+    """Returns the share of the steps' seconds that drafter training adds to the critical path.
 
-    In each step (spans named `step_name`, on any one rank): from the end of the last response of all ranks, the seconds that
-    some rank still spends in spans of these names; the rank that spends most counts. Before that end the work runs beside the
+    In each step (spans of that name, on any one rank): from the end of the last response of all ranks, the seconds that some
+    rank still spends in `DRAFTER_TRAINING`; the rank that spends most counts. Before that end the work runs beside the
     generation and adds nothing (a response handed over to a rank that trains waits for its micro-step, which this does not
     show). Generation inside an "evaluate" span belongs to no rollout.
     """
-    names = {names} if isinstance(names, str) else set(names)
-    all_steps = ([span for span in spans if span.name == step_name] for spans in spans_by_rank.values())
+    all_steps = ([span for span in spans if span.name == SpanName.STEP] for spans in spans_by_rank.values())
     steps = next((steps for steps in all_steps if steps), [])
     evaluations = [span for spans in spans_by_rank.values() for span in spans if span.name == SpanName.EVALUATE]
     added = 0.0
@@ -203,7 +184,7 @@ def critical_path_share(
             if span.name in GENERATION and step.start <= span.start < step.end and not _lies_in(span, evaluations)
         ]
         if ends:
-            added += max(covered_seconds(spans, names, max(ends), step.end) for spans in spans_by_rank.values())
+            added += max(covered_seconds(spans, DRAFTER_TRAINING, max(ends), step.end) for spans in spans_by_rank.values())
     total = sum(step.end - step.start for step in steps)
     return added / total if total > 0 else float("nan")
 

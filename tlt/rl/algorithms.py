@@ -1,36 +1,41 @@
-"""GRPO as pure functions of tensors: advantages, losses, estimators. Knows no model, no batch layout and no process group.
+"""The algorithms as pure functions of tensors: advantages, ratios, losses, estimators, means. Each computes one choice of
+config/algorithm.py. Knows no model, no batch layout and no process group.
 
-    rewards_R ─ group_advantages ─▶ advantages_R ─▶ one per response token ─▶ clipped_policy_loss ┐
-                                                                              kl_estimate × β ────┴▶ token_mean
+    rewards_R ─ group_advantages ──────┐
+    returns   ─ whitened_advantages ───┴─▶ one per response token ─┐
+    logprobs_N ─ importance_ratio ─────────────────────────────────┴─▶ policy_loss ──┐
+                                                                       kl_estimate × β ┴▶ × loss_weight, sum, / loss_divisor
 
 Axes: R responses · N response tokens, of all responses · V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tlt.config.algorithm import Advantage, Aggregation, Algorithm, KLEstimator, Ratio
+
 STD_FLOOR = 1e-6
-"""Added to a group's standard deviation: it bounds the advantage where rewards differ by rounding only."""
+"""Added to a standard deviation: it bounds the advantage where rewards differ by rounding only."""
 
 
-class Advantages(NamedTuple):
-    """advantages_R: float64.  num_zero_variance: groups whose advantages are exactly 0: their rewards are equal, or fewer than
-    two responses were scored."""
-
-    advantages_R: Tensor
-    num_zero_variance: int
+# ── advantages ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def group_advantages(
-    rewards_R: Tensor, group_R: Tensor, *, normalize_by_std: bool, is_scored_R: Tensor | None = None
-) -> Advantages:
-    """Returns A_i = (r_i - mean(r)) / std(r) over the responses to one prompt (GRPO, arXiv 2402.03300, section 4.1.2), with the
-    sample standard deviation; without `normalize_by_std`, A_i = r_i - mean(r) (Dr. GRPO, arXiv 2503.20783, equation 3).
+    rewards_R: Tensor, group_R: Tensor, advantage: Advantage = "group-std", is_scored_R: Tensor | None = None
+) -> Tensor:
+    """Returns advantages_R, float64, over the responses to one prompt:
 
+    group-std      (r_i - mean(r)) / std(r), the sample standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)
+    group-mean     r_i - mean(r) (Dr. GRPO, arXiv 2503.20783, section 3.2)
+    leave-one-out  r_i - mean of the others' r (RLOO, arXiv 2402.14740, section 2.3), which is n / (n - 1) (r_i - mean(r))
+
+    They are exactly 0 where rewards are equal, or fewer than two responses were scored.
     rewards_R: any float dtype; computed in float64.   group_R: int64[R], numbers from 0; groups may differ in size.
     is_scored_R: bool[R]; a response without a score counts in no mean and has advantage 0. None: all have one.
     """
@@ -42,34 +47,94 @@ def group_advantages(
     def per_group(values_R: Tensor, reduce: str) -> Tensor:
         return torch.zeros(num_groups, dtype=torch.float64).scatter_reduce(0, group_R, values_R, reduce, include_self=False)
 
-    centred_R = rewards_R - per_group(rewards_R, "mean")[group_R]
-    is_flat_G = per_group(rewards_R, "amax") == per_group(rewards_R, "amin")
-    advantages_R = centred_R
-    if normalize_by_std:
-        size_G = torch.bincount(group_R, minlength=num_groups)
-        std_G = (per_group(centred_R.square(), "sum") / (size_G - 1).clamp(min=1)).sqrt()
-        advantages_R = centred_R / (std_G[group_R] + STD_FLOOR)
+    advantages_R = rewards_R - per_group(rewards_R, "mean")[group_R]
+    size_G = torch.bincount(group_R, minlength=num_groups)
+    others_G = (size_G - 1).clamp(min=1)
+    if advantage == "group-std":
+        std_G = (per_group(advantages_R.square(), "sum") / others_G).sqrt()
+        advantages_R = advantages_R / (std_G[group_R] + STD_FLOOR)
+    elif advantage == "leave-one-out":
+        advantages_R = advantages_R * (size_G.double() / others_G)[group_R]
     # The mean of equal rewards can differ from them by rounding; their advantage is 0 all the same.
+    is_flat_G = per_group(rewards_R, "amax") == per_group(rewards_R, "amin")
     all_R[is_scored_R] = torch.where(is_flat_G[group_R], 0.0, advantages_R)
-    return Advantages(all_R, int(is_flat_G.sum()))
+    return all_R
+
+
+def whitened_advantages(returns: Sequence[Tensor]) -> list[Tensor]:
+    """Returns (return - mean) / std of every token, mean and standard deviation over all tokens of the step (REINFORCE++, arXiv
+    2501.03262, section 3). They are exactly 0 where all returns are equal.
+
+    returns: float64, for each scored response one per token.
+    """
+    all_N = torch.cat(list(returns)) if returns else torch.zeros(1)
+    if bool((all_N == all_N[0]).all()):
+        return [torch.zeros_like(returns_T) for returns_T in returns]
+    mean, std = all_N.mean(), all_N.std(correction=0)
+    return [(returns_T - mean) / (std + STD_FLOOR) for returns_T in returns]
+
+
+def rewards_to_go(reward: float, penalties_T: Tensor) -> Tensor:
+    """Returns a response's return at each token, r - Σ_{s ≥ t} penalty_s: the reward comes after the last token, a KL penalty
+    with every one (REINFORCE++, arXiv 2501.03262, section 3)."""
+    return reward - penalties_T.flip(0).cumsum(0).flip(0)
+
+
+def overlong_penalty(num_tokens: int, max_tokens: int, buffer_tokens: int) -> float:
+    """Returns 0 for a response that ends before the buffer, and up to 1 where it has used up the buffer, the last
+    `buffer_tokens` before `max_tokens` (DAPO, arXiv 2503.14476, equation 13, which counts it negative)."""
+    excess = num_tokens - (max_tokens - buffer_tokens)
+    return min(max(excess / buffer_tokens, 0.0), 1.0) if buffer_tokens else 0.0
+
+
+# ── the policy loss ──────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class PolicyLoss(NamedTuple):
-    """loss_N carries the gradient; is_clipped_N says where the clip removed it."""
+    """loss_N carries the gradient; is_clipped_N says where the clip changed it."""
 
     loss_N: Tensor
     is_clipped_N: Tensor
 
 
-def clipped_policy_loss(
-    logprobs_N: Tensor, old_logprobs_N: Tensor, advantages_N: Tensor, *, clip_low: float, clip_high: float
-) -> PolicyLoss:
-    """Returns -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A) with ρ = exp(logprob - old logprob), token by token
-    (PPO, arXiv 1707.06347, equation 7; the asymmetric clip of DAPO, arXiv 2503.14476, equation 8)."""
-    ratio_N = (logprobs_N - old_logprobs_N).exp()
+def policy_loss(ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, algorithm: Algorithm) -> PolicyLoss:
+    """Returns the loss of every token."""
+    low, high = 1 - algorithm.clip_low, 1 + algorithm.clip_high
+    if algorithm.loss == "cispo":
+        return cispo_loss(ratio_N, logprobs_N, advantages_N, low, high)
+    return clipped_loss(ratio_N, advantages_N, low, high)
+
+
+def importance_ratio(logprobs_N: Tensor, old_logprobs_N: Tensor, lengths: Sequence[int], level: Ratio) -> Tensor:
+    """Returns ρ = π / π_old for every token:
+
+    token       of that token (PPO, arXiv 1707.06347, section 3)
+    sequence    (Π_t ρ_t)^(1/T) over the T tokens of its response (GSPO, arXiv 2507.18071, equation 7)
+    trajectory  Π_t ρ_t: the response is one action (RLOO, arXiv 2402.14740, section 2.3)
+
+    lengths: tokens of each response, whole ones, which lie one after the other.
+    """
+    log_ratio_N = logprobs_N - old_logprobs_N
+    if level == "token":
+        return log_ratio_N.exp()
+    parts = log_ratio_N.split(list(lengths))
+    of_responses = [part.mean() if level == "sequence" else part.sum() for part in parts]
+    return torch.cat([one.expand_as(part) for one, part in zip(of_responses, parts, strict=True)]).exp()
+
+
+def clipped_loss(ratio_N: Tensor, advantages_N: Tensor, low: float, high: float) -> PolicyLoss:
+    """Returns -min(ρ A, clip(ρ, low, high) A) (PPO, arXiv 1707.06347, equation 7; DAPO, arXiv 2503.14476, equation 8, has
+    bounds that differ)."""
     unclipped_N = ratio_N * advantages_N
-    clipped_N = ratio_N.clamp(1 - clip_low, 1 + clip_high) * advantages_N
+    clipped_N = ratio_N.clamp(low, high) * advantages_N
     return PolicyLoss(-torch.minimum(unclipped_N, clipped_N), clipped_N < unclipped_N)
+
+
+def cispo_loss(ratio_N: Tensor, logprobs_N: Tensor, advantages_N: Tensor, low: float, high: float) -> PolicyLoss:
+    """Returns -clip(ρ, low, high) A log π, with the clipped ratio as a constant: no token loses its gradient (MiniMax-M1, arXiv
+    2506.13585, equations 4 and 5)."""
+    weight_N = ratio_N.detach().clamp(low, high)
+    return PolicyLoss(-weight_N * advantages_N * logprobs_N, (weight_N != ratio_N) & (advantages_N != 0))
 
 
 def importance_weights(old_logprobs_N: Tensor, engine_logprobs_N: Tensor, *, cap: float) -> Tensor:
@@ -79,10 +144,19 @@ def importance_weights(old_logprobs_N: Tensor, engine_logprobs_N: Tensor, *, cap
     return (old_logprobs_N - engine_logprobs_N).exp().clamp(max=cap).detach()
 
 
-def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
-    """Returns k3 = r - log r - 1 with r = π_reference / π. It is unbiased for KL(π ‖ π_reference) under tokens of π, and never
-    negative (Schulman 2020, "Approximating KL divergence"; GRPO, arXiv 2402.03300, equation 4)."""
+# ── estimators ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def kl_estimate(logprobs_N: Tensor, reference_logprobs_N: Tensor, estimator: KLEstimator = "k3") -> Tensor:
+    """Returns, with r = π_reference / π, k1 = -log r, k2 = (log r)² / 2 or k3 = r - log r - 1 (Schulman 2020, "Approximating KL
+    divergence"). Under tokens of π, k1 and k3 are unbiased for KL(π ‖ π_reference), and k2 has its gradient; k3 is never
+    negative (GRPO, arXiv 2402.03300, equation 4)."""
     log_ratio_N = reference_logprobs_N - logprobs_N
+    match estimator:
+        case "k1":
+            return -log_ratio_N
+        case "k2":
+            return log_ratio_N.square() / 2
     return log_ratio_N.expm1() - log_ratio_N
 
 
@@ -92,7 +166,26 @@ def entropy(logprobs_NV: Tensor) -> Tensor:
     return entropy_NV.sum(-1)
 
 
-def token_mean(values_N: Tensor, num_tokens: int) -> Tensor:
-    """Returns Σ values / num_tokens. `num_tokens` counts the response tokens of *all* micro-batches and ranks: every token
-    weighs the same, whatever response, micro-batch or rank it lies in (DAPO, arXiv 2503.14476, section 3.3). Parts add up."""
-    return values_N.sum() / num_tokens
+# ── one loss of many tokens ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def loss_weight(num_tokens: int, aggregation: Aggregation) -> float:
+    """Returns the weight of each token of a response of so many."""
+    return 1 / num_tokens if aggregation == "sequence" else 1.0
+
+
+def loss_divisor(lengths: Sequence[int], aggregation: Aggregation, max_tokens: int) -> int:
+    """Returns what the weighted sum over an optimizer step is divided by, *all* its micro-batches and ranks: parts add up.
+
+    token      the tokens: every one weighs the same, whatever response it lies in (DAPO, arXiv 2503.14476, equation 12)
+    sequence   the responses (GRPO, arXiv 2402.03300, equation 3)
+    constant   the responses × `max_tokens`: as `sequence`, with one length for all (Dr. GRPO, arXiv 2503.20783, section 3.2)
+
+    lengths: of all responses, 0 for one that is masked: it has no tokens in the loss, but is a response.
+    """
+    match aggregation:
+        case "token":
+            return max(sum(lengths), 1)
+        case "sequence":
+            return len(lengths)
+    return len(lengths) * max_tokens

@@ -20,18 +20,27 @@ from tlt.types import Rollout
 
 @dataclass(frozen=True)
 class Response:
-    """A rollout as the update sees it: with its advantage and whether it needs a backward pass. In the means it stands for
-    `weight` responses like itself (0: another one stands for it)."""
+    """A rollout as the update sees it: with the advantage of each of its tokens, and whether it needs a backward pass. In the
+    means of the metrics it stands for `weight` responses like itself (0: another one stands for it).
+
+    is_masked: it is left out of the loss.
+    """
 
     rollout: Rollout
-    advantage: float
+    advantages: tuple[float, ...]
     needs_grad: bool
     weight: float = 1.0
+    is_masked: bool = False
 
     @property
     def num_tokens(self) -> int:
-        """Counts the tokens of the loss: those of the response."""
+        """Counts the tokens of the response."""
         return len(self.rollout.token_ids)
+
+    @property
+    def num_in_loss(self) -> int:
+        """Counts its tokens in the loss."""
+        return 0 if self.is_masked else self.num_tokens
 
     @property
     def length(self) -> int:

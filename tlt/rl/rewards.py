@@ -31,7 +31,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
 from tlt.tasks.base import Task, get_task
-from tlt.types import Reward, UserError
+from tlt.types import Reward, UserError, one_line
 
 START_SECONDS = 120.0
 """Time limit for a worker to start and to import its task."""
@@ -264,7 +264,7 @@ def work() -> None:
     try:
         task = get_task(sys.argv[2])
     except (Exception, SystemExit) as error:
-        pipe.send(_one_line(error))
+        pipe.send(one_line(error))
         return
     pipe.send("")
     while True:
@@ -283,9 +283,5 @@ def score(task: Task, problem: dict[str, Any], text: str) -> Reward:
         if not math.isfinite(value):
             raise ValueError(f"the reward is {value}")
     except (Exception, SystemExit) as error:
-        return Reward(0.0, False, _one_line(error))
+        return Reward(0.0, False, one_line(error))
     return Reward(value, is_solved)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -7,17 +7,17 @@
 
 Logprobs are recomputed here, log-softmax(logits / temperature); the engine's serve the reported gap and an optional
 importance correction alone. Who computes what follows from the lengths (and from which responses need a gradient), so
-neither the order in which rollouts arrive nor the rank that generated them can change a weight. The loss is divided by the
-number of response tokens of all ranks, known before the first forward: partial gradients only have to be added up.
+neither the order in which rollouts arrive nor the rank that generated them can change a weight. What the loss is divided by
+counts the tokens or responses of all ranks, known before the first forward: partial gradients only have to be added up. A
+response lies in one micro-batch, whole, and with it what is a mean over it. A KL in the reward is measured beforehand.
 
-Axes: R responses · N tokens of a flat batch · T response tokens of it · E hidden size · V vocabulary
+Axes: T response tokens of a flat batch
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,18 +26,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from tlt.config.schema import AlgorithmSection, OptimizerSection
-from tlt.models.attention import PackedCausal
+from tlt.config.algorithm import AlgorithmSection
+from tlt.config.schema import OptimizerSection, SamplingSection
 from tlt.models.decoder import Transformer
-from tlt.rl.algorithms import clipped_policy_loss, entropy, group_advantages, importance_weights, kl_estimate, token_mean
+from tlt.rl.algorithms import importance_ratio, importance_weights, kl_estimate, loss_divisor, loss_weight, policy_loss
+from tlt.rl.batch import check_batch, in_order, key_of, make_responses
+from tlt.rl.logprobs import response_logprobs
 from tlt.rl.plan import MicroBatch, Response, plan_share, sample_flat
 from tlt.rl.schedule import learning_rate
 from tlt.types import Reward, Rollout, UserError
-
-LOGITS_PER_CHUNK = 2**24
-"""Elements of logits alive at a time: with a large vocabulary the head runs in chunks, and once more in the backward pass."""
 
 SAMPLED_TOKENS = 4096
 """Responses without advantage have a gradient of exactly 0. About so many of their tokens, in whole responses drawn at random,
@@ -54,7 +52,8 @@ class UpdateMetrics:
     `clip_fraction` and `kl` also over the optimizer steps. `entropy` and the gaps are those of the policy before the update,
     estimated without bias where more than `SAMPLED_TOKENS` tokens have no advantage.
 
-    kl: None when there is no reference policy (its coefficient is 0).
+    kl: None when there is no reference policy (its coefficient is 0); before the update where it is in the reward.
+    zero_variance_groups: problems all of whose responses have advantage 0.
     engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|; `_max` the largest computed.
     """
 
@@ -69,41 +68,6 @@ class UpdateMetrics:
     num_tokens: int
     zero_variance_groups: int
     seconds: float
-
-
-def response_logprobs(model: Transformer, batch: Sequence[Response], temperature: float) -> tuple[Tensor, Tensor]:
-    """Returns (logprobs_T, entropy_T) of the response tokens, sequence after sequence. Gradients flow through the logprobs; the
-    entropy is a metric. bf16 logits are widened to float32 first."""
-    device = model.head_weight.device
-    attend = PackedCausal(model.config, [r.length for r in batch])
-    tokens: list[int] = []
-    targets: list[int] = []
-    readers: list[int] = []
-    start = 0
-    for r in batch:
-        tokens += [*r.rollout.prompt_ids, *r.rollout.token_ids[:-1]]
-        targets += r.rollout.token_ids
-        readers += range(start + r.length - r.num_tokens, start + r.length)
-        start += r.length
-    features_NE = model(torch.tensor(tokens, device=device), attend.positions(device), attend)
-    features_TE = features_NE[torch.tensor(readers, device=device)]
-    targets_T = torch.tensor(targets, device=device)
-
-    def head(features_E: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        logits_V = model.logits(features_E)
-        logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32)) / temperature
-        logprobs_V = logits_V.log_softmax(-1)
-        return logprobs_V.gather(-1, chosen[:, None])[:, 0], entropy(logprobs_V.detach())
-
-    rows = max(LOGITS_PER_CHUNK // model.config.vocab_size, 1)
-    if len(targets) <= rows:
-        return head(features_TE, targets_T)
-    chunks = [
-        checkpoint(head, features, chosen, use_reentrant=False, preserve_rng_state=False)
-        for features, chosen in zip(features_TE.split(rows), targets_T.split(rows), strict=True)
-    ]
-    logprobs, entropies = zip(*chunks, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
 
 
 @dataclass
@@ -126,31 +90,6 @@ class Totals:
         self.gap_max = max(self.gap_max, other.gap_max)
 
 
-def check_batch(rollouts: Sequence[Rollout], rewards: Sequence[Reward], num_minibatches: int, where: str) -> None:
-    """Raises ValueError, beginning with `where`, unless the batch can be trained on."""
-    if not rollouts:
-        raise ValueError(f"{where}: the batch is empty; every step needs at least one response")
-    if len(rewards) != len(rollouts):
-        raise ValueError(f"{where}: {len(rollouts)} rollouts but {len(rewards)} rewards; give one reward per rollout")
-    if len(rollouts) < num_minibatches:
-        raise ValueError(f"{where}: {len(rollouts)} responses cannot fill algorithm.minibatches = {num_minibatches}; lower it")
-    twice = next((key for key, times in Counter(map(_key, rollouts)).items() if times > 1), None)
-    if twice is not None:
-        raise ValueError(f"{where}: response {twice} occurs twice; each (problem id, sample index) must be there once")
-    for rollout, reward in zip(rollouts, rewards, strict=True):
-        place = f"{where}: response {_key(rollout)}"
-        if not rollout.prompt_ids or not rollout.token_ids:
-            raise ValueError(f"{place} is empty; prompt and response need at least one token each")
-        if len(rollout.logprobs) != len(rollout.token_ids):
-            raise ValueError(f"{place} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} logprobs")
-        if not math.isfinite(reward.value):
-            raise ValueError(f"{place} has reward {reward.value}; rewards must be finite")
-
-
-def _key(rollout: Rollout) -> tuple[str, int]:
-    return rollout.problem_id, rollout.sample_index
-
-
 Frozen = tuple[Tensor, Tensor]
 """(logprobs_T, entropy_T) of a micro-batch under a policy that does not move."""
 
@@ -158,7 +97,7 @@ Frozen = tuple[Tensor, Tensor]
 class PolicyTrainer:
     """Owns the optimizer of `model`; every rank of `process_group` holds one and calls `update` with the same rollouts.
 
-    temperature: that of sampling; the policy trained is softmax(logits / temperature).
+    sampling: the policy trained is softmax(logits / temperature); its longest response is a constant of some losses.
     num_steps: policy steps of the whole run, for the schedule.
     process_group: None when this process is alone.
     reference: the frozen initial policy, exactly when `algorithm.kl_coefficient` is positive.
@@ -169,17 +108,19 @@ class PolicyTrainer:
         model: Transformer,
         algorithm: AlgorithmSection,
         optimizer: OptimizerSection,
-        temperature: float,
+        sampling: SamplingSection,
         num_steps: int,
         process_group: dist.ProcessGroup | None = None,
         reference: Transformer | None = None,
     ) -> None:
-        if temperature <= 0:
-            raise UserError(f"sampling: temperature is {temperature}; a policy gradient needs samples: set it above 0")
+        if sampling.temperature <= 0:
+            raise UserError(f"sampling: temperature is {sampling.temperature}; a policy gradient needs samples: set it above 0")
         assert (reference is not None) == (algorithm.kl_coefficient > 0), "a reference policy is for a KL coefficient above 0"
+        self.settings, self.schedule = algorithm, optimizer
+        self.algorithm = algorithm.resolve(sampling.max_tokens)
         self.model, self.reference = model, reference
-        self.algorithm, self.schedule = algorithm, optimizer
-        self.temperature, self.num_steps = temperature, num_steps
+        self.has_kl_loss = reference is not None and self.algorithm.kl_in == "loss"
+        self.temperature, self.num_steps = sampling.temperature, num_steps
         self.group = process_group
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.num_ranks = 1 if process_group is None else dist.get_world_size(process_group)
@@ -198,8 +139,11 @@ class PolicyTrainer:
         Raises NonFiniteUpdate before the optimizer step that would have been spoilt, ValueError for an empty batch.
         """
         start = time.perf_counter()
-        a = self.algorithm
-        responses, num_flat_groups = self._responses(rollouts, rewards, step)
+        a = self.settings
+        check_batch(rollouts, rewards, a.minibatches, f"policy update of step {step + 1}")
+        rollouts, rewards = in_order(rollouts, rewards)
+        kl = None if self.reference is None or self.has_kl_loss else self._estimate_kl(rollouts, self.reference)
+        responses, num_flat_groups = make_responses(rollouts, rewards, a, self.algorithm, kl)
         lr = self._set_learning_rate(step)
         responses = sample_flat(responses, SAMPLED_TOKENS)
         minibatches = [responses[i :: a.minibatches] for i in range(a.minibatches)]
@@ -209,17 +153,18 @@ class PolicyTrainer:
         ]
         is_on_policy = a.epochs * a.minibatches == 1  # then the old logprobs are this pass's own
         old = {} if is_on_policy else self._frozen(self.model, shares)
-        reference = {} if self.reference is None else self._frozen(self.reference, shares)
+        reference = self._frozen(self.reference, shares) if self.reference is not None and self.has_kl_loss else {}
 
         sums = Totals()
         grad_norms = []
         for _ in range(a.epochs):
             for minibatch, share in zip(minibatches, shares, strict=True):
-                num_tokens = sum(r.num_tokens for r in minibatch)
+                lengths = [r.num_in_loss for r in minibatch]
+                divisor = loss_divisor(lengths, self.algorithm.aggregation, self.algorithm.max_tokens)
                 with self._flat_gradient() as flat_gradient:
                     totals = Totals()
                     for batch in share:
-                        totals.add(self._accumulate(batch, num_tokens, old.get(batch), reference.get(batch)))
+                        totals.add(self._accumulate(batch, divisor, old.get(batch), reference.get(batch)))
                     totals = self._reduce(totals, flat_gradient)
                     grad_norms.append(self._optimizer_step(totals.loss, flat_gradient, step))
                 sums.add(totals)
@@ -227,6 +172,8 @@ class PolicyTrainer:
 
         num_tokens = sum(r.num_tokens for r in responses)
         num_passes = num_tokens * a.epochs
+        if kl is not None:
+            sums.kl = a.epochs * float(sum(kl_T.sum() for kl_T in kl))
         return UpdateMetrics(
             loss=sums.loss / len(grad_norms),
             grad_norm=sum(grad_norms) / len(grad_norms),
@@ -255,23 +202,24 @@ class PolicyTrainer:
             group["lr"] = lr
         return lr
 
-    def _responses(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> tuple[list[Response], int]:
-        """Returns the responses in canonical order, with their advantages, and how many groups give none."""
-        check_batch(rollouts, rewards, self.algorithm.minibatches, f"policy update of step {step + 1}")
-        pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: _key(pair[0]))
-        group_of = {problem_id: i for i, problem_id in enumerate(dict.fromkeys(rollout.problem_id for rollout, _ in pairs))}
-        advantages = group_advantages(
-            torch.tensor([reward.value for _, reward in pairs], dtype=torch.float64),
-            torch.tensor([group_of[rollout.problem_id] for rollout, _ in pairs]),
-            normalize_by_std=self.algorithm.normalize_advantages_by_std,
-            is_scored_R=torch.tensor([reward.is_scored for _, reward in pairs]),
-        )
-        has_kl = self.reference is not None
-        responses = [
-            Response(rollout, advantage, needs_grad=has_kl or advantage != 0)
-            for (rollout, _), advantage in zip(pairs, advantages.advantages_R.tolist(), strict=True)
-        ]
-        return responses, advantages.num_zero_variance
+    @torch.no_grad()
+    def _estimate_kl(self, rollouts: Sequence[Rollout], reference: Transformer) -> list[Tensor]:
+        """Returns the estimate of KL(π ‖ π_reference) at every token, float64, one tensor for each rollout. Every rank computes
+        a share and gets all: what one rank writes, the others add 0 to."""
+        responses = [Response(rollout, (), needs_grad=False) for rollout in rollouts]
+        lengths = [r.num_tokens for r in responses]
+        flat = torch.zeros(sum(lengths), dtype=torch.float64, device=self.parameters[0].device)
+        places = dict(zip(map(key_of, rollouts), flat.split(lengths), strict=True))
+        budget = self.settings.tokens_per_micro_batch
+        for batch in plan_share(responses, self.model.config, budget, self.num_ranks, self.rank):
+            models = (self.model, reference)
+            logprobs_T, reference_T = (response_logprobs(model, batch.responses, self.temperature)[0] for model in models)
+            kl_T = kl_estimate(logprobs_T, reference_T, self.algorithm.kl_estimator)
+            for r, part in zip(batch.responses, kl_T.split([r.num_tokens for r in batch.responses]), strict=True):
+                places[key_of(r.rollout)].copy_(part)
+        if self.group is not None:
+            dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self.group)
+        return list(flat.cpu().split(lengths))
 
     @torch.no_grad()
     def _frozen(self, model: Transformer, shares: Sequence[Sequence[MicroBatch]]) -> dict[MicroBatch, Frozen]:
@@ -279,29 +227,34 @@ class PolicyTrainer:
         weights the logprobs are equal to the last bit (ratio 1)."""
         return {batch: response_logprobs(model, batch.responses, self.temperature) for share in shares for batch in share}
 
-    def _accumulate(self, batch: MicroBatch, num_tokens: int, old: Frozen | None, reference: Frozen | None) -> Totals:
-        """Runs forward and backward of one micro-batch; `num_tokens` counts the minibatch's on all ranks.
+    def _accumulate(self, batch: MicroBatch, divisor: int, old: Frozen | None, reference: Frozen | None) -> Totals:
+        """Runs forward and backward of one micro-batch; `divisor` is the minibatch's, of all ranks.
 
-        old: None when the policy that sampled is the current one.   reference: None without KL.
+        old: None when the policy that sampled is the current one.   reference: None where the loss has no KL.
         """
-        a = self.algorithm
+        a, responses = self.settings, batch.responses
+        lengths = [r.num_tokens for r in responses]
         with torch.set_grad_enabled(batch.needs_grad):
-            logprobs_T, entropy_T = response_logprobs(self.model, batch.responses, self.temperature)
-            engine_T = logprobs_T.new_tensor([logprob for r in batch.responses for logprob in r.rollout.logprobs])
-            advantages_T = logprobs_T.new_tensor([r.advantage for r in batch.responses for _ in range(r.num_tokens)])
+            logprobs_T, entropy_T = response_logprobs(self.model, responses, self.temperature)
+            engine_T = logprobs_T.new_tensor([logprob for r in responses for logprob in r.rollout.logprobs])
+            advantages_T = logprobs_T.new_tensor([advantage for r in responses for advantage in r.advantages])
             old_T, entropy_T = old or (logprobs_T.detach(), entropy_T)
-            loss_T, is_clipped_T = clipped_policy_loss(
-                logprobs_T, old_T, advantages_T, clip_low=a.clip_low, clip_high=a.clip_high
-            )
+            ratio_T = importance_ratio(logprobs_T, old_T, lengths, self.algorithm.ratio)
+            loss_T, is_clipped_T = policy_loss(ratio_T, logprobs_T, advantages_T, self.algorithm)
             if a.importance_correction_cap is not None:
                 loss_T = loss_T * importance_weights(old_T, engine_T, cap=a.importance_correction_cap)
-            kl_T = torch.zeros_like(loss_T) if reference is None else kl_estimate(logprobs_T, reference[0])
-            loss = token_mean(loss_T + a.kl_coefficient * kl_T, num_tokens)
+            kl_T = torch.zeros_like(loss_T)
+            if reference is not None:
+                kl_T = kl_estimate(logprobs_T, reference[0], self.algorithm.kl_estimator)
+                kl_T = kl_T * ratio_T if a.kl_bias_correction else kl_T
+            weights = [0.0 if r.is_masked else loss_weight(r.num_tokens, self.algorithm.aggregation) for r in responses]
+            weight_T = torch.cat([logprobs_T.new_full((n,), w) for n, w in zip(lengths, weights, strict=True)])
+            loss = ((loss_T + a.kl_coefficient * kl_T) * weight_T).sum() / divisor
         if batch.needs_grad:
             loss.backward()
         gap_T = (engine_T - old_T).abs()
-        weight = batch.responses[0].weight  # one for all: of responses with a gradient 1
-        means = [entropy_T.sum() * weight, is_clipped_T.sum(), kl_T.detach().sum(), gap_T.sum() * weight]
+        weight = responses[0].weight  # in the means; one for all: of responses with a gradient 1
+        means = [entropy_T.sum() * weight, is_clipped_T.sum(), kl_T.detach().sum() * weight, gap_T.sum() * weight]
         sums = torch.stack([loss.detach(), *means, gap_T.max()])
         return Totals(*sums.tolist())
 

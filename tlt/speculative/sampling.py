@@ -128,13 +128,3 @@ def sample(logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> tuple[
     tokens_BN = (kept_BNV + noise_BNV).argmax(dim=-1)
     chosen_BN = scaled_BNV.gather(-1, tokens_BN[..., None])[..., 0]
     return tokens_BN, chosen_BN - scaled_BNV.logsumexp(dim=-1)
-
-
-def law_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution p_n that the law samples from, float64[V]: what tests and audits compare against."""
-    if params.temperature == 0:
-        return torch.nn.functional.one_hot(logits_V.argmax(), logits_V.numel()).double()
-    batch = BatchParams([params], logits_V.device)
-    scaled = batch.scale(logits_V.double()[None, None])
-    kept = truncate(scaled, batch) if batch.truncates else scaled
-    return kept[0, 0].softmax(dim=-1)

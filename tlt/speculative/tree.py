@@ -41,20 +41,15 @@ def ancestors(parents_BN: Tensor) -> Tensor:
     return reach > 0
 
 
-def depths(parents_BN: Tensor) -> Tensor:
-    """int64[B, N]: steps from the root. Padding counts as depth 0."""
-    return ancestors(parents_BN).sum(dim=-1) - 1
-
-
-def tree_mask(ancestors_BNN: Tensor, prefix_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-    """Additive [B, N, length] for nodes stored at columns prefix .. prefix + N - 1 of their sequence's cache:
-    each node sees the prefix, its ancestors and itself."""
-    num_nodes = ancestors_BNN.shape[1]
+def tree_mask(seen_BNC: Tensor, prefix_B: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+    """Additive [B, N, length] for nodes that see the prefix of their sequence's cache and, of the C draft columns behind it,
+    those marked in `seen_BNC`: its ancestors and itself."""
+    _, num_nodes, num_columns = seen_BNC.shape
     columns_L = torch.arange(length, device=prefix_B.device)
     offset_BL = columns_L - prefix_B[:, None]
-    is_node_BL = (offset_BL >= 0) & (offset_BL < num_nodes)
-    index_BNL = offset_BL.clamp(0, num_nodes - 1)[:, None].expand(-1, num_nodes, -1)
-    visible = (offset_BL < 0)[:, None] | (is_node_BL[:, None] & ancestors_BNN.gather(2, index_BNL))
+    is_draft_BL = (offset_BL >= 0) & (offset_BL < num_columns)
+    index_BNL = offset_BL.clamp(0, num_columns - 1)[:, None].expand(-1, num_nodes, -1)
+    visible = (offset_BL < 0)[:, None] | (is_draft_BL[:, None] & seen_BNC.gather(2, index_BNL))
     return torch.zeros(visible.shape, dtype=dtype, device=prefix_B.device).masked_fill_(~visible, float("-inf"))
 
 

@@ -34,11 +34,10 @@ _NAME = re.compile(r"step-(\d{8})")
 
 @dataclass(frozen=True)
 class RunState:
-    """step: updates done. config_hash identifies the configuration that did them."""
+    """step: updates done.  drafter_version: publications of the drafter."""
 
     step: int
     drafter_version: int
-    config_hash: str
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,9 @@ class CheckpointWriter:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            raise UserError(f"the checkpoint of step {self._step} is not written ({error}); the one before is whole") from error
+            kept = latest_checkpoint(self.folder)
+            left = "there is none before it" if kept is None else f"the one before, {kept}, is whole"
+            raise UserError(f"the checkpoint of step {self._step} is not written ({error}); {left}") from error
 
     def _write(self, checkpoint: Checkpoint) -> None:
         try:
@@ -118,7 +119,8 @@ def latest_checkpoint(folder: Path) -> Path | None:
 
 
 def load_checkpoint(path: Path, device: torch.device) -> Checkpoint:
-    state = RunState(**json.loads((path / "state.json").read_text()))
+    written = json.loads((path / "state.json").read_text())
+    state = RunState(written["step"], written["drafter_version"])  # older runs wrote more
     drafter_file = path / "drafter.safetensors"
     drafter = load_file(drafter_file, device=str(device)) if drafter_file.exists() else None
     training = torch.load(path / "training.pt", map_location=device, weights_only=True)

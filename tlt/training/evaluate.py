@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tlt.files import write_jsonl
-from tlt.report.console import Progress
+from tlt.files import read_appended, write_jsonl
+from tlt.report.console import Gain
 from tlt.report.metrics import paired_sign_flip_test
 from tlt.rl.rewards import check_scorable, summarize
 from tlt.spans import SpanName
 from tlt.training.phase import PhaseResult
-from tlt.types import UserError
 
 if TYPE_CHECKING:
     from tlt.training.run import Run
@@ -35,7 +34,6 @@ class Evaluation:
 
     @staticmethod
     def of(step: int, phase: PhaseResult) -> Evaluation:
-        """Returns the evaluation that a phase on the held-out problems amounts to."""
         """Returns the evaluation that a phase on the held-out problems amounts to."""
         scores: dict[str, list[float]] = {}
         for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
@@ -73,26 +71,19 @@ class Evaluations:
         """Estimates the duration of the next one by the latest."""
         return self.all[-1].seconds if self.all else 0.0
 
-    def progress(self) -> Progress | None:
+    def progress(self) -> Gain | None:
         """Compares the first evaluation with the last; None: there are no two."""
         if len(self.all) < 2:
             return None
         first, last = self.all[0], self.all[-1]
         problems = sorted(first.by_problem.keys() & last.by_problem.keys())
         p_value = paired_sign_flip_test([first.by_problem[p] for p in problems], [last.by_problem[p] for p in problems])
-        return Progress(first.solve_rate, last.solve_rate, p_value)
+        return Gain(first.solve_rate, last.solve_rate, p_value)
 
 
 def read_evaluations(path: Path) -> list[Evaluation]:
     """Returns all whole lines of the file; none where there is no file."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
-    evaluations = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            evaluations.append(Evaluation(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path}, line {number}: no evaluation ({error}); repair or remove the line") from None
-    return evaluations
+    return read_appended(path, lambda line: Evaluation(**json.loads(line)), "evaluation")
 
 
 def evaluate(run: Run) -> None:
@@ -114,4 +105,5 @@ def evaluate(run: Run) -> None:
     if run.world.is_leader and settings.keep_best and evaluation.solve_rate > run.evaluations.best:
         run.save_policy(run.out_dir / "best")
     run.evaluations.add(evaluation)
+    run.tracking.log(run.step, {"eval/solve_rate": evaluation.solve_rate, "eval/seconds": evaluation.seconds})
     run.console.evaluation(run.step, evaluation.solve_rate, evaluation.seconds)

@@ -1,4 +1,4 @@
-"""One process at a time writes into a run's folder. Knows files alone."""
+"""A run's folder: whether a run has begun in it, and that one process at a time writes there. Knows files alone."""
 
 from __future__ import annotations
 
@@ -7,6 +7,18 @@ from pathlib import Path
 from typing import IO
 
 from tlt.types import UserError
+
+
+def refuse_begun(folder: Path) -> None:
+    """Raises UserError where a run has begun in the folder: it has left a step, an evaluation or a checkpoint. An attempt that
+    ended before, such as one whose task was at fault, has nothing to keep."""
+    files = (folder / name for name in ("metrics.jsonl", "evaluations.jsonl"))
+    has_begun = any(file.is_file() and file.stat().st_size for file in files) or any(folder.glob("checkpoints/step-*"))
+    if has_begun and (folder / "config.json").exists():
+        raise UserError(
+            f"run.out_dir: {folder} holds a run already;"
+            f" continue it with tlt train --resume {folder}, or give another --run.out_dir"
+        )
 
 
 class FolderLock:

@@ -24,9 +24,10 @@ from tlt.report.console import near
 from tlt.report.timeline import merge_timelines
 from tlt.rl.rewards import check_scorable
 from tlt.spans import SpanName
+from tlt.training.dynamic import DynamicSampling
 from tlt.training.evaluate import evaluate
 from tlt.training.phase import PhaseResult, StopRequested
-from tlt.training.problems import problems_of_step
+from tlt.training.problems import problems_of_step, spare_problems
 from tlt.training.record import record
 from tlt.training.run import Run, join_ranks
 from tlt.types import UserError
@@ -75,6 +76,9 @@ def train(run: Run) -> None:
                 evaluate(run)
             if is_due(run, config.run.checkpoint_every):
                 run.checkpoint()
+        if run.step < config.run.num_steps:
+            ended = f"after {run.step} of {config.run.num_steps} steps; go on with: tlt train --resume {run.out_dir}"
+            run.console.note(f"run.time_limit_minutes, {config.run.time_limit_minutes:g}, ends the run {ended}")
         evaluate(run)
         finish(run)
     except StopRequested as where:
@@ -84,17 +88,27 @@ def train(run: Run) -> None:
 def advance(run: Run) -> PhaseResult:
     """Takes one step; `tlt bench train` measures this very function."""
     started, cpu_started = time.perf_counter(), time.process_time()
-    rollout, seed = run.config.rollout, run.config.run.seed
-    problems = problems_of_step(run.problems, run.step, rollout.problems_per_step, seed)
-    phase = run.phase.run(problems, rollout.samples_per_problem, run.params, "rollout", run.step, run.drafter)
+    phase = sample(run)
     if run.step == run.first_step:
         check_scorable(phase.rewards, run.config.task.name, run.step + 1)
     with run.timeline.span(SpanName.UPDATE):
-        update = run.trainer.update(phase.rollouts, phase.rewards, run.step)
+        update = run.trainer.update(*phase.for_update, run.step)
     run.publish(run.step + 1)
     record(run, phase, update, started, cpu_started)
     run.step += 1
     return phase
+
+
+def sample(run: Run) -> PhaseResult:
+    """Generates and scores the step's responses; with dynamic sampling also those to further problems."""
+    rollout, seed = run.config.rollout, run.config.run.seed
+    num, num_samples = rollout.problems_per_step, rollout.samples_per_problem
+    problems = problems_of_step(run.problems, run.step, num, seed)
+    sampling = None
+    if run.trainer.algorithm.dynamic_sampling:
+        spare = spare_problems(run.problems, run.step, num, seed)
+        sampling = DynamicSampling(num, num_samples, run.config.algorithm.max_resamples, spare)
+    return run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling)
 
 
 def is_due(run: Run, every: int) -> bool:

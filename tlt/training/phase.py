@@ -7,6 +7,8 @@
                      all done?  ◀─ poll between micro-steps ─  train the drafter on what is there
                         ▼
     together:        gather responses and rewards in canonical order ─▶ average the drafters by tokens trained, and measure
+                        │
+                     another round, of other problems, where dynamic sampling asks for it (dynamic.py)
 
 The collectives come after the last response; until then a replica waits for nobody. A drafter in training may reach those
 that still generate through a mailbox (`DrafterRefresh`); tokens do not depend on it.
@@ -16,17 +18,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
+from tlt.rl.batch import in_order, key_of
 from tlt.rl.rewards import Key
 from tlt.spans import SpanName
 from tlt.training.drafter_side import DrafterSide
+from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.training.work import Work
 from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams
 
@@ -84,16 +88,40 @@ class ReplicaReport:
         preempted_at = self.drafter.preempted_at
         return None if preempted_at is None or preempted_at < last_token_of_all else preempted_at - last_token_of_all
 
+    def then(self, later: ReplicaReport, last_token_of_all: float) -> ReplicaReport:
+        """Returns this round and the next as one; what was idle at this one's end, `last_token_of_all`, is now a gap. `stats`
+        and `num_refreshes` count on through a phase."""
+        return replace(
+            later,
+            start=self.start,
+            drafter=self.drafter.plus(later.drafter),
+            gap_seconds=self.idle_seconds(last_token_of_all) + later.gap_seconds,
+            gap_training=self.training_seconds(last_token_of_all) + later.gap_training,
+            num_migrated=self.num_migrated + later.num_migrated,
+        )
+
 
 @dataclass(frozen=True)
 class PhaseResult:
-    """All replicas' responses with their rewards, ordered by (problem id, sample index), and where the time went. `check` is of
-    the learned drafter, None where there is none or it was not asked for."""
+    """All replicas' responses with their rewards, ordered by (problem id, sample index), and where the time went.
+
+    check: of the learned drafter; None where there is none or it was not asked for.
+    groups: the same responses by problem, in the order drawn.  kept: those of them that the update takes.
+    num_rounds: rounds in which they were sampled.
+    """
 
     rollouts: list[Rollout]
     rewards: list[Reward]
     replicas: list[ReplicaReport] = field(repr=False)
     check: DrafterCheck | None = None
+    groups: Sequence[Group] = field(default=(), repr=False)
+    kept: Sequence[Group] = field(default=(), repr=False)
+    num_rounds: int = 1
+
+    @property
+    def for_update(self) -> tuple[list[Rollout], list[Reward]]:
+        """Responses and rewards that the update takes."""
+        return flatten(self.kept)
 
     @property
     def seconds(self) -> float:
@@ -136,7 +164,7 @@ class RolloutPhase:
     def __init__(
         self,
         world: World,
-        engine: RolloutEngine,
+        engine: RolloutBackend,
         coordinator: Coordinator,
         scorers: Scorers,
         decode: Callable[[Sequence[int]], str],
@@ -156,55 +184,97 @@ class RolloutPhase:
         purpose: Purpose,
         step: int,
         drafter: DrafterSide = NO_DRAFTER,
+        sampling: DynamicSampling | None = None,
     ) -> PhaseResult:
         """Generates and scores `num_samples` responses to each problem. Every rank calls this with the same arguments and gets
         the same result. Raises StopRequested on all ranks when any of them was asked to stop.
 
         drafter: who trains, refreshes and measures the drafter meanwhile; by default nobody does.
+        sampling: who asks for further rounds; None: nobody does.
         """
-        requests = [
-            [Request(problem.problem_id, i, problem.prompt_ids, params, purpose, step) for i in range(num_samples)]
-            for problem in problems
-        ]
-        return self.answer(problems, requests, f"{purpose} {step}", drafter)
+        name = f"{purpose} {step}"
+        drafter.begin(name)
+        self.engine.stats = EngineStats()
+        groups: list[Group] = []
+        rounds: list[list[ReplicaReport]] = []
+        draws = [Draw(problem) for problem in problems]
+        while draws:
+            requests = [
+                [
+                    Request(draw.problem.problem_id, draw.first_sample + i, draw.problem.prompt_ids, params, purpose, step)
+                    for i in range(num_samples)
+                ]
+                for draw in draws
+            ]
+            found, reports = self._round(draws, requests, f"{name}, round {len(rounds)}" if rounds else name, drafter)
+            groups += found
+            rounds.append(reports)
+            draws = [] if sampling is None else sampling.next_draws(groups, len(rounds))
+        return self._end(groups, rounds, params.temperature, drafter, sampling)
 
     def answer(
         self, problems: Sequence[Problem], requests: Sequence[Sequence[Request]], name: str, drafter: DrafterSide = NO_DRAFTER
     ) -> PhaseResult:
-        """Does the same for any requests: a group of them for each problem, one at least. name: no other phase has it."""
-        first = requests[0][0]
+        """Does the same for any requests, in one round: a group of them for each problem, one at least, whose sample indices
+        follow each other. name: no other phase of the run has it."""
         drafter.begin(name)
-        self.coordinator.begin(name, len(problems))
         self.engine.stats = EngineStats()
+        draws = [Draw(problem, group[0].sample_index) for problem, group in zip(problems, requests, strict=True)]
+        groups, replicas = self._round(draws, requests, name, drafter)
+        return self._end(groups, [replicas], requests[0][0].params.temperature, drafter)
+
+    def _end(
+        self,
+        groups: list[Group],
+        rounds: list[list[ReplicaReport]],
+        temperature: float,
+        drafter: DrafterSide,
+        sampling: DynamicSampling | None = None,
+    ) -> PhaseResult:
+        """Ends a phase, with what its rounds have brought."""
+        self.engine.release()  # the policy update wants the memory
+        rollouts, rewards = in_order(*flatten(groups))
+        replicas = combine(rounds)
+        replica = replicas[self.world.rank]
+        check = drafter.check(rollouts, replica.drafter.num_tokens, temperature)
+        kept = groups if sampling is None else sampling.select(groups)
+        result = PhaseResult(rollouts, rewards, replicas, check, groups, kept, len(rounds))
+        drafter.end(rollouts, result.seconds)
+        if (seconds := replica.preemption_seconds(result.last_token)) is not None:
+            self.timeline.record(SpanName.PREEMPT, result.last_token, result.last_token + seconds)
+        return result
+
+    def _round(
+        self, draws: Sequence[Draw], requests: Sequence[Sequence[Request]], name: str, drafter: DrafterSide
+    ) -> tuple[list[Group], list[ReplicaReport]]:
+        """Generates and scores the responses to `requests`, those of one draw each. Returns (a group for every draw, what the
+        replicas did), the same on all ranks."""
+        self.coordinator.begin(name, len(draws))
         start = time.perf_counter()
         work = Work(self.coordinator, requests)
-        rollouts, last_token, report = self._generate(problems, work, drafter)
+        rollouts, last_token, report = self._generate([draw.problem for draw in draws], work, drafter)
         if any_rank(self.world, self.should_stop()):
             self.engine.abort()
             self.coordinator.abandon()
             self.scorers.abandon()
             drafter.abandon()
+            first = requests[0][0]
             raise StopRequested(f"in step {first.policy_step + 1}" if first.purpose == "rollout" else "in an evaluation")
         with self.timeline.span(SpanName.SCORE):
-            own_rewards = self.scorers.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
+            rewards = self.scorers.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
         end = time.perf_counter()
-        self.engine.release()  # the policy update wants the memory
         gaps = (work.gap_seconds, work.gap_training)
         counts = (drafter.num_refreshes, work.num_received)
         replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, *counts)
         with self.timeline.span(SpanName.WAIT):
-            gathered = gather_objects(
-                self.world, (rollouts, [own_rewards[r.problem_id, r.sample_index] for r in rollouts], replica)
-            )
-        pairs = [pair for rank in gathered for pair in zip(rank[0], rank[1], strict=True)]
-        pairs.sort(key=lambda pair: (pair[0].problem_id, pair[0].sample_index))
-        rollouts, rewards = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        check = drafter.check(rollouts, report.num_tokens, first.params.temperature)
-        result = PhaseResult(rollouts, rewards, [rank[2] for rank in gathered], check)
-        drafter.end(rollouts, result.seconds)
-        if (seconds := replica.preemption_seconds(result.last_token)) is not None:
-            self.timeline.record(SpanName.PREEMPT, result.last_token, result.last_token + seconds)
-        return result
+            gathered = gather_objects(self.world, (rollouts, rewards, replica))
+        by_key = {key_of(rollout): rollout for found, _, _ in gathered for rollout in found}
+        reward_of = {key: reward for _, rewards, _ in gathered for key, reward in rewards.items()}
+        groups = []
+        for draw, asked in zip(draws, requests, strict=True):
+            keys = [(request.problem_id, request.sample_index) for request in asked]
+            groups.append(Group(draw, tuple(by_key[key] for key in keys), tuple(reward_of[key] for key in keys)))
+        return groups, [report for _, _, report in gathered]
 
     def _generate(
         self, problems: Sequence[Problem], work: Work, drafter: DrafterSide
@@ -261,3 +331,12 @@ class RolloutPhase:
         if self.migrates:
             self.coordinator.offer_help()
         return False
+
+
+def combine(rounds: Sequence[Sequence[ReplicaReport]]) -> list[ReplicaReport]:
+    """Returns what each replica did in all rounds of a phase."""
+    replicas = list(rounds[0])
+    for later in rounds[1:]:
+        last_token = max(replica.last_token for replica in replicas)
+        replicas = [replica.then(report, last_token) for replica, report in zip(replicas, later, strict=True)]
+    return replicas

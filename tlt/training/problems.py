@@ -53,3 +53,11 @@ def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int
     order = list(range(len(problems)))
     random.Random(f"{seed}/{epoch}").shuffle(order)
     return [problems[i] for i in order[position * num : (position + 1) * num]]
+
+
+def spare_problems(problems: Sequence[Problem], step: int, num: int, seed: int) -> list[Problem]:
+    """Returns the problems that step `step` does not begin with, shuffled by (seed, step): what it may take in their place."""
+    taken = {problem.problem_id for problem in problems_of_step(problems, step, num, seed)}
+    spare = [problem for problem in problems if problem.problem_id not in taken]
+    random.Random(f"{seed}/spare/{step}").shuffle(spare)
+    return spare

@@ -6,7 +6,8 @@ import time
 from typing import TYPE_CHECKING
 
 from tlt.distributed.world import gather_objects
-from tlt.report.metrics import LengthStats, StepRecord
+from tlt.report.metrics import NAN, LengthStats, StepRecord
+from tlt.report.tracking import step_values
 from tlt.rl.rewards import summarize
 from tlt.rl.update import UpdateMetrics
 from tlt.spans import SpanName
@@ -21,23 +22,30 @@ def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, 
     ended = time.perf_counter()
     run.timeline.record(SpanName.STEP, started, ended)
     cpu_seconds = sum(gather_objects(run.world, time.process_time() - cpu_started))
-    line = step_record(run.step, phase, update, ended - started, cpu_seconds)
+    line = step_record(run.step, run.config.algorithm.name, phase, update, ended - started, cpu_seconds)
     if run.metrics is not None:
         run.metrics.write(line)
+    run.tracking.log(run.step + 1, step_values(line))
     run.console.step(line)
     if phase.check is not None and phase.check.has_switched:
         run.console.drafter(run.step + 1, phase.check)
     run.timeline.flush()
 
 
-def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_seconds: float, cpu_seconds: float) -> StepRecord:
+def _number(value: float | None) -> float:
+    return NAN if value is None else value
+
+
+def step_record(
+    step: int, algorithm: str, phase: PhaseResult, update: UpdateMetrics, step_seconds: float, cpu_seconds: float
+) -> StepRecord:
     """Returns what metrics.jsonl keeps of a step."""
     lengths = [len(rollout.token_ids) for rollout in phase.rollouts]
     stats = phase.stats
     rewards = summarize(phase.rewards)
     reports = [replica.drafter for replica in phase.replicas]
     trained = [report for report in reports if report.num_tokens]
-    nan, check = float("nan"), phase.check
+    check = phase.check
     drafter_tokens = sum(report.num_tokens for report in reports)
     return StepRecord(
         step=step,
@@ -52,7 +60,7 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         grad_norm=update.grad_norm,
         entropy=update.entropy,
         clip_fraction=update.clip_fraction,
-        kl=update.kl if update.kl is not None else nan,
+        kl=_number(update.kl),
         lr=update.lr,
         engine_trainer_logprob_gap=update.engine_trainer_logprob_gap,
         rollout_seconds=phase.seconds,
@@ -61,16 +69,19 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         cpu_seconds=cpu_seconds,
         idle_seconds=phase.idle_seconds,
         drafter_train_seconds=phase.drafter_seconds,
-        harvested_share=phase.drafter_seconds / phase.idle_seconds if phase.idle_seconds > 0 else nan,
-        drafter_loss=sum(r.loss * r.num_tokens for r in trained) / drafter_tokens if trained else nan,
+        harvested_share=phase.drafter_seconds / phase.idle_seconds if phase.idle_seconds > 0 else NAN,
+        drafter_loss=sum(r.loss * r.num_tokens for r in trained) / drafter_tokens if trained else NAN,
         drafter_tokens=drafter_tokens,
         drafter_captured_tokens=sum(report.captured_tokens for report in reports),
         drafter_recomputed_tokens=sum(report.recomputed_tokens for report in reports),
         drafter_refreshes=sum(replica.num_refreshes for replica in phase.replicas),
         num_migrated=sum(replica.num_migrated for replica in phase.replicas),
         preemption_seconds=phase.preemption_seconds,
-        accept_length=stats.accept_length if stats.accept_length is not None else nan,
+        accept_length=_number(stats.accept_length),
         accept_by_depth=tuple(stats.accept_by_depth),
+        draft_acceptance_rate=_number(stats.draft_acceptance_rate),
+        draft_mean_acceptance_length=_number(stats.draft_mean_acceptance_length),
+        draft_acceptance_rate_pos=tuple(stats.draft_acceptance_rate_pos),
         strategy_seconds={name: s.seconds for name, s in stats.by_strategy.items()},
         strategy_speed={name: s.speed for name, s in stats.by_strategy.items()},
         strategy_predicted={n: s.predicted_speed for n, s in stats.by_strategy.items() if s.predicted_speed is not None},
@@ -78,10 +89,14 @@ def step_record(step: int, phase: PhaseResult, update: UpdateMetrics, step_secon
         policy_version=phase.rollouts[0].policy_version,
         drafter_version=check.version if check is not None else 0,
         finished_at=time.time(),
-        drafter_acceptance=check.acceptance if check is not None else nan,
-        retrieval_acceptance=check.retrieval if check is not None else nan,
+        drafter_acceptance=check.acceptance if check is not None else NAN,
+        retrieval_acceptance=check.retrieval if check is not None else NAN,
         drafter_training=check.training if check is not None else "off",
         drafter_set_aside=check.set_aside if check is not None else "",
         reward_errors=rewards.num_errors,
         first_reward_error=rewards.first_error,
+        algorithm=algorithm,
+        groups_sampled=len(phase.groups),
+        groups_discarded=len(phase.groups) - len(phase.kept),
+        resample_rounds=phase.num_rounds - 1,
     )

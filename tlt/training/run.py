@@ -35,6 +35,8 @@ from tlt.models.hf_weights import save_model
 from tlt.report.console import Console
 from tlt.report.metrics import MetricsWriter
 from tlt.report.timeline import Timeline, rank_path, shared_epoch
+from tlt.report.trackers import TrackedRun
+from tlt.report.tracking import NO_TRACKING, Tracking, run_id, track
 from tlt.rl.rewards import RewardPool
 from tlt.spans import SpanName
 from tlt.training.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint
@@ -54,7 +56,7 @@ class Run:
     step: updates done; `first_step` of them by earlier attempts.  drafter: who looks after the learned drafter.
     metrics: None but on the leader.
 
-    coordinator: one that runs side by side share.  prints: whether the leader shows the run.
+    coordinator: one that runs side by side share.  prints: whether the leader shows the run, also to its trackers.
     started_at: Unix time at which the user's command began; None: now.
     """
 
@@ -76,28 +78,13 @@ class Run:
         epoch = shared_epoch(world.rank, partial(gather_objects, world))
         self.timeline = Timeline(world.rank, rank_path(self.out_dir, world.rank), epoch)
         self.console = Console(enabled=prints and world.is_leader, num_steps=config.run.num_steps)
-
-        self.problems = load_problems(config, "train")
-        self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
-        self.master_dtype = master_dtype(config)
-        model = load_model(config.model.path, self.master_dtype)
-        assert model.tokenizer is not None, "problems have been encoded with it"
-        self.params = sampling_params(config, model.stop_ids)
-        self.trainer = build_policy_trainer(config, model, world.device, world.group)
-        stored = load_stored(config.drafter.path, model)
-        settings = EngineSettings.of_run(config, world.device)
-        self.engine = build_engine(model.config, model.tensors, settings, stored, on_span=self.timeline.add)
-        self.drafter = self._watch_drafter(stored)
-        self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints")
-        self.step = self.first_step = self._resume()
-        self.publish(self.step)
-
-        self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
-        coordinator = coordinator or connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
-        decode, migrates = model.tokenizer.decode, config.rollout.migrate
-        self.phase = RolloutPhase(world, self.engine, coordinator, self.scorers, decode, self.timeline, stop.is_set, migrates)
-        self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, writes=world.is_leader)
-        self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
+        try:
+            with self.console.status("loading model and problems"):
+                self._load(coordinator, stop)
+        except BaseException:
+            self._leave()
+            raise
+        self.tracking = self._track() if prints and world.is_leader else NO_TRACKING
 
     @property
     def out_dir(self) -> Path:
@@ -113,6 +100,31 @@ class Run:
         return time.time() - self.started_at
 
     # ── making ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _load(self, coordinator: Coordinator | None, stop: StopRequest) -> None:
+        """Makes everything else; worker processes last, for what fails before has none to end."""
+        config, world = self.config, self.world
+        self.problems = load_problems(config, "train")
+        self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
+        self.master_dtype = master_dtype(config)
+        model = load_model(config.model.path, self.master_dtype)
+        assert model.tokenizer is not None, "problems have been encoded with it"
+        self.params = sampling_params(config, model.stop_ids)
+        self.trainer = build_policy_trainer(config, model, world.device, world.group)
+        stored = load_stored(config.drafter.path, model)
+        settings = EngineSettings.of_run(config, world.device)
+        self.engine = build_engine(model.config, model.tensors, settings, stored, on_span=self.timeline.add)
+        self.drafter = self._watch_drafter(stored)
+        self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints")
+        self.step = self.first_step = self._resume()
+        self.publish(self.step)
+        self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, writes=world.is_leader)
+        self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
+
+        self.scorers = RewardPool(config.task.name, config.rewards.num_workers, config.rewards.timeout_seconds)
+        coordinator = coordinator or connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
+        decode, migrates = model.tokenizer.decode, config.rollout.migrate
+        self.phase = RolloutPhase(world, self.engine, coordinator, self.scorers, decode, self.timeline, stop.is_set, migrates)
 
     def _watch_drafter(self, stored: StoredDrafter | None) -> DrafterSide:
         settings, seed = self.config.drafter, self.config.run.seed
@@ -131,6 +143,16 @@ class Run:
         self.console.note(f"resumed after {state.step} updates from {path}")
         return state.step
 
+    def _track(self) -> Tracking:
+        """Starts the trackers that the configuration asks for."""
+        settings, folder = self.config.tracking, self.out_dir
+        if not settings.use:
+            return NO_TRACKING
+        project = settings.project or os.environ.get("WANDB_PROJECT") or "tlt"
+        config = self.config.model_dump(mode="json")
+        run = TrackedRun(settings.run_name or folder.name, project, run_id(folder), folder, config, self.step)
+        return track(settings.use, run, self.console.note)
+
     # ── what the loop asks for ───────────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
@@ -144,7 +166,7 @@ class Run:
             return
         drafter, training = self.drafter.state()
         training = {"policy": self.trainer.state_dict(), **training}
-        state = RunState(self.step, self.drafter.version, self.config.content_hash)
+        state = RunState(self.step, self.drafter.version)
         with self.timeline.span(SpanName.CHECKPOINT):
             self.checkpoints.save(Checkpoint(state, self.policy.state_dict(), drafter, training))
 
@@ -158,6 +180,11 @@ class Run:
         if self.metrics is not None:
             self.metrics.close()
         self.scorers.close()
+        self.tracking.finish()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Gives the terminal back, and the folder: a notebook that keeps an error's traceback keeps this object, too."""
         self.console.close()
         if self.lock is not None:
             self.lock.release()

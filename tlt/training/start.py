@@ -4,17 +4,19 @@ trained, and then the ranks begin."""
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 from tlt.build import preset_changes
 from tlt.config.schema import Config
-from tlt.distributed.launch import launch
+from tlt.distributed.launch import is_rank, launch
 from tlt.drafter.folder import choose_preset, load_drafter
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
 from tlt.report.console import Console, near
+from tlt.report.trackers import check_trackers
 from tlt.training.lock import FolderLock
 from tlt.training.loop import describe_run
 from tlt.training.problems import load_problems
@@ -30,25 +32,29 @@ class Findings:
     num_held_out: int
 
 
-def start(config: Config, started_at: float) -> int:
+def launch_ranks(config: Config, started_at: float) -> int:
     """Trains on ranks of their own; returns the exit code. started_at: Unix time at which the user's command began."""
-    prepare(config)
     description, run = describe_run(config, started_at), config.run
+    if not is_rank(run.num_ranks):
+        with Console() as console:
+            console.note(f"starting {run.num_ranks} ranks …")  # which import torch, and are silent until they have
     return launch(description, run.num_ranks, "tlt.training.loop:main", run.threads_per_rank)
 
 
 def prepare(config: Config) -> None:
     """Refuses what can be refused now, and prints the header."""
-    findings = preflight(config)
-    FolderLock(config.run.out_dir).release()
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this command once for every rank
     with Console(enabled=is_first) as console:
+        with console.status("reading model and problems") if console.is_live else nullcontext():
+            findings = preflight(config)
+        FolderLock(config.run.out_dir).release()
         console.header(describe(config, findings))
 
 
 def preflight(config: Config) -> Findings:
     """Raises UserError for everything that can be refused before a process is started."""
     device_of(config)
+    check_trackers(config.tracking.use)
     model = load_model_config(config.model.path)
     if config.drafter.path is not None:
         stored = load_drafter(config.drafter.path, model)
@@ -70,10 +76,27 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
     return {
         "model": f"{near(config.model.path)}: {model.architecture}, {_short(num_parameters)} parameters",
         "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
+        "algorithm": describe_algorithm(config),
         "ranks": f"{run.num_ranks} on {device.name} ({device.reason}), {run.dtype}",
         "speculation": speculation,
         "folder": near(Path(run.out_dir)),
     }
+
+
+def describe_algorithm(config: Config) -> str:
+    """Returns the algorithm's name and its choices, those of the preset and those of the configuration alike."""
+    settings, chosen = config.algorithm, config.algorithm.resolve(config.sampling.max_tokens)
+    clip = f"{chosen.loss} at [{1 - chosen.clip_low:g}, {1 + chosen.clip_high:g}]"
+    parts = [f"advantage {chosen.advantage}", f"{chosen.ratio} ratio {clip}", f"{chosen.aggregation} mean"]
+    if settings.kl_coefficient:
+        parts.append(f"{settings.kl_coefficient:g} × KL ({chosen.kl_estimator}) in the {chosen.kl_in}")
+    if chosen.overlong_buffer_tokens and settings.overlong_penalty:
+        parts.append(f"penalty in the last {chosen.overlong_buffer_tokens:,} tokens")
+    if settings.mask_truncated:
+        parts.append("truncated responses masked")
+    if chosen.dynamic_sampling:
+        parts.append(f"dynamic sampling, up to {settings.max_resamples} further rounds")
+    return f"{chosen.name}: {', '.join(parts)}"
 
 
 def _short(number: int) -> str:

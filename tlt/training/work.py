@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from tlt.distributed.work_queue import Coordinator
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.backend import RolloutBackend
 from tlt.types import Request
 
 
@@ -20,7 +20,7 @@ class Work:
 
     def __init__(self, coordinator: Coordinator, requests: Sequence[Sequence[Request]]) -> None:
         self.coordinator, self.requests = coordinator, requests
-        self.request_of = {(request.problem_id, request.sample_index): request for group in requests for request in group}
+        self.group_of = {group[0].problem_id: group for group in requests}
         self.unit_of: dict[tuple[str, int], int] = {}
         self.num_open: Counter[int] = Counter()
         self.num_received = 0
@@ -50,7 +50,7 @@ class Work:
         if self.num_open[unit] == 0:
             self.coordinator.finish(unit)
 
-    def share(self, engine: RolloutEngine, num_offers: int) -> None:
+    def share(self, engine: RolloutBackend, num_offers: int) -> None:
         """Hands one of those who offer help its part of what runs or waits here, if that is worth it."""
         num_waiting = min(engine.num_waiting, (engine.num_waiting + len(engine.running)) // (1 + num_offers))
         slots = worth_migrating([(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers)
@@ -73,7 +73,9 @@ class Work:
 
     def _unpack(self, part: bytes) -> Request:
         problem_id, sample_index, token_ids, logprobs = json.loads(part)
-        return replace(self.request_of[problem_id, sample_index], token_ids=tuple(token_ids), logprobs=tuple(logprobs))
+        group = self.group_of[problem_id]
+        request: Request = group[sample_index - group[0].sample_index]
+        return replace(request, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
 
 
 def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.lossless.helpers import law_probabilities
 from tlt.audit.referee import Referee, law
-from tlt.speculative.sampling import law_probabilities
 from tlt.types import SamplingParams
 
 

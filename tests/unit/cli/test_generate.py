@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import math
 import shutil
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.cli.parts import VOCABULARY, WINDOW, generate, read_lines, refuse, write_lines
 from tlt.api import to_response
-from tlt.cli.engine import Progress, show_progress
+from tlt.cli.engine import Progress, show_busy, show_progress
 from tlt.engine.engine import RolloutEngine
 from tlt.types import Rollout
 
@@ -152,3 +154,14 @@ def test_generate_refuses_a_model_whose_weights_are_not_finite(model: Path, caps
     write_lines("prompts.jsonl", {"prompt_ids": [2, 3]})
     message = refuse(capsys, Path("broken"))
     assert "tensor model.norm.weight holds NaN or infinite values as" in message
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_what_takes_seconds_is_said_on_a_terminal_alone(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: is_terminal)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with show_busy("loading"):
+        pass
+    assert ("loading" in stream.getvalue()) == is_terminal

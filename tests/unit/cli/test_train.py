@@ -21,11 +21,14 @@ def test_a_run_is_never_overwritten_and_a_resumed_one_keeps_what_it_computes(mod
     config = resolve_config(path, ["--run.seed", "4"], resume=None)
     Path("out").mkdir()
     Path("out/config.json").write_text(config.to_json())
-    with pytest.raises(UserError, match="holds a run already; continue it with --resume"):
+    Path("out/metrics.jsonl").write_text("{}\n")
+    with pytest.raises(UserError, match="holds a run already; continue it with tlt train --resume"):
         resolve_config(path, [], resume=None)
     assert resolve_config(None, [], resume=Path("out")) == config
     longer = resolve_config(None, ["--run.num_steps", "500"], resume=Path("out"))
     assert (longer.run.num_steps, longer.run.seed) == (500, 4)
+    tracked = resolve_config(None, ["--tracking.use", "wandb"], resume=Path("out"))
+    assert tracked.tracking.use == ["wandb"]
     with pytest.raises(UserError, match=r"run\.seed is 0 but the run in out has 4"):
         resolve_config(path, [], resume=Path("out"))
     with pytest.raises(UserError, match=r"sampling\.temperature is 0\.5 but the run in out has 1.0"):

@@ -1,0 +1,187 @@
+"""Replicas of a rollout phase for the tests of it: engines and trainers whose steps are the test's, and threads that share a
+store. They wait for events of each other, never for a clock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.distributed import HashStore
+
+from tests.lossless.helpers import CONFIG, make_policy
+from tlt.distributed.work_queue import Coordinator
+from tlt.distributed.world import World
+from tlt.drafter.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.measure import Subject
+from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
+from tlt.drafter.service import DrafterWatch, Ranks, RankState
+from tlt.drafter.spot import SpotTrainer
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
+from tlt.report.timeline import Timeline
+from tlt.training.drafter_side import WatchedDrafter
+from tlt.training.phase import RolloutPhase
+from tlt.training.work import Work
+from tlt.tuning.tuner import Fixed
+from tlt.types import DrafterReport, Finished, Problem, Request, Reward, Rollout, SamplingParams, Strategy
+
+PARAMS = SamplingParams(temperature=0.7, max_tokens=24)
+POLICY = make_policy()
+TREES = Strategy("learned", 3, 2, 6)
+PATIENCE = 60.0
+"""Seconds after which a thread that was to act has not: only a failing test waits so long."""
+
+
+class Scorers:
+    """Stands in for the reward processes: nobody here cares."""
+
+    def __init__(self) -> None:
+        self.keys: list[tuple[str, int]] = []
+
+    def submit(self, key: tuple[str, int], data: dict[str, Any], text: str) -> None:
+        self.keys.append(key)
+
+    def drain(self, patience: float) -> dict[tuple[str, int], Reward]:
+        return {key: Reward(1.0, True) for key in self.keys}
+
+    def abandon(self) -> None: ...
+
+
+@dataclass
+class OneTokenEngine:
+    """Finishes a response per step; `before_step` may wait for others."""
+
+    before_step: Callable[[], None] = lambda: None
+    events: list[str] = field(default_factory=list)
+    waiting: list[Request] = field(default_factory=list)
+    stats: EngineStats = field(default_factory=EngineStats)
+    room: int = 1
+    running: tuple[Any, ...] = ()
+    num_waiting: int = 0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.waiting
+
+    def add(self, requests: Iterator[Request]) -> None:
+        self.waiting += requests
+
+    def step(self, captures: bool = False) -> list[Finished]:
+        self.before_step()
+        request = self.waiting.pop()
+        self.events.append(f"generate {request.problem_id}")
+        rollout = Rollout(request.problem_id, request.sample_index, request.prompt_ids, (1,), (0.0,), "stop", 0)
+        return [Finished(rollout)]
+
+
+class ScriptedSpot:
+    """A spot trainer whose micro-steps are the test's."""
+
+    def __init__(self, micro_step: Callable[[], None], events: list[str]) -> None:
+        self.micro_step, self.events, self.keeps_captured = micro_step, events, True
+
+    def add(self, rollout: Rollout, features_TE: torch.Tensor | None) -> None: ...
+
+    def run(self, should_stop: Callable[[], bool], publish: Any = None) -> DrafterReport:
+        num_micro_steps = 0
+        while not should_stop():
+            self.events.append("train")
+            self.micro_step()
+            num_micro_steps += 1
+        return DrafterReport(num_micro_steps, preempted_at=time.perf_counter())
+
+
+class Unwatched:
+    """Lets every session of training through."""
+
+    trains = True
+
+    def run(self, session: Callable[[], DrafterReport]) -> DrafterReport:
+        return session()
+
+
+def make_phase(engine: Any, coordinator: Any) -> RolloutPhase:
+    world, timeline = World(0, 1, 0, torch.device("cpu"), HashStore(), None), Timeline(0)
+    scorers: Any = Scorers()
+    return RolloutPhase(world, engine, coordinator, scorers, lambda ids: "", timeline, lambda: False)
+
+
+def make_side(spot: Any, learned: Any = None, watch: Any = None, refresh: Any = None) -> WatchedDrafter:
+    return WatchedDrafter(None, learned or SimpleNamespace(), watch or Unwatched(), spot, refresh, Timeline(0))
+
+
+def make_watch(
+    engine: RolloutEngine,
+    learned: LearnedDrafter,
+    spot: SpotTrainer,
+    average: Callable[[Sequence[torch.Tensor], float], float] = lambda tensors, weight: 1.0,
+    others: Sequence[int] = (),
+) -> DrafterWatch:
+    """`others`: drafter versions of other replicas' engines."""
+
+    def gather(value: Any) -> list[Any]:
+        return [value, *(RankState("", version, False) for version in others)] if isinstance(value, RankState) else [value]
+
+    trainer = spot.trainer
+    subject = Subject(trainer.model, learned.model, engine.model, lambda group, counts: 0)
+    return DrafterWatch(subject, trainer, learned, lambda aside: None, Ranks(0, gather, average))
+
+
+def make_problems(num: int) -> list[Problem]:
+    return [Problem(f"p{index}", (3, 4, 5 + index)) for index in range(num)]
+
+
+def generate(phase: RolloutPhase, problems: Sequence[Problem], spot: Any = None) -> tuple[list[Rollout], float, DrafterReport]:
+    """The part of a phase in which a replica waits for nobody."""
+    drafter = make_side(spot)
+    drafter.begin("rollout")
+    requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
+    phase.coordinator.begin("rollout", len(problems))
+    return phase._generate(problems, Work(phase.coordinator, requests), drafter)
+
+
+def make_coordinators(num: int) -> list[Coordinator]:
+    store = HashStore()
+    return [Coordinator(store, replica, num, timeout=PATIENCE) for replica in range(num)]
+
+
+@contextmanager
+def running(*targets: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Runs each in a thread of its own; leaving it waits for all and gives what they returned."""
+    results: list[Any] = [None] * len(targets)
+
+    def call(index: int, target: Callable[[], Any]) -> None:
+        results[index] = target()
+
+    threads = [threading.Thread(target=call, args=pair, daemon=True) for pair in enumerate(targets)]
+    for thread in threads:
+        thread.start()
+    yield results
+    for thread in threads:
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "a replica hangs"
+
+
+def wait_for(event: threading.Event) -> None:
+    assert event.wait(PATIENCE), "the other replica never came"
+
+
+def make_model(seed: int) -> DraftModel:
+    return DraftModel(drafter_shape(CONFIG)).double().initialize(seed)
+
+
+def make_engine(seed: int = 2, strategy: Strategy = TREES) -> tuple[RolloutEngine, LearnedDrafter]:
+    engine = RolloutEngine(CONFIG, dtype=torch.float64, max_batch_size=4, tuner=Fixed(strategy))
+    engine.load_policy(dict(POLICY.named_parameters()))
+    model = make_model(seed)
+    packed = PackedDrafter(model.config, torch.float64)
+    packed.load(model.state_dict(), 7)
+    learned = LearnedDrafter(packed, engine.model, 4, LearnedSettings(tau=0.7, calibrate=False))
+    engine.load_drafter(learned)
+    return engine, learned

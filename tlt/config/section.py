@@ -1,0 +1,29 @@
+"""What all sections of the configuration share: their base, how keys are explained, ranges of numbers. Knows no section."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class Explained(BaseModel):
+    """A model whose fields are explained by the docstrings below them: each is one paragraph, however its lines break."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for field in cls.model_fields.values():
+            field.description = " ".join((field.description or "").split()) or None
+
+
+class Section(Explained):
+    """The base of all sections: no unknown keys, no silent conversions, no later changes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True)

@@ -1,0 +1,243 @@
+"""Tracking: hands a run's figures to its trackers, and never waits for one. Knows records and processes, and no library.
+
+    run   log ─▶ queue, one per tracker ─▶ its thread ─▶ pipe ─▶ its process: begin · log · log · … · finish
+                                               ▲                        │
+                                               └── done, or why not ────┘
+
+A tracker that cannot begin, hangs or dies is dropped, one whose `log` fails misses that step: either is said in one line, once,
+and the run goes on. metrics.jsonl holds all figures in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from json import JSONDecodeError, loads
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any, Final
+
+from tlt.files import write_json
+from tlt.report.metrics import StepRecord
+from tlt.report.trackers import Answer, Message, Point, TrackedRun, describe
+
+# ── figures and their names ──────────────────────────────────────────────────────────────────────────────────────────
+
+_GROUPS: Final = {
+    "reward": "reward_mean solve_rate reward_errors zero_variance_groups",
+    "rollout": "num_responses num_tokens response_tokens truncated_share tokens_per_second num_migrated accept_length"
+    " accept_by_depth draft_acceptance_rate draft_mean_acceptance_length draft_acceptance_rate_pos"
+    " strategy_seconds strategy_speed strategy_predicted",
+    "drafter": "drafter_loss drafter_tokens drafter_captured_tokens drafter_recomputed_tokens drafter_refreshes"
+    " drafter_version drafter_acceptance retrieval_acceptance drafter_train_seconds harvested_share",
+    "time": "rollout_seconds update_seconds step_seconds cpu_seconds idle_seconds preemption_seconds",
+}
+"""The groups of charts: fields of StepRecord. All others are the policy update's: "train"."""
+_GROUP_OF: Final = {name: group for group, names in _GROUPS.items() for name in names.split()}
+_AXES: Final = frozenset({"step", "finished_at"})
+
+
+def step_values(record: StepRecord) -> dict[str, float]:
+    """Returns the figures of a step as GROUP/NAME → number; what does not exist and what is no number is left out.
+
+    The name is that of metrics.jsonl, without its group's where it begins with that: rollout/accept_length, reward/mean.
+    A list's numbers are counted from 1: rollout/accept_by_depth_1. A table's have a level of their own:
+    rollout/response_tokens/p95.
+    """
+    values: dict[str, float] = {}
+    for name, value in dataclasses.asdict(record).items():
+        if name not in _AXES:
+            group = _GROUP_OF.get(name, "train")
+            values.update(_numbers(f"{group}/{name.removeprefix(f'{group}_')}", value))
+    return values
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _numbers(f"{name}/{key}", item)
+    elif isinstance(value, tuple):
+        for number, item in enumerate(value, start=1):
+            yield from _numbers(f"{name}_{number}", item)
+    elif isinstance(value, int | float) and math.isfinite(value):
+        yield name, value
+
+
+def run_id(folder: Path) -> str:
+    """Returns the id by which trackers know the run in this folder: made once, kept in its tracking.json."""
+    path = folder / "tracking.json"
+    with contextlib.suppress(OSError, JSONDecodeError, KeyError, TypeError):
+        return str(loads(path.read_text(encoding="utf-8"))["run_id"])
+    made = uuid.uuid4().hex[:8]
+    write_json(path, {"run_id": made})
+    return made
+
+
+# ── the run's side ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """Seconds until a tracker is given up. answer: to begin, or to take a step's figures; the run does not wait meanwhile.
+    finish: for all trackers together, at the run's end; here it waits.  exit: for a process to end once all is delivered."""
+
+    answer: float = 120.0
+    finish: float = 60.0
+    exit: float = 5.0
+
+
+class Tracking:
+    """Hands figures to trackers (`track` makes it); without any, every method does nothing. Use it from one thread."""
+
+    def __init__(self, feeds: Sequence[_Feed] = (), finish_seconds: float = 0.0) -> None:
+        self._feeds, self._finish_seconds = feeds, finish_seconds
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Queues figures of the policy after `step` updates; returns at once."""
+        for feed in self._feeds:
+            feed.put(Point(step, values))
+
+    def finish(self) -> None:
+        """Waits until all is delivered or patience is over, and ends the processes. Once more does nothing."""
+        deadline = time.monotonic() + self._finish_seconds
+        feeds, self._feeds = self._feeds, ()
+        for feed in feeds:
+            feed.put(None)
+        for feed in feeds:
+            feed.join(max(deadline - time.monotonic(), 0.0))
+            if feed.is_alive():
+                feed.give_up(f"not finished {self._finish_seconds:g} s after the run")
+                feed.join(1.0)
+
+
+NO_TRACKING: Final = Tracking()
+
+
+def track(names: Sequence[str], run: TrackedRun, say: Callable[[str], None], patience: Patience = Patience()) -> Tracking:
+    """Starts the trackers called `names`. say: takes one line for the user, from any thread."""
+    feeds = [_Feed(name, run, say, patience) for name in names]
+    for feed in feeds:
+        feed.start()
+    return Tracking(feeds, patience.finish)
+
+
+class _Lost(Exception):
+    """The tracker is of no more use; the text says why."""
+
+
+class _Feed(threading.Thread):
+    """One tracker, as the run sees it: a queue, and the process that it goes to.
+
+    The process leads a session of its own: no Ctrl-C of the terminal reaches it. What its library prints goes to tracking.log
+    in the run's folder.
+    """
+
+    def __init__(self, name: str, run: TrackedRun, say: Callable[[str], None], patience: Patience) -> None:
+        super().__init__(name=f"tlt-tracker-{name}", daemon=True)
+        self._tracker, self._run, self._say, self._patience = name, run, say, patience
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._given_up = ""
+        self._num_missed = 0
+        self._is_lost = False
+
+    def put(self, message: Message) -> None:
+        if not self._is_lost:
+            self._messages.put(message)
+
+    def give_up(self, reason: str) -> None:
+        """Kills the process; the thread says `reason` and ends."""
+        self._given_up = self._given_up or reason
+        if self._process is not None and self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def run(self) -> None:
+        pipe: Connection[Message, Answer] | None = None
+        try:
+            pipe = self._start()
+            self._begin(pipe)
+            while (message := self._messages.get()) is not None:
+                self._deliver(pipe, message)
+            if not (answer := self._ask(pipe, None)).is_done:
+                raise _Lost(f"could not finish: {answer.text}")
+        except Exception as error:  # whatever it is, it is this tracker's loss alone
+            self._is_lost = True
+            why = self._given_up or (str(error) if isinstance(error, _Lost) else self._how_it_ended(error))
+            self._say(f"tracking: {self._tracker}: {why}; the run goes on, and its metrics.jsonl has all figures")
+        self._end(pipe)
+        if self._num_missed:
+            self._say(f"tracking: {self._tracker}: {self._num_missed} steps are missing there; metrics.jsonl has them")
+
+    def _begin(self, pipe: Connection[Message, Answer]) -> None:
+        answer = self._ask(pipe, self._run)
+        if not answer.is_done:
+            raise _Lost(f"could not begin: {answer.text}")
+        self._say(f"tracking: {self._tracker}: {answer.text}".removesuffix(": "))
+
+    def _deliver(self, pipe: Connection[Message, Answer], point: Message) -> None:
+        """Hands over a step's figures. A failure may pass, so the next step is tried again; it is said once."""
+        if (answer := self._ask(pipe, point)).is_done:
+            return
+        if not self._num_missed:
+            self._say(f"tracking: {self._tracker}: a step is missing there: {answer.text}; the run goes on")
+        self._num_missed += 1
+
+    def _ask(self, pipe: Connection[Message, Answer], message: Message) -> Answer:
+        if self._given_up:
+            raise _Lost
+        pipe.send(message)
+        if not pipe.poll(self._patience.answer):
+            self.give_up(f"no answer within {self._patience.answer:g} s")
+            raise _Lost
+        return pipe.recv()
+
+    def _start(self) -> Connection[Message, Answer]:
+        pipe, theirs = Pipe()
+        with _open_log(self._run.folder / "tracking.log") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", "from tlt.report.trackers import work; work()", str(theirs.fileno()), self._tracker],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        theirs.close()
+        return pipe
+
+    def _end(self, pipe: Connection[Message, Answer] | None) -> None:
+        if pipe is not None:
+            pipe.close()  # the process sees its end
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(self._patience.exit)
+            self.give_up("")
+            self._process.wait()
+
+    def _how_it_ended(self, error: Exception) -> str:
+        if self._process is None:
+            return f"could not be started: {describe(error)}"
+        if not isinstance(error, OSError | EOFError):
+            return describe(error)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(1.0)
+        return f"its process ended with exit code {self._process.returncode}"
+
+
+def _open_log(path: Path) -> IO[bytes]:
+    try:
+        return path.open("ab")
+    except OSError:  # a full disk is said elsewhere
+        return Path(os.devnull).open("ab")

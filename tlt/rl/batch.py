@@ -1,0 +1,112 @@
+"""What the update learns from: rollouts and rewards become responses with advantages. Knows no model and no tensors of logits.
+
+rewards ─ minus overlong penalty ─ minus β KL, if it is in the reward ─▶ returns ─ advantage ─▶ one per token
+(of all ranks, in canonical order)
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tlt.config.algorithm import Algorithm, AlgorithmSection
+from tlt.rl.algorithms import group_advantages, overlong_penalty, rewards_to_go, whitened_advantages
+from tlt.rl.plan import Response
+from tlt.types import Reward, Rollout
+
+
+def check_batch(rollouts: Sequence[Rollout], rewards: Sequence[Reward], num_minibatches: int, where: str) -> None:
+    """Raises ValueError, beginning with `where`, unless the batch can be trained on."""
+    if not rollouts:
+        raise ValueError(f"{where}: the batch is empty; every step needs at least one response")
+    if len(rewards) != len(rollouts):
+        raise ValueError(f"{where}: {len(rollouts)} rollouts but {len(rewards)} rewards; give one reward per rollout")
+    if len(rollouts) < num_minibatches:
+        raise ValueError(f"{where}: {len(rollouts)} responses cannot fill algorithm.minibatches = {num_minibatches}; lower it")
+    twice = next((key for key, times in Counter(map(key_of, rollouts)).items() if times > 1), None)
+    if twice is not None:
+        raise ValueError(f"{where}: response {twice} occurs twice; each (problem id, sample index) must be there once")
+    for rollout, reward in zip(rollouts, rewards, strict=True):
+        place = f"{where}: response {key_of(rollout)}"
+        if not rollout.prompt_ids or not rollout.token_ids:
+            raise ValueError(f"{place} is empty; prompt and response need at least one token each")
+        if len(rollout.logprobs) != len(rollout.token_ids):
+            raise ValueError(f"{place} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} logprobs")
+        if not math.isfinite(reward.value):
+            raise ValueError(f"{place} has reward {reward.value}; rewards must be finite")
+
+
+def key_of(rollout: Rollout) -> tuple[str, int]:
+    return rollout.problem_id, rollout.sample_index
+
+
+def in_order(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[list[Rollout], list[Reward]]:
+    """Returns both in canonical order, by (problem id, sample index)."""
+    pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: key_of(pair[0]))
+    return [rollout for rollout, _ in pairs], [reward for _, reward in pairs]
+
+
+def make_responses(
+    rollouts: Sequence[Rollout],
+    rewards: Sequence[Reward],
+    settings: AlgorithmSection,
+    algorithm: Algorithm,
+    kl: Sequence[Tensor] | None,
+) -> tuple[list[Response], int]:
+    """Returns the responses with their advantages, in the same order, and how many problems have none but 0.
+
+    rollouts, rewards: in canonical order.
+    kl: for each response its estimate at every token, float64, where the KL is in the reward; None: it is not.
+    """
+    penalties = None if kl is None else [settings.kl_coefficient * kl_T for kl_T in kl]
+    rewards = [
+        replace(reward, value=reward.value - settings.overlong_penalty * _overlong(rollout, algorithm))
+        for rollout, reward in zip(rollouts, rewards, strict=True)
+    ]
+    make = _whitened if algorithm.advantage == "batch-whitened" else _grouped
+    advantages = make(rollouts, rewards, algorithm, penalties)
+    has_kl_loss = settings.kl_coefficient > 0 and algorithm.kl_in == "loss"
+    responses = []
+    for rollout, of_tokens in zip(rollouts, advantages, strict=True):
+        if settings.mask_truncated and rollout.finish_reason == "length":
+            responses.append(Response(rollout, (0.0,) * len(of_tokens), needs_grad=False, is_masked=True))
+        else:
+            responses.append(Response(rollout, of_tokens, needs_grad=has_kl_loss or any(of_tokens)))
+    with_advantage = {rollout.problem_id for rollout, of_tokens in zip(rollouts, advantages, strict=True) if any(of_tokens)}
+    return responses, len({rollout.problem_id for rollout in rollouts}) - len(with_advantage)
+
+
+def _overlong(rollout: Rollout, algorithm: Algorithm) -> float:
+    return overlong_penalty(len(rollout.token_ids), algorithm.max_tokens, algorithm.overlong_buffer_tokens)
+
+
+def _grouped(
+    rollouts: Sequence[Rollout], rewards: Sequence[Reward], algorithm: Algorithm, penalties: Sequence[Tensor] | None
+) -> list[tuple[float, ...]]:
+    """Returns advantages over the responses to one problem: the same for all tokens of a response."""
+    values = [reward.value for reward in rewards]
+    if penalties is not None:
+        values = [value - float(penalties_T.sum()) for value, penalties_T in zip(values, penalties, strict=True)]
+    group_of = {problem_id: i for i, problem_id in enumerate(dict.fromkeys(rollout.problem_id for rollout in rollouts))}
+    group_R = torch.tensor([group_of[rollout.problem_id] for rollout in rollouts])
+    is_scored_R = torch.tensor([reward.is_scored for reward in rewards])
+    advantages_R = group_advantages(torch.tensor(values, dtype=torch.float64), group_R, algorithm.advantage, is_scored_R)
+    return [(advantage,) * len(r.token_ids) for r, advantage in zip(rollouts, advantages_R.tolist(), strict=True)]
+
+
+def _whitened(
+    rollouts: Sequence[Rollout], rewards: Sequence[Reward], algorithm: Algorithm, penalties: Sequence[Tensor] | None
+) -> list[tuple[float, ...]]:
+    """Returns advantages over all tokens of the step; 0 for a response without a score."""
+    penalties = penalties or [torch.zeros(len(rollout.token_ids), dtype=torch.float64) for rollout in rollouts]
+    scored = [i for i, reward in enumerate(rewards) if reward.is_scored]
+    whitened = whitened_advantages([rewards_to_go(rewards[i].value, penalties[i]) for i in scored])
+    advantages = [(0.0,) * len(rollout.token_ids) for rollout in rollouts]
+    for i, advantages_T in zip(scored, whitened, strict=True):
+        advantages[i] = tuple(advantages_T.tolist())
+    return advantages
