@@ -199,7 +199,8 @@ def read_workload(path: Path, model_hash: str | None = None) -> Workload:
             raise UserError(
                 f"{path}: law_version is {raw['law_version']} but the law is now {LAW_VERSION}; make the file again"
             )
-        params = SamplingParams(**{**raw["sampling"], "stop_ids": tuple(raw["sampling"]["stop_ids"])})
+        listed = {key: tuple(raw["sampling"].get(key, ())) for key in ("stop_ids", "stop")}
+        params = SamplingParams(**{**raw["sampling"], **listed})
         requests = tuple(
             Request(r["problem_id"], r["sample_index"], tuple(r["prompt_ids"]), params, raw["purpose"], raw["policy_step"])
             for r in raw["requests"]

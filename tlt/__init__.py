@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tlt.config.schema import Config
     from tlt.tasks.base import Task
     from tlt.training.evaluate import Evaluation
+    from tlt.training.live import LiveRollouts, LiveSettings
     from tlt.types import Request, SamplingParams, Strategy, UserError
 
 _HOMES = {
@@ -25,6 +26,7 @@ _HOMES = {
     "tlt.config.schema": ("Config",),
     "tlt.tasks.base": ("Task",),
     "tlt.training.evaluate": ("Evaluation",),
+    "tlt.training.live": ("LiveRollouts", "LiveSettings"),
     "tlt.types": ("Request", "SamplingParams", "Strategy", "UserError"),
 }
 """The module that defines each public name; the imports above tell the same to type checkers."""
@@ -33,6 +35,8 @@ __all__ = [
     "Config",
     "Engine",
     "Evaluation",
+    "LiveRollouts",
+    "LiveSettings",
     "Request",
     "Response",
     "SamplingParams",

@@ -99,6 +99,7 @@ class EngineSettings:
     speculation: "off", "adaptive" or a fixed strategy such as "4x1x4" (Strategy.parse).
     tuner: who chooses when speculation is adaptive: "cost-model" or "beg-mab".
     drafting: how drafters rank, when they stop and what they remember.
+    borrows: what the engine can use as the policy has it is read there, not copied (PackedTransformer).
     """
 
     speculation: str = "off"
@@ -107,6 +108,7 @@ class EngineSettings:
     device: torch.device | str = "cpu"
     max_batch_size: int = 64
     drafting: DrafterSection = field(default_factory=DrafterSection)
+    borrows: bool = False
 
     @staticmethod
     def of_run(config: Config, device: torch.device | str) -> EngineSettings:
@@ -136,9 +138,7 @@ def build_engine(
     """
     tuner = tuner or make_tuner(settings.speculation, drafter_kinds(drafter is not None), settings.tuner)
     engine = RolloutEngine(
-        config,
-        dtype=settings.dtype,
-        device=settings.device,
+        PackedTransformer(config, settings.dtype, settings.device, settings.borrows),
         max_batch_size=settings.max_batch_size,
         tuner=tuner,
         on_span=on_span,

@@ -55,7 +55,7 @@ def make_engine(
     window: int = 4096,
     confidence_threshold: float = 0.0,
 ) -> RolloutEngine:
-    engine = RolloutEngine(policy.config, dtype=dtype, max_batch_size=max_batch_size, tuner=tuner)
+    engine = RolloutEngine(PackedTransformer(policy.config, dtype), max_batch_size=max_batch_size, tuner=tuner)
     engine.load_policy(dict(policy.named_parameters()))
     if tuner is not None:
         if drafter == "learned":

@@ -24,6 +24,7 @@ from tlt.engine import noise as noise_module
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.noise import NoiseBlocks
 from tlt.models.decoder import ModelConfig
+from tlt.models.packed import PackedTransformer
 from tlt.speculative import sampling
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, philox
 from tlt.types import Request, SamplingParams
@@ -322,7 +323,7 @@ def test_the_default_dtype_does_not_change_the_noise(dtype: torch.dtype) -> None
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_engines_of_every_dtype_draw_with_the_same_noise(dtype: torch.dtype) -> None:
-    engine = RolloutEngine(CONFIG, dtype=dtype)
+    engine = RolloutEngine(PackedTransformer(CONFIG, dtype))
     engine.noise.admit(0, REQUEST)
     assert torch.equal(
         engine.noise.rows([7], 0), gumbel_noise(keys_tensor([REQUEST.key]), torch.tensor([[7]]), CONFIG.vocab_size)

@@ -106,7 +106,7 @@ class OracleTrees(LearnedDrafter):
 
 def run_engine(tuner: StrategyTuner, requests: Sequence[Request], oracle: bool = False) -> tuple[RolloutEngine, list[Finished]]:
     """Returns the engine and all that it finished, with what was captured."""
-    engine = RolloutEngine(CONFIG, dtype=torch.float64, max_batch_size=3, tuner=tuner)
+    engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=3, tuner=tuner)
     engine.load_policy(dict(POLICY.named_parameters()))
     drafter = make_drafter(3, engine.model)
     if oracle:

@@ -24,6 +24,7 @@ from tlt.drafter.service import DrafterWatch, Ranks, RankState
 from tlt.drafter.spot import SpotTrainer
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
+from tlt.models.packed import PackedTransformer
 from tlt.report.timeline import Timeline
 from tlt.training.drafter_side import WatchedDrafter
 from tlt.training.phase import RolloutPhase
@@ -177,7 +178,7 @@ def make_model(seed: int) -> DraftModel:
 
 
 def make_engine(seed: int = 2, strategy: Strategy = TREES) -> tuple[RolloutEngine, LearnedDrafter]:
-    engine = RolloutEngine(CONFIG, dtype=torch.float64, max_batch_size=4, tuner=Fixed(strategy))
+    engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=4, tuner=Fixed(strategy))
     engine.load_policy(dict(POLICY.named_parameters()))
     model = make_model(seed)
     packed = PackedDrafter(model.config, torch.float64)

@@ -21,7 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"build"}),
     frozenset({"training", "audit"}),
-    frozenset({"bench", "api"}),
+    frozenset({"bench", "api", "integrations"}),
     frozenset({"cli"}),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}

@@ -120,7 +120,7 @@ class ParityScorers:
     def __init__(self) -> None:
         self.rewards: dict[tuple[str, int], Reward] = {}
 
-    def submit(self, key: tuple[str, int], data: dict[str, Any], text: str) -> None:
+    def submit(self, key: tuple[str, int], data: dict[str, Any], text: str, token_ids: Any, step: int) -> None:
         self.rewards[key] = Reward(float(sum(map(int, text.split())) % 5 == 0), True)
 
     def drain(self, patience: float) -> dict[tuple[str, int], Reward]:

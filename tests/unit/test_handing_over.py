@@ -21,6 +21,7 @@ from tests.unit.phase_parts import (
     wait_for,
 )
 from tlt.engine.engine import RolloutEngine
+from tlt.models.packed import PackedTransformer
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.work import Work, worth_migrating
 from tlt.types import DrafterReport, Finished, Request, Rollout, Strategy
@@ -84,7 +85,7 @@ def test_half_of_the_responses_migrate_but_none_that_is_nearly_done() -> None:
 
 def test_what_waits_for_a_slot_is_handed_over_first() -> None:
     """Three of eight run; of what waits as much goes as makes both even, and comes from its end."""
-    engine = RolloutEngine(CONFIG, dtype=torch.float64, max_batch_size=3)
+    engine = RolloutEngine(PackedTransformer(CONFIG, torch.float64), max_batch_size=3)
     engine.load_policy(dict(POLICY.named_parameters()))
     group = [Request("p0", i, (3, 4, 5), PARAMS) for i in range(8)]
     busy, idle = make_coordinators(2)

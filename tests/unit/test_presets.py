@@ -22,6 +22,7 @@ from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
 from tlt.models.cpu_kernels import CausalAndOwn
 from tlt.models.decoder import Transformer
+from tlt.models.packed import PackedTransformer
 from tlt.training.start import preflight
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy, UserError
@@ -238,10 +239,10 @@ def test_a_reduced_head_follows_the_policy() -> None:
 def test_tokens_are_those_of_off(method: Method, draft_vocab: int | None, temperature: float, strategy: Strategy) -> None:
     params = SamplingParams(temperature=temperature, max_tokens=40, stop_ids=(), seed=5)
     requests = [Request(f"p{i}", 0, (1 + i, 2, 3 + i), params) for i in range(5)]
-    plain = RolloutEngine(DEEP, dtype=torch.float64, max_batch_size=3)
+    plain = RolloutEngine(PackedTransformer(DEEP, torch.float64), max_batch_size=3)
     plain.load_policy(POLICY.state_dict())
     expected = {r.problem_id: r.token_ids for r in plain.generate(requests)}
-    engine = RolloutEngine(DEEP, dtype=torch.float64, max_batch_size=3, tuner=Fixed(strategy))
+    engine = RolloutEngine(PackedTransformer(DEEP, torch.float64), max_batch_size=3, tuner=Fixed(strategy))
     engine.load_policy(POLICY.state_dict())
     model = make_model(method, draft_vocab)
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
@@ -265,7 +266,7 @@ def test_tokens_are_those_of_off(method: Method, draft_vocab: int | None, temper
 def test_only_the_draft_vocabulary_is_proposed() -> None:
     model = make_model("eagle3", DRAFT_VOCAB)
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
-    engine = RolloutEngine(DEEP, dtype=torch.float64, max_batch_size=4, tuner=Fixed(Strategy("learned", 5, 3, 12)))
+    engine = RolloutEngine(PackedTransformer(DEEP, torch.float64), max_batch_size=4, tuner=Fixed(Strategy("learned", 5, 3, 12)))
     engine.load_policy(POLICY.state_dict())
     drafter = LearnedDrafter(packed, engine.model, 4)
     engine.load_drafter(drafter)

@@ -102,9 +102,11 @@ def test_figures_have_the_names_of_the_file_in_groups_and_those_of_vllm() -> Non
 
 
 def test_no_two_numbers_of_a_record_share_a_name_and_none_is_lost() -> None:
-    empty = {"accept_by_depth": (), "draft_acceptance_rate_pos": (), "preemption_seconds": (), "strategy_seconds": {}}
-    numbers = [field.name for field in dataclasses.fields(StepRecord) if field.type in ("int", "Number")]
-    values = step_values(record(0, strategy_speed={}, **empty))
+    fields = dataclasses.fields(StepRecord)
+    lists = {field.name: () for field in fields if str(field.type).startswith("tuple")}
+    tables = {field.name: {} for field in fields if str(field.type).startswith("dict")}
+    numbers = [field.name for field in fields if field.type in ("int", "Number")]
+    values = step_values(record(0, **lists, **tables))
     assert len(values) == len(numbers) - len({"step", "finished_at"}) + len({"mean", "p50", "p95", "max"})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -97,6 +98,20 @@ def init_process_group_from_env(device: str | torch.device = "cpu", timeout_seco
     return World(rank, world_size, local_rank, device, store, dist.group.WORLD, timeout_seconds)
 
 
+def join_process_group(device: torch.device, timeout_seconds: float = 600.0) -> World:
+    """Returns the world of the default process group that somebody else has made (accelerate, torchrun's own program), with a
+    group and a part of its store that nobody else uses. Without one this process is a world of its own. Every rank calls it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return World(0, 1, 0, device, dist.HashStore(), None)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    group = dist.new_group(backend=backend, timeout=timedelta(seconds=timeout_seconds))
+    names: list[str] = [uuid.uuid4().hex]
+    dist.broadcast_object_list(names, src=0, group=group)
+    rank, world_size, local_rank = dist.get_rank(), dist.get_world_size(), int(os.environ.get("LOCAL_RANK", "0"))
+    store = dist.PrefixStore(names[0], dist.distributed_c10d._get_default_store())  # torch has no public name for it
+    return World(rank, world_size, local_rank, device, store, group, timeout_seconds)
+
+
 def shutdown(world: World) -> None:
     """Leaves the world, together with all other ranks. Drop models, optimizers and work queues first: what still refers to the
     group when the interpreter shuts down makes gloo abort (about 30 % of runs without the barrier and the collection)."""
@@ -104,7 +119,7 @@ def shutdown(world: World) -> None:
         return
     dist.barrier(world.group)
     gc.collect()
-    dist.destroy_process_group()
+    dist.destroy_process_group(None if world.group is dist.group.WORLD else world.group)
 
 
 def read_now(store: dist.Store, key: str) -> bytes:

@@ -24,7 +24,6 @@ from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Decode, Sequence, check_request
 from tlt.engine.stats import EngineStats
 from tlt.models.attention import StoringPrefill, cached, pad
-from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
@@ -56,22 +55,20 @@ class RolloutEngine:
 
     def __init__(
         self,
-        config: ModelConfig,
+        model: PackedTransformer,
         *,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
         max_batch_size: int = 64,
         tuner: StrategyTuner | None = None,
         on_span: Callable[[Span], None] | None = None,
         verify: Verify = verify,
         decode: Decode | None = None,
     ) -> None:
-        self.config, self.device = config, torch.device(device)
-        self.model = PackedTransformer(config, dtype, self.device)
+        config = model.config
+        self.model, self.config, self.device = model, config, model.device
         self.tuner = tuner
         self.drafter: Drafter[Any] | None = None
         self.scheduler = Scheduler(max_batch_size, config.max_positions)
-        self.cache = Cache(config, config.num_layers, dtype, self.device, max_batch_size)
+        self.cache = Cache(config, config.num_layers, model.dtype, self.device, max_batch_size)
         self.max_depth = Strategy.MAX_DEPTH if tuner is not None else 0
         self.noise = NoiseBlocks(config.vocab_size, max_batch_size, self.max_depth, self.device)
         self.on_span = on_span

@@ -86,6 +86,15 @@ class EngineStats:
         """Share of all drafts whose token at position 1, 2, … was accepted, however few were drafted."""
         return [self.survivors_by_depth[d] / self.num_drafts for d in sorted(self.attempts_by_depth)]
 
+    @property
+    def draft_metrics(self) -> dict[str, float]:
+        """Returns these by the names that trainers log (draft_acceptance_rate_pos_1, …); {} where nothing was drafted."""
+        rate, length = self.draft_acceptance_rate, self.draft_mean_acceptance_length
+        if rate is None or length is None:
+            return {}
+        by_position = {f"draft_acceptance_rate_pos_{d}": r for d, r in enumerate(self.draft_acceptance_rate_pos, start=1)}
+        return {"draft_acceptance_rate": rate, "draft_mean_acceptance_length": length, **by_position}
+
     def add(self, other: EngineStats) -> None:
         """Counts of another engine or phase on top of these."""
         for name in ("num_tokens", "num_verifications", "num_verified_tokens", "num_drafted_tokens", "num_steps"):

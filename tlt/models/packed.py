@@ -52,16 +52,19 @@ class PackedLinear:
         *,
         has_bias: bool = False,
         storage: Tensor | None = None,
+        borrows: bool = False,
     ) -> None:
         """Allocates the matrix, empty.
 
         storage: where the matrix lies already, for others to read; it is not copied where its own layout serves.
+        borrows: a weight of this type and device is read where it lies, rather than copied.
         """
+        self.borrows = borrows
         self.shape = (num_out, num_in)
         self.cpu_copy = cpu_kernels.onednn_matrix(num_in, num_out, dtype, device)
         self.weight: Tensor | None = None
         if self.cpu_copy is None or self.cpu_copy.min_rows > 0:
-            self.weight = torch.empty(num_out, num_in, dtype=dtype, device=device) if storage is None else storage
+            self.weight = _allocate(num_out, num_in, dtype, device, borrows) if storage is None else storage
         self.weight_t = None if self.weight is None else self.weight.t()
         self.bias = torch.empty(num_out, dtype=dtype, device=device) if has_bias else None
 
@@ -70,7 +73,8 @@ class PackedLinear:
         if tuple(weight.shape) != self.shape:
             raise RuntimeError(f"a matrix of shape {list(weight.shape)} arrived where {list(self.shape)} was expected")
         if self.weight is not None and self.weight is not weight:
-            self.weight.copy_(weight)
+            self.weight = _place(weight, self.weight, self.borrows)
+            self.weight_t = self.weight.t()
         if self.cpu_copy is not None:
             self.cpu_copy.load(weight)
         if self.bias is not None:
@@ -95,7 +99,13 @@ class PackedLayer:
     """A frozen copy of a `DecoderLayer`, computed with fused matrices."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, norms: Sequence[str] = INPUT_NORM
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        norms: Sequence[str] = INPUT_NORM,
+        borrows: bool = False,
     ) -> None:
         c = config
         self.config = config
@@ -105,9 +115,9 @@ class PackedLayer:
         self.mlp_norm = PackedNorm(c.hidden_size, c.rms_norm_eps, dtype, device)
         self.qkv_linear = PackedLinear(num_read, c.num_qkv * c.head_dim, dtype, device, has_bias=c.qkv_bias)
         self.qk_norm_weight = torch.empty(self.num_rotated, c.head_dim, dtype=dtype, device=device) if c.qk_norm else None
-        self.output_linear = PackedLinear(c.num_heads * c.head_dim, c.hidden_size, dtype, device)
+        self.output_linear = PackedLinear(c.num_heads * c.head_dim, c.hidden_size, dtype, device, borrows=borrows)
         self.gate_up_linear = PackedLinear(c.hidden_size, 2 * c.intermediate_size, dtype, device)
-        self.down_linear = PackedLinear(c.intermediate_size, c.hidden_size, dtype, device)
+        self.down_linear = PackedLinear(c.intermediate_size, c.hidden_size, dtype, device, borrows=borrows)
 
     def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
         """Copies a layer's tensors in, whose Hugging Face names begin with `prefix`; KeyError where one is missing."""
@@ -153,14 +163,22 @@ class PackedTransformer:
     """The engine's copy of a policy: inference only, never a parameter of anything.
 
     `version` counts the policies loaded, as their publisher numbers them.
+
+    borrows: what is used as the policy has it (embedding, head, output and down projections; on a CPU in float32 the embedding,
+        since the others need a layout of their own) is read where it lies, if type and device agree. Whoever trains the policy
+        then changes it here too, so all has to be loaded again before it is used.
     """
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu") -> None:
-        self.config, self.dtype, self.device = config, dtype, torch.device(device)
-        self.layers = [PackedLayer(config, dtype, self.device) for _ in range(config.num_layers)]
-        self.embedding_VE = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype, device=self.device)
+    def __init__(
+        self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", borrows: bool = False
+    ) -> None:
+        self.config, self.dtype, self.device, self.borrows = config, dtype, torch.device(device), borrows
+        self.layers = [PackedLayer(config, dtype, self.device, borrows=borrows) for _ in range(config.num_layers)]
+        self.embedding_VE = _allocate(config.vocab_size, config.hidden_size, dtype, self.device, borrows)
         self.head_VE = self.embedding_VE if config.tie_embeddings else torch.empty_like(self.embedding_VE)
-        self.head_linear = PackedLinear(config.hidden_size, config.vocab_size, dtype, self.device, storage=self.head_VE)
+        self.head_linear = PackedLinear(
+            config.hidden_size, config.vocab_size, dtype, self.device, storage=self.head_VE, borrows=borrows
+        )
         self.final_norm = PackedNorm(config.hidden_size, config.rms_norm_eps, dtype, self.device)
         self.final_gain_E = torch.empty(config.hidden_size, dtype=dtype, device=self.device)
         self.rope = Rope(config, dtype, self.device)
@@ -171,9 +189,9 @@ class PackedTransformer:
         """Copies a policy in by its Hugging Face names. KeyError where a tensor is missing, RuntimeError for another shape."""
         for index, layer in enumerate(self.layers):
             layer.load(tensors, f"model.layers.{index}.")
-        self.embedding_VE.copy_(tensors["model.embed_tokens.weight"].detach())
-        if not self.config.tie_embeddings:
-            self.head_VE.copy_(tensors["lm_head.weight"].detach())
+        self.embedding_VE = _place(tensors["model.embed_tokens.weight"], self.embedding_VE, self.borrows)
+        tied = self.config.tie_embeddings
+        self.head_VE = self.embedding_VE if tied else _place(tensors["lm_head.weight"], self.head_VE, self.borrows)
         self.head_linear.load(self.head_VE)
         self.final_gain_E.copy_(self.final_norm.load(tensors["model.norm.weight"].detach()))
         self.version = version
@@ -211,3 +229,14 @@ class PackedTransformer:
     def logits(self, features: Tensor) -> Tensor:
         """Returns logits [..., V]."""
         return self.head_linear(features.view(-1, self.config.hidden_size)).view(*features.shape[:-1], -1)
+
+
+def _allocate(num_rows: int, num_columns: int, dtype: torch.dtype, device: torch.device, borrows: bool) -> Tensor:
+    """Returns an empty matrix; one without rows where the values will be borrowed."""
+    return torch.empty(0 if borrows else num_rows, num_columns, dtype=dtype, device=device)
+
+
+def _place(given: Tensor, known: Tensor, borrows: bool) -> Tensor:
+    """Returns the given values in the type and on the device of `known`: copied into it, or, where they may be borrowed,
+    as they lie. Borrowed memory is another's, so nothing is ever written into it."""
+    return given.detach().to(known) if borrows else known.copy_(given.detach())

@@ -80,13 +80,17 @@ class Timeline:
         return [Span(name, start, end) for name, start, end, _, _ in self._spans]
 
     def flush(self) -> None:
-        """Moves what was recorded to the end of the file. Call it once a step; without a file all stays here."""
+        """Moves what was recorded to the end of the file. Call it once a step; without a file all stays here, until `clear`."""
         if self._path is None or not self._spans:
             return
         epoch = self._epoch
         lines = [json.dumps([name, start + epoch, end + epoch, busy, count]) for name, start, end, busy, count in self._spans]
         with self._path.open("a", encoding="utf-8") as file:
             file.write("".join(line + "\n" for line in lines))
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets what was recorded."""
         self._spans = []
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,19 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from tlt.build import build_draft_model, build_spot_trainer
 from tlt.config.drafter import DrafterSection
 from tlt.distributed.mailbox import Mailbox, connect_mailbox
-from tlt.distributed.world import World
-from tlt.drafter.folder import save_drafter
+from tlt.distributed.world import World, average_weighted, gather_objects
+from tlt.drafter.folder import StoredDrafter, save_drafter
+from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.learned import LearnedDrafter
+from tlt.drafter.measure import Subject
 from tlt.drafter.model import DraftModel
-from tlt.drafter.service import DrafterWatch
+from tlt.drafter.service import DrafterWatch, Ranks
 from tlt.drafter.spot import SpotTrainer
+from tlt.drafter.suffix_index import count_retrieved
+from tlt.engine.engine import RolloutEngine
 from tlt.report.timeline import Timeline
 from tlt.spans import SpanName
 from tlt.types import DrafterCheck, DrafterReport, Finished, Rollout, UserError
@@ -94,6 +100,7 @@ class WatchedDrafter(DrafterSide):
 
     model: the copy that is trained and measured.  learned: the engine's.  watch: who publishes and measures it.
     spot: who trains it; None: it stays as it is.  refresh: lets others use it before the rollout ends; None: nobody does.
+    share: of a phase's seconds, for which it is trained at the end of the phase, busy or not.
     """
 
     def __init__(
@@ -104,9 +111,10 @@ class WatchedDrafter(DrafterSide):
         spot: SpotTrainer | None,
         refresh: DrafterRefresh | None,
         timeline: Timeline,
+        share: float = 0.0,
     ) -> None:
         self.model, self.learned, self.watch, self.spot = model, learned, watch, spot
-        self.mail, self.timeline = refresh, timeline
+        self.mail, self.timeline, self.share = refresh, timeline, share
         self._trains = False  # in this phase
 
     @property
@@ -121,6 +129,7 @@ class WatchedDrafter(DrafterSide):
 
     def begin(self, rollout: str) -> None:
         self._trains = self.spot is not None and self.watch.trains
+        self._begun = time.perf_counter()
         if self.mail is not None:
             self.mail.begin(rollout)
 
@@ -143,6 +152,9 @@ class WatchedDrafter(DrafterSide):
         return self.watch.run(lambda: spot.run(should_stop, publish))
 
     def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck | None:
+        if self.share:
+            end = time.perf_counter() + self.share * (time.perf_counter() - self._begun)
+            num_tokens += self.train(lambda: time.perf_counter() >= end).num_tokens
         with self.timeline.span(SpanName.CHECK_DRAFTER):
             return self.watch.end_step(rollouts, num_tokens, temperature)
 
@@ -176,6 +188,44 @@ class WatchedDrafter(DrafterSide):
     def save(self, folder: Path, about: Mapping[str, Any]) -> None:
         preset = {} if self.spot is None else {"preset": self.spot.trainer.preset.name}
         save_drafter(folder, self.model, torch.float32, {**about, "drafter_version": self.version, **preset})
+
+
+def watch_drafter(
+    settings: DrafterSection,
+    stored: StoredDrafter | None,
+    engine: RolloutEngine,
+    world: World,
+    timeline: Timeline,
+    *,
+    run: str,
+    seed: int,
+    share: float = 0.0,
+) -> DrafterSide:
+    """Makes the copy of the engine's learned drafter that is trained, who trains it, and who watches over it.
+
+    run: a name that no other run of these ranks has.  seed: of the windows to train on; other ranks draw others by it.
+    share: see WatchedDrafter.
+    """
+    hybrid = engine.drafter
+    if stored is None or hybrid is None:
+        return DrafterSide()
+    assert isinstance(hybrid, HybridDrafter), "a learned drafter has retrieval beside it"
+    model, target, learned = build_draft_model(stored, world.device), engine.model, hybrid.learned
+    spot = None
+    if settings.train:
+        seed = seed * world.world_size + world.rank
+        spot = build_spot_trainer(settings, stored, model, target, seed, timeline.add)
+    watch = DrafterWatch(
+        Subject(model, learned.model, target, count_retrieved),
+        spot.trainer if spot is not None else None,
+        learned,
+        hybrid.set_aside,
+        Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world)),
+        settings.gate,
+        settings.check_every,
+    )
+    refresh = None if spot is None else connect_refresh(settings, world, run, learned)
+    return WatchedDrafter(model, learned, watch, spot, refresh, timeline, share)
 
 
 class DrafterRefresh:
@@ -217,11 +267,11 @@ class DrafterRefresh:
         return is_due
 
 
-def connect_refresh(settings: DrafterSection, world: World, folder: Path, learned: LearnedDrafter) -> DrafterRefresh | None:
-    """Returns the refresh of the run in `folder`; None: nobody would publish, or nobody would take it up."""
+def connect_refresh(settings: DrafterSection, world: World, run: str, learned: LearnedDrafter) -> DrafterRefresh | None:
+    """Returns the refresh of the run of that name; None: nobody would publish, or nobody would take it up."""
     if world.group is None or not settings.refresh_during_rollout:
         return None
-    mailbox = connect_mailbox(world.store, f"drafter of {folder}")  # runs side by side share the store
+    mailbox = connect_mailbox(world.store, f"drafter of {run}")  # runs side by side share the store
     return DrafterRefresh(mailbox, learned, settings.refresh_seconds)
 
 

@@ -17,8 +17,9 @@ that still generate through a mailbox (`DrafterRefresh`); tokens do not depend o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
@@ -26,7 +27,7 @@ from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.batch import in_order, key_of
-from tlt.rl.rewards import RewardPool
+from tlt.rl.rewards import Key
 from tlt.spans import SpanName
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
@@ -36,6 +37,20 @@ from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Re
 POLL_SECONDS = 0.002
 
 NO_DRAFTER = DrafterSide()
+
+
+class Scorers(Protocol):
+    """Scores responses while others are generated; `RewardPool` does so in processes."""
+
+    def submit(self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int) -> None:
+        """Takes a response in, without waiting. step: updates behind the policy that wrote it."""
+
+    def drain(self, patience: float) -> dict[Key, Reward]:
+        """Returns the rewards of all that was submitted since the last time."""
+        ...
+
+    def abandon(self) -> None:
+        """Forgets all that was submitted."""
 
 
 class StopRequested(Exception):
@@ -151,7 +166,7 @@ class RolloutPhase:
         world: World,
         engine: RolloutBackend,
         coordinator: Coordinator,
-        scorers: RewardPool,
+        scorers: Scorers,
         decode: Callable[[Sequence[int]], str],
         timeline: Timeline,
         should_stop: Callable[[], bool],
@@ -195,11 +210,33 @@ class RolloutPhase:
             groups += found
             rounds.append(reports)
             draws = [] if sampling is None else sampling.next_draws(groups, len(rounds))
+        return self._end(groups, rounds, params.temperature, drafter, sampling)
+
+    def answer(
+        self, problems: Sequence[Problem], requests: Sequence[Sequence[Request]], name: str, drafter: DrafterSide = NO_DRAFTER
+    ) -> PhaseResult:
+        """Does the same for any requests, in one round: a group of them for each problem, one at least, whose sample indices
+        follow each other. name: no other phase of the run has it."""
+        drafter.begin(name)
+        self.engine.stats = EngineStats()
+        draws = [Draw(problem, group[0].sample_index) for problem, group in zip(problems, requests, strict=True)]
+        groups, replicas = self._round(draws, requests, name, drafter)
+        return self._end(groups, [replicas], requests[0][0].params.temperature, drafter)
+
+    def _end(
+        self,
+        groups: list[Group],
+        rounds: list[list[ReplicaReport]],
+        temperature: float,
+        drafter: DrafterSide,
+        sampling: DynamicSampling | None = None,
+    ) -> PhaseResult:
+        """Ends a phase, with what its rounds have brought."""
         self.engine.release()  # the policy update wants the memory
         rollouts, rewards = in_order(*flatten(groups))
         replicas = combine(rounds)
         replica = replicas[self.world.rank]
-        check = drafter.check(rollouts, replica.drafter.num_tokens, params.temperature)
+        check = drafter.check(rollouts, replica.drafter.num_tokens, temperature)
         kept = groups if sampling is None else sampling.select(groups)
         result = PhaseResult(rollouts, rewards, replicas, check, groups, kept, len(rounds))
         drafter.end(rollouts, result.seconds)

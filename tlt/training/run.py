@@ -12,10 +12,8 @@ import torch
 
 from tlt.build import (
     EngineSettings,
-    build_draft_model,
     build_engine,
     build_policy_trainer,
-    build_spot_trainer,
     drafter_folder,
     load_model,
     load_stored,
@@ -29,16 +27,11 @@ from tlt.distributed.work_queue import Coordinator, connect_coordinator
 from tlt.distributed.world import (
     DeviceChoice,
     World,
-    average_weighted,
     choose_device,
     gather_objects,
     init_process_group_from_env,
 )
 from tlt.drafter.folder import StoredDrafter
-from tlt.drafter.hybrid import HybridDrafter
-from tlt.drafter.measure import Subject
-from tlt.drafter.service import DrafterWatch, Ranks
-from tlt.drafter.suffix_index import count_retrieved
 from tlt.files import write_atomically
 from tlt.models.decoder import Transformer
 from tlt.models.hf_weights import save_model
@@ -50,7 +43,7 @@ from tlt.report.tracking import NO_TRACKING, Tracking, run_id, track
 from tlt.rl.rewards import RewardPool
 from tlt.spans import SpanName
 from tlt.training.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint
-from tlt.training.drafter_side import DrafterSide, WatchedDrafter, connect_refresh
+from tlt.training.drafter_side import DrafterSide, watch_drafter
 from tlt.training.evaluate import Evaluations
 from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase
@@ -139,27 +132,8 @@ class Run:
         self.phase = RolloutPhase(world, self.engine, coordinator, self.scorers, decode, self.timeline, stop.is_set, migrates)
 
     def _watch_drafter(self, stored: StoredDrafter | None) -> DrafterSide:
-        """Makes the copy of the learned drafter that is trained, who trains it, and who watches over it."""
-        settings, world, hybrid = self.config.drafter, self.world, self.engine.drafter
-        if stored is None or hybrid is None:
-            return DrafterSide()
-        assert isinstance(hybrid, HybridDrafter), "a learned drafter has retrieval beside it"
-        model, target, learned = build_draft_model(stored, world.device), self.engine.model, hybrid.learned
-        spot = None
-        if settings.train:
-            seed = self.config.run.seed * world.world_size + world.rank
-            spot = build_spot_trainer(settings, stored, model, target, seed, self.timeline.add)
-        watch = DrafterWatch(
-            Subject(model, learned.model, target, count_retrieved),
-            spot.trainer if spot is not None else None,
-            learned,
-            hybrid.set_aside,
-            Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world)),
-            settings.gate,
-            settings.check_every,
-        )
-        refresh = None if spot is None else connect_refresh(settings, world, self.out_dir, learned)
-        return WatchedDrafter(model, learned, watch, spot, refresh, self.timeline)
+        settings, seed = self.config.drafter, self.config.run.seed
+        return watch_drafter(settings, stored, self.engine, self.world, self.timeline, run=str(self.out_dir), seed=seed)
 
     def _resume(self) -> int:
         """Takes up the last checkpoint, if there is one; returns the updates done."""

@@ -28,7 +28,8 @@ class Work:
 
     @property
     def unit_size(self) -> int:
-        return len(self.requests[0])
+        """Requests of the largest unit."""
+        return max(map(len, self.requests))
 
     def take(self, room: int) -> list[Request]:
         """Takes up to `room` units and returns their requests; none where the queue is empty now."""

@@ -1,0 +1,149 @@
+"""TRL alone, TRL with TLT's rollout function, TLT alone: the same prompts and lengths, in turns.
+
+    python -m benchmarks.trl --responses 16 --max-tokens 512 --rounds 3 --out benchmarks/results/trl/two-ranks
+
+    round 0: trl-tlt, trl, tlt │ round 1: tlt, trl, trl-tlt │ …          every arm in processes of its own, started by torchrun
+
+A round's arm takes `--steps` steps after one that does not count: generate, score, update. The learning rate is too small to
+change a weight, so that all arms generate from the base model. TRL with TLT and TLT alone draw by the same keys, hence the same
+tokens (near-ties in float32 aside). TRL alone draws its own; its responses are given the lengths of theirs: no end of sequence
+before, one exactly there. Needs TRL (pip install 'tlt-rl[trl]').
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tlt.bench.measure import Ratio
+from tlt.bench.report import environment, provenance, ratio_text, table, write_report
+
+ARMS = ("trl-tlt", "trl", "tlt")
+NAMES = {"trl": "TRL alone", "trl-tlt": "TRL with TLT", "tlt": "TLT alone"}
+WORKER = "benchmarks.trl_worker"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is to do. arm: one of ARMS.  lengths: file of the responses' lengths, written by trl-tlt, read by trl."""
+
+    arm: str
+    responses: int
+    max_tokens: int
+    steps: int
+    lengths: str
+    out: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One arm in one round: seconds of each counted step, of its rollout (the slowest rank's), and its response tokens."""
+
+    arm: str
+    step_seconds: tuple[float, ...]
+    rollout_seconds: tuple[float, ...]
+    num_tokens: tuple[int, ...]
+
+
+def run_arm(job: Job, ranks: int) -> Measured:
+    """Runs an arm in processes of its own."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--standalone", "--module", WORKER, json.dumps(asdict(job))]  # its folder would hide TRL behind this file
+    root = str(Path(__file__).parents[1])
+    inherited = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    done = subprocess.run(command, cwd=root, env=inherited, capture_output=True, text=True, check=False)
+    if not Path(job.out).exists():
+        sys.exit(f"{job.arm}: ended with exit code {done.returncode}\n{done.stderr[-4000:]}")
+    measured = json.loads(Path(job.out).read_text())
+    return Measured(job.arm, *(tuple(measured[name][1:]) for name in ("step_seconds", "rollout_seconds", "num_tokens")))
+
+
+def take_turns(options: argparse.Namespace) -> list[list[Measured]]:
+    """Every round measures all arms once. The first one begins with trl-tlt, whose lengths TRL alone takes over."""
+    rounds = []
+    with tempfile.TemporaryDirectory() as folder:
+        for index in range(options.rounds):
+            measured = []
+            for arm in ARMS if index % 2 == 0 else reversed(ARMS):
+                out = Path(folder) / f"{index}-{arm}.json"
+                lengths = str(Path(folder) / "lengths.json")
+                job = Job(arm, options.responses, options.max_tokens, options.steps + 1, lengths, str(out))
+                measured.append(run_arm(job, options.ranks))
+                print(f"round {index}, {NAMES[arm]}: {sum(measured[-1].step_seconds):.1f} s", flush=True)
+            rounds.append(measured)
+    return rounds
+
+
+def summarize(rounds: Sequence[Sequence[Measured]]) -> list[dict[str, Any]]:
+    """Returns a row for each arm: medians over rounds and steps, and the ratio of TRL alone's seconds to its, by rounds."""
+    totals = [{m.arm: sum(m.step_seconds) for m in measured} for measured in rounds]
+    rows = []
+    for arm in ("trl", "trl-tlt", "tlt"):
+        own = [m for measured in rounds for m in measured if m.arm == arm]
+        steps, rollouts, tokens = ([value for m in own for value in getattr(m, name)] for name in list(asdict(own[0]))[1:])
+        speedup = Ratio.of([total["trl"] / total[arm] for total in totals])
+        row = {"arm": arm, "step_seconds": median(steps), "rollout_seconds": median(rollouts), "num_tokens": median(tokens)}
+        rows.append({**row, "tokens_per_second": sum(tokens) / sum(rollouts), "speedup": asdict(speedup)})
+    return rows
+
+
+def report_text(report: Mapping[str, Any]) -> str:
+    columns = ("", "step, s", "rollout, s", "response tokens", "tokens/s in rollouts", "TRL alone / this (95 %)")
+    rows = [
+        (
+            NAMES[row["arm"]],
+            f"{row['step_seconds']:.2f}",
+            f"{row['rollout_seconds']:.2f}",
+            f"{row['num_tokens']:.0f}",
+            f"{row['tokens_per_second']:.0f}",
+            ratio_text(row["speedup"]),
+        )
+        for row in report["rows"]
+    ]
+    about = f"{report['responses']} responses of at most {report['max_tokens']} tokens a step, {report['ranks']} ranks"
+    lines = [
+        "# TRL beside TLT",
+        "",
+        *provenance(report),
+        "",
+        f"Countdown base model, {about}; medians.",
+        "",
+        table(columns, rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--responses", type=int, default=16, help="responses of a step, over all ranks")
+    parser.add_argument("--max-tokens", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=2, help="counted steps of an arm in a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--out", type=Path, required=True, help="OUT.json and OUT.md")
+    options = parser.parse_args()
+    if options.responses % (8 * options.ranks):
+        parser.error(f"--responses: {options.responses} are not groups of 8 on {options.ranks} ranks; give a multiple")
+    rounds = take_turns(options)
+    described = {**environment(), "trl": version("trl"), "transformers": version("transformers")}
+    words = {name: str(value) for name, value in vars(options).items()}
+    command = "python -m benchmarks.trl " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in words.items())
+    report = {"command": command, "environment": described, **vars(options), "out": options.out.name}
+    report |= {"rows": summarize(rounds), "rounds": [[asdict(m) for m in measured] for measured in rounds]}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    write_report(options.out, report, report_text(report))
+    print(report_text(report))
+
+
+if __name__ == "__main__":
+    main()

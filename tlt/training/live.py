@@ -1,0 +1,226 @@
+"""Rollouts of a policy that somebody else trains: engine, drafter and work queue beside a loop of the user's own.
+
+    the caller's module ── weights, at every call ──▶ engine ──▶ one response per prompt, on the rank that gave the prompt
+          ▲                                           ▲    │
+          └──────── the caller's own update           │    └─▶ drafter, trained where a rank falls idle
+                                                      └── queue: all ranks share the work of all
+
+Knows neither losses nor rewards nor whose loop it is (TRL's: integrations/trl.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tlt.build import EngineSettings, build_engine
+from tlt.config.drafter import DrafterSection
+from tlt.config.mistakes import validate
+from tlt.distributed.work_queue import connect_coordinator
+from tlt.distributed.world import gather_objects, join_process_group, shutdown
+from tlt.drafter.folder import load_drafter
+from tlt.engine.stats import EngineStats
+from tlt.models.hf_module import module_config, module_tensors, unwrap
+from tlt.models.hf_weights import expected_shapes
+from tlt.models.tokenizer import check_prompt
+from tlt.report.timeline import Timeline
+from tlt.rl.rewards import Key
+from tlt.training.drafter_side import DrafterSide, watch_drafter
+from tlt.training.phase import PhaseResult, RolloutPhase
+from tlt.types import Problem, Purpose, Request, Reward, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
+
+
+@dataclass(frozen=True)
+class LiveSettings:
+    """The settings of an engine beside somebody else's trainer. Raises UserError for what cannot be.
+
+    drafter: a drafter's folder; None: drafts are retrieved from earlier responses to the same prompt.
+    speculation: "adaptive" (chosen at every engine step by measured costs), "off", or a strategy such as "4x1x4".
+    dtype: of the engine, "float32", "float64" or "bfloat16"; None: the model's.
+    max_batch_size: sequences that a rank decodes at a time.
+    drafting: keys of the section [drafter] of a run's configuration, such as {"learning_rate": 1e-4} or {"train": False}.
+    idle_share: a single rank never falls idle; it trains the drafter for this share of a rollout's seconds.
+    """
+
+    drafter: str | Path | None = None
+    speculation: str = "adaptive"
+    dtype: str | None = None
+    max_batch_size: int = 64
+    drafting: Mapping[str, Any] = field(default_factory=dict)
+    idle_share: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.drafter is not None and not Path(self.drafter).is_dir():
+            raise UserError(f"drafter: {self.drafter} does not exist; give a drafter's folder")
+        if self.speculation != "adaptive":
+            Strategy.parse(self.speculation)
+        if self.max_batch_size < 1:
+            raise UserError(f"max_batch_size: is {self.max_batch_size}; it must be 1 or more")
+        if not 0 <= self.idle_share <= 1:
+            raise UserError(f"idle_share: is {self.idle_share}; it must be in [0, 1]")
+        assert self.section is not None, "keys and values are right"
+
+    @property
+    def section(self) -> DrafterSection:
+        return validate(DrafterSection, {"train": self.drafter is not None, **self.drafting}, "drafting")
+
+    def of_engine(self, policy: Tensor) -> EngineSettings:
+        """Returns the engine's settings beside a policy with tensors such as this one."""
+        return EngineSettings(
+            self.speculation,
+            dtype=resolve_dtype(self.dtype or str(policy.dtype).removeprefix("torch.")),
+            device=policy.device,
+            max_batch_size=self.max_batch_size,
+            drafting=self.section,
+            borrows=True,
+        )
+
+
+class LiveRollouts:
+    """Generates with the weights that a module has at the moment of the call.
+
+    model: a Llama, Qwen2 or Qwen3 of transformers, which the caller trains; not sharded, and without adapters. The engine reads
+        what it can where it lies (PackedTransformer) and copies the rest, in a layout of its own.
+
+    Where a default process group exists, every rank makes one of these and takes part in every call.
+
+    latest: the latest call, with all ranks' responses and times.  seconds: this rank's in it, by what it did (spans.py).
+    """
+
+    def __init__(self, model: nn.Module, settings: LiveSettings | None = None) -> None:
+        settings = settings or LiveSettings()
+        self.model = unwrap(model)
+        self.config = module_config(self.model)
+        self._expected = expected_shapes(self.config)
+        tensors = module_tensors(self.model, self._expected)
+        policy = next(iter(tensors.values()))
+        self.world = world = join_process_group(policy.device)
+        self.timeline = Timeline(world.rank)
+        folder = None if settings.speculation == "off" else settings.drafter
+        share = settings.idle_share if world.world_size == 1 else 0.0
+        with torch.random.fork_rng():  # the caller's random numbers stay as they are
+            stored = None if folder is None else load_drafter(folder, self.config, tensors)
+            self.engine = build_engine(self.config, tensors, settings.of_engine(policy), stored, on_span=self.timeline.add)
+            self.drafter = watch_drafter(
+                settings.section, stored, self.engine, world, self.timeline, run="live", seed=0, share=share
+            )
+        coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
+        self._phase = RolloutPhase(world, self.engine, coordinator, Unscored(), lambda _: "", self.timeline, lambda: False)
+        self._occurrences = {purpose: Occurrences() for purpose in ("rollout", "evaluation", "generate")}
+        self._num_calls = 0
+        self.latest: PhaseResult | None = None
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts of the latest call, over all ranks."""
+        return EngineStats() if self.latest is None else self.latest.stats
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, step: int, purpose: Purpose = "rollout"
+    ) -> list[Rollout]:
+        """Returns a response to each of this rank's prompts (token ids), in their order. Every rank calls it, with prompts of
+        its own; all of them share the work, and those that run dry train the drafter (not in an evaluation).
+
+        A prompt that is given several times gets as many different responses: the key of a response is (params.seed, purpose,
+        step, the prompt's hash, how often the prompt has come before in this step and purpose, on all ranks). So the same calls
+        with the same weights give the same tokens, in a resumed loop too.
+
+        step: updates of the policy so far.  Raises UserError, on all ranks, for a prompt that the model cannot read.
+        """
+        keys = self._name(gather_objects(self.world, [tuple(prompt) for prompt in prompts]), step, purpose)
+        groups: dict[str, list[Request]] = {}
+        for (name, index), prompt in (pair for rank in keys for pair in rank):
+            groups.setdefault(name, []).append(Request(name, index, prompt, params, purpose, step))
+        if not groups:
+            return []
+        problems = [Problem(name, requests[0].prompt_ids) for name, requests in groups.items()]
+        self._num_calls += 1
+        self.engine.load_policy(module_tensors(self.model, self._expected), step)
+        label = f"{purpose} {step}, call {self._num_calls}"
+        trained = self.drafter if purpose == "rollout" else DrafterSide()
+        try:
+            self.latest = self._phase.answer(problems, list(groups.values()), label, trained)
+        except BaseException:  # Ctrl-C in a notebook, say: the next call begins anew
+            self.engine.abort()
+            self._phase.coordinator.abandon()
+            trained.abandon()
+            raise
+        self.seconds = defaultdict(float)
+        for span in self.timeline.spans:
+            self.seconds[span.name] += span.end - span.start
+        self.timeline.clear()
+        rollouts = {(r.problem_id, r.sample_index): r for r in self.latest.rollouts}
+        return [rollouts[key] for key, _ in keys[self.world.rank]]
+
+    def restart(self, purpose: Purpose) -> None:
+        """Lets prompts of this purpose count from the beginning again: an evaluation that is repeated in the same step is then
+        the same one. Every rank calls it."""
+        self._occurrences[purpose] = Occurrences()
+
+    def save_drafter(self, folder: str | Path) -> None:
+        """Writes the drafter as it is now, for this class, `tlt train` or another engine to load. One rank calls it."""
+        self.drafter.save(Path(folder), {})
+
+    def close(self) -> None:
+        """Leaves the group that the ranks have for this; every rank calls it, when all is done."""
+        world = self.world
+        del self._phase, self.drafter, self.engine
+        shutdown(world)
+
+    def _name(
+        self, prompts: Sequence[Sequence[tuple[int, ...]]], step: int, purpose: Purpose
+    ) -> list[list[tuple[Key, tuple[int, ...]]]]:
+        """Returns (key, prompt) of every prompt of every rank."""
+        counts = self._occurrences[purpose]
+        for rank, given in enumerate(prompts):
+            for number, prompt in enumerate(given, start=1):
+                place = f"prompt {number} of rank {rank}"
+                check_prompt(prompt, place, vocab_size=self.config.vocab_size, window=self.config.max_positions)
+        return [[(counts.next(step, prompt_name(prompt)), prompt) for prompt in given] for given in prompts]
+
+
+class Occurrences:
+    """Counts how often each prompt has come within a step."""
+
+    def __init__(self) -> None:
+        self._step = -1
+        self._seen: Counter[str] = Counter()
+
+    def next(self, step: int, name: str) -> Key:
+        """Returns the prompt's name, and how often it has come before in this step."""
+        if step != self._step:
+            self._step = step
+            self._seen.clear()
+        self._seen[name] += 1
+        return name, self._seen[name] - 1
+
+
+def prompt_name(prompt_ids: Sequence[int]) -> str:
+    """Returns a name by which the same prompt is known again, on all ranks and in all runs: 64 bits of its hash."""
+    text = ",".join(map(str, prompt_ids))
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class Unscored:
+    """Scores nothing: rewards are the caller's."""
+
+    def __init__(self) -> None:
+        self._keys: list[Key] = []
+
+    def submit(self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int) -> None:
+        self._keys.append(key)
+
+    def drain(self, patience: float) -> dict[Key, Reward]:
+        keys, self._keys = self._keys, []
+        return {key: Reward(0.0, False, "rewards are the caller's") for key in keys}
+
+    def abandon(self) -> None:
+        self._keys.clear()
