@@ -320,3 +320,17 @@ def test_names_of_the_hub_stay_as_they_are_where_no_folder_has_them(folder: Path
 def test_direct_construction_is_as_strict(folder: Path) -> None:
     with pytest.raises(ValidationError, match="extra_forbidden"):
         RolloutSection(batch=1)
+
+
+def test_lists_may_be_given_with_commas_on_the_command_line(folder: Path) -> None:
+    words = ["--rewards.functions", "task,mine:brief", "--rewards.weights", "1,0.2", "--tracking.use", "tensorboard"]
+    config = load_config(folder / "run.toml", words)
+    assert config.rewards.functions == ("task", "mine:brief")
+    assert config.rewards.weights == (1.0, 0.2)
+    assert config.tracking.use == ["tensorboard"]
+    one = load_config(folder / "run.toml", ["--rewards.functions", "mine:brief", "--rewards.weights", "0.5"])
+    assert (one.rewards.functions, one.rewards.weights) == (("mine:brief",), (0.5,))
+    listed = load_config(
+        folder / "run.toml", ["--rewards.functions", '["task", "mine:brief"]', "--rewards.weights", "[1, 0.2]"]
+    )
+    assert listed.rewards == config.rewards

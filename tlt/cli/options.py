@@ -20,7 +20,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from tlt.config.arguments import read_words
 from tlt.config.mistakes import Keys, find_nearest, mistake, remedy
 from tlt.config.schema import Config
-from tlt.config.section import Explained, PositiveInt
+from tlt.config.section import Explained, PositiveInt, split_words
 from tlt.types import UserError
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -31,20 +31,16 @@ File = Annotated[Path | None, arg(metavar="FILE")]
 _POSITIONAL = get_args(Positional[int])[1]  # the marker that tyro.conf.Positional leaves on a type
 
 
-def _split(value: Any) -> Any:
-    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
-
-
 def _listed(metavar: str) -> tuple[BeforeValidator, PrimitiveConstructorSpec[tuple[Any, ...]]]:
     """Returns how a list is read, and how the help shows it: with commas."""
     shown = PrimitiveConstructorSpec[tuple[Any, ...]](
         nargs=1,
         metavar=metavar,
-        instance_from_str=lambda texts: tuple(_split(texts[0])),
+        instance_from_str=lambda texts: tuple(split_words(texts[0])),
         is_instance=lambda value: isinstance(value, tuple),
         str_from_instance=lambda values: [",".join(map(str, values))],
     )
-    return BeforeValidator(_split), shown
+    return BeforeValidator(split_words), shown
 
 
 def json_object(option: str) -> tuple[BeforeValidator, PrimitiveConstructorSpec[dict[str, Any]]]:

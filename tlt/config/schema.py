@@ -14,16 +14,11 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from tlt.config.algorithm import AlgorithmSection
 from tlt.config.drafter import DrafterSection
 from tlt.config.mistakes import mistake, validate
-from tlt.config.section import AnyPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from tlt.config.section import AnyPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, split_words
 from tlt.types import Strategy, UserError
 
 _DEFAULT_NUM_PROBLEMS = 4096
 DEFAULT_OUT_DIR = Path("runs/run")
-
-
-def _split(value: Any) -> Any:
-    """Returns the words of a text with commas between them; anything else as it is."""
-    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
 class RunSection(Section):
@@ -198,10 +193,15 @@ class EvaluationSection(Section):
 class RewardsSection(Section):
     """The score of a response, and the worker processes that compute it while others still generate (docs/tasks.md)."""
 
-    functions: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    """Reward functions in TRL's signature as "package.module:object", and "task" for the task's own score; none: that alone."""
-    weights: Annotated[tuple[float, ...], Field(strict=False)] = ()
-    """Weights of the functions in the sum that is the reward; none: 1 each."""
+    functions: Annotated[
+        tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), BeforeValidator(split_words)
+    ] = ()
+    """Reward functions in TRL's signature as "package.module:object", and "task" for the task's own score; none: that alone. On
+    the command line with commas between."""
+    weights: Annotated[
+        tuple[Annotated[float, Field(strict=False)], ...], Field(strict=False), BeforeValidator(split_words)
+    ] = ()
+    """Weights of the functions in the sum that is the reward, with commas between on the command line; none: 1 each."""
     solved_at: float = 1.0
     """A response is solved from this reward on, where "task", which says so itself, is not among the functions."""
     num_workers: NonNegativeInt = 1
@@ -221,7 +221,7 @@ class RewardsSection(Section):
 class TrackingSection(Section):
     """Trackers that get the figures of metrics.jsonl as well (docs/tracking.md). None of them can stop a run."""
 
-    use: Annotated[list[str], BeforeValidator(_split)] = Field(default=[])
+    use: Annotated[list[str], BeforeValidator(split_words)] = Field(default=[])
     """Any of wandb, tensorboard and trackio, or your own as "package.module:Class"; on the command line with commas between."""
     project: Annotated[str, Field(min_length=1)] | None = None
     """The project of the run there; None: what WANDB_PROJECT says, else tlt."""

@@ -14,6 +14,13 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 AnyPath = Annotated[Path, Field(strict=False)]
 
 
+def split_words(value: Any) -> Any:
+    """Returns the words of a text with commas between them, a number as a list of one; anything else as it is."""
+    if isinstance(value, int | float):
+        return [value]
+    return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
+
+
 class Explained(BaseModel):
     """A model whose fields are explained by the docstrings below them: each is one paragraph, however its lines break."""
 
