@@ -1,14 +1,15 @@
 # Needs make and a Python >= 3.11 with venv; everything else is put into .venv.
 #
 #   make train    set up, then the main job: RL on Countdown, about ten minutes on two cores
-#   make test     set up, then all tests        make unit    the unit tests alone, under a minute
+#   make test     set up, then the tests        make unit    the unit tests alone, two minutes
+#   make proofs   heavier whole runs, beside TRL where it is installed (pip install '.[trl]'), five minutes
 #   make vllm-check   exported drafters in an unmodified vLLM, in an environment of its own (VLLM_PYTHON=, else .venv-vllm, 2 GB)
 #   make lint     ruff and mypy                 make setup   .venv alone       make clean   remove .venv and caches
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit vllm-check lint format clean
+.PHONY: help setup train test unit proofs vllm-check lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -30,6 +31,7 @@ export OMP_NUM_THREADS ?= 1
 
 # Whole test files run side by side, in the order of their names: those that wait most for processes of their own come first.
 TEST_WORKERS ?= 2
+PROOFS := tests/integration/proofs
 SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 help:
@@ -55,7 +57,10 @@ train: $(STAMP)
 	$(BIN)/tlt train recipes/countdown/quickstart.toml --run.out_dir $(OUT) $(ARGS)
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest tests $(SIDE_BY_SIDE) $(ARGS)
+	$(BIN)/python -m pytest tests --ignore $(PROOFS) --ignore tests/referee $(SIDE_BY_SIDE) $(ARGS)
+
+proofs: $(DEV_STAMP)
+	$(BIN)/python -m pytest $(PROOFS) tests/referee $(SIDE_BY_SIDE) $(ARGS)
 
 unit: $(DEV_STAMP)
 	$(BIN)/python -m pytest tests/unit $(ARGS)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from huggingface_hub.utils import close_session
+from huggingface_hub.utils import close_session, enable_progress_bars
 
 from tests.standin import Hub, serve_hub
 from tlt import hub as tlt_hub
@@ -44,6 +44,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
+    enable_progress_bars()  # transformers, told so by another test, switches off those of the hub, too
     with serve_hub() as hub:
         point_at(monkeypatch, hub.url)
         yield hub

@@ -205,7 +205,7 @@ def test_task_writes_the_problems_that_a_task_makes_of_data_and_score_reads_them
     Path("sums.py").write_text(
         "class Sums:\n"
         "    def problems(self, num, seed, split='train'):\n        return [{'problem_id': 'a', 'prompt': split}]\n"
-        "    def prepare(self, record):\n"
+        "    def prepare(self, record, options):\n"
         "        return record if 'gold' in record else {'prompt': record['q'] + '=', 'gold': record['a']}\n"
         "    def score(self, problem, text):\n        return {'reward': 1.0, 'solved': text == problem['gold']}\n"
         "TASK = Sums()\n"

@@ -16,7 +16,7 @@ import pytest
 from tests.standin import Hub, serve_hub
 from tlt.files import write_jsonl
 
-BASE = Path(__file__).parents[2] / "recipes" / "countdown" / "base"
+BASE = Path(__file__).parents[3] / "recipes" / "countdown" / "base"
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def hub() -> Iterator[Hub]:
 
 def environment(hub: Hub, folder: Path, **more: str) -> dict[str, str]:
     known = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), *filter(None, sys.path)])
     return {**known, "PYTHONPATH": paths, "HF_HOME": str(folder / "home"), "HF_ENDPOINT": hub.url, **more}
 
 
