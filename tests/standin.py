@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 
@@ -46,10 +47,10 @@ class Hub:
     seconds_per_kib: float = 0.0
     url: str = ""
 
-    def add(self, name: str, files: Mapping[str, bytes] | Path, kind: str = "models", **options: object) -> Repo:
+    def add(self, name: str, files: Mapping[str, bytes] | Path, kind: str = "models", **options: Any) -> Repo:
         if isinstance(files, Path):
             files = {str(f.relative_to(files)): f.read_bytes() for f in files.rglob("*") if f.is_file()}
-        self.repos[kind, name] = Repo(dict(files), **options)  # type: ignore[arg-type]
+        self.repos[kind, name] = Repo(dict(files), **options)
         return self.repos[kind, name]
 
     @property

@@ -127,4 +127,4 @@ def test_a_stop_text_without_a_tokenizer_and_an_empty_one_are_refused() -> None:
         make_engine(POLICY).add(STOPPING[:1])
     for wrong in (("",), "abc"):
         with pytest.raises(UserError, match="sampling: stop is"):
-            SamplingParams(stop=wrong)  # type: ignore[arg-type]
+            SamplingParams(stop=wrong)  # type: ignore[arg-type]  # as a user without a type checker would

@@ -206,7 +206,7 @@ def test_a_stop_in_a_later_round_breaks_the_whole_step_off() -> None:
     phase = make_phase(engine)
     begun = []
     begin = phase.coordinator.begin
-    phase.coordinator.begin = lambda name, num: (begun.append(name), begin(name, num))  # type: ignore[method-assign]
+    phase.coordinator.begin = lambda name, num: (begun.append(name), begin(name, num))  # type: ignore[method-assign]  # listens in
     phase.should_stop = lambda: len(begun) == 2
     params = SamplingParams(temperature=1.0, max_tokens=16, stop_ids=(STOP,))
     with pytest.raises(StopRequested, match="in step 5"):

@@ -139,7 +139,7 @@ def _answer() -> None:
         answer = ["", _draw_here(name, num, seed, split, options)]
     except UserError as error:
         answer = [str(error), []]
-    except Exception as error:
+    except Exception as error:  # a generator raises what it likes; the parent shall say it in one line
         answer = [f"task reasoning-gym:{name}: the generator failed with options {options} ({describe(error)})", []]
     json.dump(answer, sys.stdout)
 

@@ -27,7 +27,7 @@ def make_task(name: str) -> Verifiers:
         raise UserError(f"task verifiers:{name}: no module {error.name!r}; pip install 'tlt-rl[verifiers]'") from None
     try:
         return Verifiers(name, taskset_class(name))
-    except Exception as error:
+    except Exception as error:  # the taskset's own module is imported, and may raise anything
         raise UserError(f"task verifiers:{name}: cannot be loaded ({describe(error)}); install it, or correct it") from None
 
 

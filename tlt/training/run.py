@@ -84,7 +84,7 @@ class Run:
         try:
             with self.console.status("loading model and problems"):
                 self._load(coordinator, stop)
-        except BaseException:
+        except BaseException:  # Ctrl-C while loading, too: terminal and folder are given back
             self._leave()
             raise
         self.tracking = self._track() if prints and world.is_leader else NO_TRACKING
