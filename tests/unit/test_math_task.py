@@ -309,3 +309,5 @@ def test_the_tasks_options_hold_for_rows_of_data_too() -> None:
     assert TASK.prepare(EURUS_CODE, {"other": "skip"}) is None
     with pytest.raises(UserError, match="search is 'nowhere'; use one of"):
         TASK.prepare(GSM8K, {"search": "nowhere"})
+    with pytest.raises(UserError, match="takes no option 'tempalte' with data; known ones are template"):
+        TASK.prepare(GSM8K, {"tempalte": "{question}"})

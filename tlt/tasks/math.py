@@ -184,6 +184,8 @@ class Math:
         """Returns the problem that a row of `task.data` states; a problem made here is returned as it is. Of the options,
         template, search and other count."""
         chosen = {"template": INSTRUCTION, "search": "marked", "other": "refuse", **options}
+        if unknown := set(options) - {"template", "search", "other"}:
+            raise UserError(f"task math: takes no option {min(unknown)!r} with data; known ones are template, search and other")
         template, search, other = chosen["template"], chosen["search"], chosen["other"]
         _check_options(template, search, other)
         if other == "skip" and not is_mathematics(record):

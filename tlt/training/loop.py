@@ -142,8 +142,9 @@ def finish(run: Run) -> None:
 
 def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
     """Returns commands that use what the run has made: held-out problems of its task, and the policy's responses to them."""
+    source = data_source(config, "test") or (data_source(config, "train") if config.task.name == "data" else None)
     task = f"tlt task {shlex.quote(config.task.name)} --num 8 --out problems.jsonl"
-    if (source := data_source(config, "test")) is not None:
+    if source is not None:
         name = near(source.name) if source.name.exists() else str(source.name)
         given = {"data": name, "subset": source.subset, "split": source.split, "columns": dict(source.columns)}
     else:
