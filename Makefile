@@ -4,12 +4,13 @@
 #   make test     set up, then the tests        make unit    the unit tests alone, two minutes
 #   make proofs   heavier whole runs, beside TRL where it is installed (pip install '.[trl]'), five minutes
 #   make vllm-check   exported drafters in an unmodified vLLM, in an environment of its own (VLLM_PYTHON=, else .venv-vllm, 2 GB)
+#   make extras-check   the wheel with each extra in fresh environments, ten minutes
 #   make lint     ruff and mypy                 make setup   .venv alone       make clean   remove .venv and caches
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit proofs vllm-check lint format clean
+.PHONY: help setup train test unit proofs vllm-check extras-check lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -67,6 +68,9 @@ unit: $(DEV_STAMP)
 
 vllm-check: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.vllm_check $(if $(VLLM_PYTHON),--vllm $(VLLM_PYTHON),--setup .venv-vllm) $(ARGS)
+
+extras-check: $(DEV_STAMP)
+	$(BIN)/python -m benchmarks.extras $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

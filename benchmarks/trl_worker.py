@@ -98,7 +98,8 @@ def run_trl(job: Job, clock: Clock) -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = GRPOConfig(
             output_dir=folder,
-            per_device_train_batch_size=job.responses // ranks,
+            per_device_train_batch_size=GROUP,  # of 32 responses of 1,024 tokens at once, an update takes 12 GB a rank
+            gradient_accumulation_steps=job.responses // ranks // GROUP,
             num_generations=GROUP,
             max_completion_length=job.max_tokens,
             max_steps=job.steps,

@@ -26,7 +26,7 @@ from urllib.parse import quote
 
 from tlt.files import Record, line_number, read_jsonl, write_jsonl
 from tlt.hub import Repository, pin_dataset, quiet
-from tlt.types import UserError
+from tlt.types import UserError, one_line
 
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Words that name a split in the name of a JSONL file."""
@@ -201,11 +201,9 @@ def _bars_on_terminals(datasets: ModuleType) -> Iterator[None]:
 
 
 def _unreadable(source: DataSource, error: Exception) -> UserError:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    shown = text if len(text) <= 240 else text[:239] + "…"
     is_network = isinstance(error, ConnectionError) or type(error).__module__.startswith("http")
     remedy = "check the network, and HF_HUB_OFFLINE" if is_network else "correct its name, subset or split"
-    return UserError(f"{source.option}: {source} cannot be loaded ({shown}); {remedy}")
+    return UserError(f"{source.option}: {source} cannot be loaded ({one_line(error, 240)}); {remedy}")
 
 
 def _rows(rows: Iterable[Mapping[str, Any]], source: DataSource) -> Iterator[tuple[str, Record]]:

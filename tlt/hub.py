@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tlt.types import UserError
+from tlt.types import UserError, one_line
 
 COMPANIONS = (
     "tokenizer*",
@@ -193,7 +193,7 @@ def _refusals(repository: Repository, kind: Kind) -> Iterator[None]:
     try:
         yield
     except HFValidationError as error:
-        raise UserError(f"{repository}: is no name of a repository ({_one_line(error)}); correct it") from None
+        raise UserError(f"{repository}: is no name of a repository ({one_line(error, 120)}); correct it") from None
     except (OSError, HttpError) as error:  # HttpError is an OSError today; it need not stay one
         raise UserError(f"{repository}: {_describe(error, repository, kind)}") from None
     except Exception as error:  # the HTTP client's own, when a connection breaks off
@@ -237,7 +237,7 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
 def _unreachable(error: BaseException, repository: Repository, kind: Kind) -> str:
     from huggingface_hub import constants
 
-    problem = f"is no folder or file here, and cannot be downloaded from {constants.ENDPOINT} ({_one_line(error)})"
+    problem = f"is no folder or file here, and cannot be downloaded from {constants.ENDPOINT} ({one_line(error, 120)})"
     return f"{problem}; check the network and try again, or bring it into the cache with {_command(repository, kind)}"
 
 
@@ -245,8 +245,3 @@ def _command(repository: Repository, kind: Kind) -> str:
     """Returns the command that brings the repository into the hub's cache."""
     revision = f" --revision {repository.revision}" if repository.revision is not None else ""
     return f"hf download {repository.name}{revision}{' --repo-type dataset' if kind == 'dataset' else ''}"
-
-
-def _one_line(error: BaseException, limit: int = 120) -> str:
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"

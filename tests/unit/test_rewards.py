@@ -196,7 +196,7 @@ def test_a_worker_that_cannot_be_started_again_blocks_nobody(task: str, monkeypa
         pool.submit(("before", 0), {"worth": 1.0}, "fine")
         pool.drain()
         with monkeypatch.context() as patch:
-            patch.setattr("tlt.rl.reward_worker.subprocess.Popen", refuse)
+            patch.setattr("tlt.processes.subprocess.Popen", refuse)
             pool.submit(("dead", 0), {}, "die")
             for i in range(3):
                 pool.submit(("p", i), {"worth": 1.0}, "fine")

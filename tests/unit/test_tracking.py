@@ -263,7 +263,7 @@ def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(folder: Path,
     check_trackers(["wandb"])
 
 
-MISSPELT = {"wand": "unknown tracker 'wand'", "nowhere.x:Y": "No module named 'nowhere'", "json:X": "has no attribute 'X'"}
+MISSPELT = {"wand": "unknown tracker 'wand'", "nowhere.x:Y": "no module 'nowhere'", "json:X": "has no 'X'"}
 
 
 @pytest.mark.parametrize("name", MISSPELT)

@@ -7,12 +7,9 @@ heavy; a library is imported when its tracker begins.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import importlib
 import importlib.util
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +17,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from tlt.plugins import describe, get_object
+from tlt.processes import begin
 from tlt.types import UserError
 
 
@@ -144,27 +143,7 @@ def check_trackers(names: Sequence[str]) -> None:
             known = ", ".join(LIBRARIES)
             raise UserError(f"tracking.use: unknown tracker {name!r}; use {known}, or your own as 'package.module:Class'")
         else:
-            try:
-                _find_own(name)
-            except (Exception, SystemExit) as error:
-                raise UserError(
-                    f"tracking.use: {name} cannot be loaded ({describe(error)}); correct it,"
-                    " or run the command in the folder of its file, or add that folder to PYTHONPATH"
-                ) from None
-
-
-def _find_own(name: str) -> Callable[[], Tracker]:
-    """Returns the class that the user calls "package.module:Class", sought where modules are and in the working directory."""
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # last: what lies here hides no installed module
-    module, _, attribute = name.partition(":")
-    make: Callable[[], Tracker] = getattr(importlib.import_module(module), attribute)
-    return make
-
-
-def describe(error: BaseException) -> str:
-    """Returns kind and message in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+            get_object(f"tracking.use: {name}", name)
 
 
 # ── the process ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -190,11 +169,7 @@ class Answer(NamedTuple):
 
 def work() -> None:
     """Runs in the tracker's process: does and answers what the pipe says until it ends."""
-    pipe: Connection[Answer, Message] = Connection(int(sys.argv[1]))
-    if sys.platform == "linux":  # should the parent be killed while a library hangs, the kernel ends this process too
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a rank has some blocked; the libraries' own processes must hear them
+    pipe: Connection[Answer, Message] = begin()
     tracker: Tracker | None = None
     with contextlib.suppress(EOFError):
         while True:
@@ -202,7 +177,7 @@ def work() -> None:
             try:
                 if tracker is None:
                     name = sys.argv[2]
-                    tracker = LIBRARIES[name].make() if name in LIBRARIES else _find_own(name)()
+                    tracker = LIBRARIES[name].make() if name in LIBRARIES else get_object(name, name)()
                 pipe.send(Answer(True, _obey(tracker, message)))
             except (Exception, SystemExit) as error:
                 pipe.send(Answer(False, describe(error)))

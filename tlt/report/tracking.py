@@ -14,22 +14,21 @@ import contextlib
 import dataclasses
 import math
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from json import JSONDecodeError, loads
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, Final
 
 from tlt.files import write_json
+from tlt.plugins import describe
+from tlt.processes import Helper
 from tlt.report.metrics import StepRecord
-from tlt.report.trackers import Answer, Message, Point, TrackedRun, describe
+from tlt.report.trackers import Answer, Message, Point, TrackedRun
 
 # ── figures and their names ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -138,15 +137,14 @@ class _Lost(Exception):
 class _Feed(threading.Thread):
     """One tracker, as the run sees it: a queue, and the process that it goes to.
 
-    The process leads a session of its own: no Ctrl-C of the terminal reaches it. What its library prints goes to tracking.log
-    in the run's folder.
+    What its library prints goes to tracking.log in the run's folder.
     """
 
     def __init__(self, name: str, run: TrackedRun, say: Callable[[str], None], patience: Patience) -> None:
         super().__init__(name=f"tlt-tracker-{name}", daemon=True)
         self._tracker, self._run, self._say, self._patience = name, run, say, patience
         self._messages: SimpleQueue[Message] = SimpleQueue()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._helper: Helper | None = None
         self._given_up = ""
         self._num_missed = 0
         self._is_lost = False
@@ -158,14 +156,14 @@ class _Feed(threading.Thread):
     def give_up(self, reason: str) -> None:
         """Kills the process; the thread says `reason` and ends."""
         self._given_up = self._given_up or reason
-        if self._process is not None and self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if self._helper is not None:
+            self._helper.kill()
 
     def run(self) -> None:
-        pipe: Connection[Message, Answer] | None = None
         try:
-            pipe = self._start()
+            with _open_log(self._run.folder / "tracking.log") as log:
+                self._helper = Helper("tlt.report.trackers:work", self._tracker, log=log)
+            pipe = self._helper.pipe
             self._begin(pipe)
             while (message := self._messages.get()) is not None:
                 self._deliver(pipe, message)
@@ -175,7 +173,10 @@ class _Feed(threading.Thread):
             self._is_lost = True
             why = self._given_up or (str(error) if isinstance(error, _Lost) else self._how_it_ended(error))
             self._say(f"tracking: {self._tracker}: {why}; the run goes on, and its metrics.jsonl has all figures")
-        self._end(pipe)
+        if self._helper is not None:
+            self._helper.pipe.close()  # the process sees its end
+            self._helper.exit_code(self._patience.exit)
+            self._helper.kill()
         if self._num_missed:
             self._say(f"tracking: {self._tracker}: {self._num_missed} steps are missing there; metrics.jsonl has them")
 
@@ -202,38 +203,12 @@ class _Feed(threading.Thread):
             raise _Lost
         return pipe.recv()
 
-    def _start(self) -> Connection[Message, Answer]:
-        pipe, theirs = Pipe()
-        with _open_log(self._run.folder / "tracking.log") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", "from tlt.report.trackers import work; work()", str(theirs.fileno()), self._tracker],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        theirs.close()
-        return pipe
-
-    def _end(self, pipe: Connection[Message, Answer] | None) -> None:
-        if pipe is not None:
-            pipe.close()  # the process sees its end
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(self._patience.exit)
-            self.give_up("")
-            self._process.wait()
-
     def _how_it_ended(self, error: Exception) -> str:
-        if self._process is None:
+        if self._helper is None:
             return f"could not be started: {describe(error)}"
         if not isinstance(error, OSError | EOFError):
             return describe(error)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-        return f"its process ended with exit code {self._process.returncode}"
+        return f"its process ended with exit code {self._helper.exit_code(1.0)}"
 
 
 def _open_log(path: Path) -> IO[bytes]:

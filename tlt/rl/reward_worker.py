@@ -3,24 +3,16 @@
     parent    Worker.score ─▶ pipe ─▶ Scorer.score       killed at the time-out; whoever holds it starts another
     worker    ready, or why not ◀─ work() ─▶ a reward for every response
 
-Workers import this module, so it imports nothing heavy: no torch. They are plain programs rather than multiprocessing's
-children, which would import the parent's main module again, torch and more, for each. One pipe per worker tells which response
-a dead worker had.
+One pipe per worker tells which response a dead worker had.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import os
-import signal
-import subprocess
 import sys
-from multiprocessing.connection import Connection, Pipe
-from typing import Any
 
+from tlt.plugins import describe
+from tlt.processes import Helper, begin
 from tlt.rl.scoring import Response, RewardSpec, Scorer
-from tlt.tasks.base import describe
 from tlt.types import Reward
 
 START_SECONDS = 120.0
@@ -28,21 +20,15 @@ START_SECONDS = 120.0
 
 
 class Worker:
-    """One worker process, as its thread sees it. It leads a session of its own: no Ctrl-C of the terminal reaches it, and
-    what its task has started is killed with it."""
+    """One worker process, as its thread sees it."""
 
     def __init__(self, spec: RewardSpec) -> None:
-        self.pipe, theirs = Pipe()
-        command = [sys.executable, "-c", "from tlt.rl.reward_worker import work; work()", str(theirs.fileno()), spec.to_json()]
-        paths = os.pathsep.join(filter(None, sys.path))
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": paths, "PYTHONHASHSEED": "0"},  # every worker walks through a set alike
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
+        self._helper = Helper(
+            "tlt.rl.reward_worker:work",
+            spec.to_json(),
+            env={"PYTHONHASHSEED": "0"},  # every worker walks through a set alike
         )
-        theirs.close()
+        self.process, self.pipe = self._helper.process, self._helper.pipe
         self.is_ready = self.is_killed = False
 
     def score(self, response: Response, timeout_seconds: float) -> Reward:
@@ -63,17 +49,13 @@ class Worker:
             reward: Reward = self.pipe.recv()
             return reward
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1.0)  # its own exit code says more than our signal
+            self._helper.exit_code(1.0)  # its own says more than our signal
             self.kill()
             return Reward(0.0, False, f"the worker died with exit code {self.process.returncode}")
 
     def kill(self) -> None:
         """Kills the process; once more does nothing. Another thread that waits on the pipe sees its end."""
-        if self.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # another thread was faster
-                os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+        self._helper.kill()
         self.is_killed = True
 
 
@@ -82,11 +64,7 @@ class Worker:
 
 def work() -> None:
     """Runs in the worker: says why it cannot begin, or "", and then scores until the pipe ends; the parent's death ends it."""
-    pipe: Connection[Any, Any] = Connection(int(sys.argv[1]))
-    if sys.platform == "linux":  # should the parent be killed while a task hangs, the kernel ends this process too
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a rank has some blocked; what the task starts must hear them
+    pipe = begin()
     try:
         scorer = Scorer(RewardSpec.from_json(sys.argv[2]))
         scorer.warm_up()

@@ -20,7 +20,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from tlt.tasks.base import Task, describe, get_object, get_task, warm_up
+from tlt.plugins import describe, get_object
+from tlt.tasks.base import Task, get_task, warm_up
 from tlt.types import Reward, UserError
 
 if TYPE_CHECKING:

@@ -5,18 +5,13 @@ A task is the user's code. Whatever goes wrong in it is said in one line that na
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
-import sysconfig
-import traceback
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from tlt.files import Record, get_id
-from tlt.types import UserError, one_line
+from tlt.plugins import describe, get_object
+from tlt.types import UserError
 
 #: The tasks that come with TLT, as "module:object".
 BUILTIN = {
@@ -32,12 +27,6 @@ FAMILIES = {
     "reasoning-gym": "tlt.tasks.reasoning_gym:make_task",
     "verifiers": "tlt.tasks.verifiers:make_task",
 }
-
-MAX_MESSAGE = 300
-"""Characters that are kept of an exception's message."""
-
-_PYTHON = sysconfig.get_path("stdlib")
-_CALLERS = (__file__, str(Path(__file__).parents[1] / "rl"))
 
 
 @runtime_checkable
@@ -102,35 +91,6 @@ def get_task(name: str) -> Task:
     if not isinstance(task, Task):
         raise UserError(f"task {name!r} is a {type(task).__name__} without problems() and score(): give a Task")
     return task
-
-
-def get_object(place: str, spec: str) -> Any:
-    """Returns the object "package.module:object", which is sought where Python seeks modules and in the working directory.
-    Raises UserError, which begins with `place`."""
-    module_name, colon, attribute = spec.partition(":")
-    if not (module_name and colon and attribute):
-        raise UserError(f"{place}: is no 'package.module:object'; give one")
-    if module_name.partition(".")[0] != "tlt" and (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # last: what lies here hides no installed module
-    module = _import(place, module_name)
-    try:
-        return getattr(module, attribute)
-    except AttributeError:
-        raise UserError(f"{place}: {module.__file__} has no {attribute!r}; correct the name") from None
-
-
-def _import(place: str, module_name: str) -> ModuleType:
-    try:
-        return importlib.import_module(module_name)
-    except UserError:
-        raise
-    except (Exception, SystemExit) as error:
-        if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"{place} cannot be loaded: no module {error.name!r} in {Path.cwd()} or on PYTHONPATH;"
-                " run the command in the folder of its file, or add that folder to PYTHONPATH"
-            ) from None
-        raise UserError(f"{place}: cannot be imported ({describe(error)}); correct the file") from None
 
 
 def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) -> list[Record]:
@@ -206,15 +166,3 @@ def _describe_refusal(known: list[str], options: Mapping[str, Any], error: TypeE
         f"problems() takes no option {', '.join(map(repr, unknown))}; known options are {own}:"
         " correct task.options, or remove them all with --task.options {}"
     )
-
-
-def describe(error: BaseException) -> str:
-    """Returns one line of bounded length: kind, message, and the place in the user's file where it was raised."""
-    if isinstance(error, UserError):
-        return str(error)
-    text = one_line(error, MAX_MESSAGE)
-    if isinstance(error, SyntaxError | ImportError):  # they say their place themselves
-        return text
-    files = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(("<", *_CALLERS))]
-    users = [frame for frame in files if not frame.filename.startswith(_PYTHON) and "site-packages" not in frame.filename]
-    return f"{text}, {(users or files)[-1].filename}:{(users or files)[-1].lineno}" if files else text

@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from tlt.plugins import describe
 from tlt.tasks.answers import find_answer
-from tlt.tasks.base import describe
 from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, split_of
 from tlt.types import UserError
 

@@ -14,7 +14,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tlt.tasks.base import describe
+from tlt.plugins import describe
 from tlt.tasks.splits import check_split, split_of
 from tlt.types import UserError
 
