@@ -85,20 +85,31 @@ def take_turns(options: argparse.Namespace) -> list[list[Measured]]:
 
 
 def summarize(rounds: Sequence[Sequence[Measured]]) -> list[dict[str, Any]]:
-    """Returns a row for each arm: medians over rounds and steps, and the ratio of TRL alone's seconds to its, by rounds."""
-    totals = [{m.arm: sum(m.step_seconds) for m in measured} for measured in rounds]
+    """Returns a row for each arm: medians over rounds and steps, and the ratios of TRL alone's seconds to its, by rounds."""
     rows = []
     for arm in ("trl", "trl-tlt", "tlt"):
         own = [m for measured in rounds for m in measured if m.arm == arm]
         steps, rollouts, tokens = ([value for m in own for value in getattr(m, name)] for name in list(asdict(own[0]))[1:])
-        speedup = Ratio.of([total["trl"] / total[arm] for total in totals])
+        ratios = {
+            f"{what}_speedup": asdict(Ratio.of([total["trl"] / total[arm] for total in totals]))
+            for what in ("step", "rollout")
+            for totals in [[{m.arm: sum(getattr(m, f"{what}_seconds")) for m in measured} for measured in rounds]]
+        }
         row = {"arm": arm, "step_seconds": median(steps), "rollout_seconds": median(rollouts), "num_tokens": median(tokens)}
-        rows.append({**row, "tokens_per_second": sum(tokens) / sum(rollouts), "speedup": asdict(speedup)})
+        rows.append({**row, "tokens_per_second": sum(tokens) / sum(rollouts), **ratios})
     return rows
 
 
 def report_text(report: Mapping[str, Any]) -> str:
-    columns = ("", "step, s", "rollout, s", "response tokens", "tokens/s in rollouts", "TRL alone / this (95 %)")
+    columns = (
+        "",
+        "step, s",
+        "rollout, s",
+        "response tokens",
+        "tokens/s in rollouts",
+        "step: TRL alone / this (95 %)",
+        "rollout",
+    )
     rows = [
         (
             NAMES[row["arm"]],
@@ -106,7 +117,8 @@ def report_text(report: Mapping[str, Any]) -> str:
             f"{row['rollout_seconds']:.2f}",
             f"{row['num_tokens']:.0f}",
             f"{row['tokens_per_second']:.0f}",
-            ratio_text(row["speedup"]),
+            ratio_text(row["step_speedup"]),
+            ratio_text(row["rollout_speedup"]),
         )
         for row in report["rows"]
     ]
