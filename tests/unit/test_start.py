@@ -42,7 +42,7 @@ def test_the_header_names_model_parameters_task_device_drafter_and_folder(
 ) -> None:
     prepare(make_config(tmp_path / "mine"))
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.strip())
-    assert list(rows) == ["model", "task", "algorithm", "ranks", "speculation", "folder"]
+    assert list(rows) == ["model", "task", "algorithm", "ranks", "update", "speculation", "folder"]
     assert rows["algorithm"] == "grpo: advantage group-std, token ratio clipped at [0.8, 1.28], token mean"
     assert "recipes/countdown/base: " in rows["model"]
     assert rows["model"].endswith("M parameters")
