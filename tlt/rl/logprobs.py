@@ -40,7 +40,7 @@ def response_logprobs(model: Transformer, batch: Sequence[Response], temperature
         logits_V = model.logits(features_E)
         logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32)) / temperature
         logprobs_V = logits_V.log_softmax(-1)
-        return logprobs_V.gather(-1, chosen[:, None])[:, 0], entropy(logprobs_V.detach())
+        return logprobs_V.gather(-1, chosen[:, None])[:, 0].clone(), entropy(logprobs_V.detach())  # FSDP wants no views
 
     def read(features_NE: Tensor) -> tuple[Tensor, Tensor]:
         features_TE = features_NE[torch.tensor(readers, device=device)]
