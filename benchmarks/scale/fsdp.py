@@ -85,7 +85,7 @@ def made_up(step: int, vocab_size: int) -> tuple[list[Rollout], list[Reward]]:
 
 def configuration(changes: Mapping[str, str]) -> Config:
     """The quickstart with these values."""
-    words = [word for key, value in {**BASE, "algorithm.tokens_per_micro_batch": "256", **changes}.items()
+    words = [word for key, value in {**BASE, "algorithm.tokens_per_micro_batch": "128", **changes}.items()
              for word in (f"--{key}", value)]  # fmt: skip
     return load_config("countdown", words)
 
@@ -117,8 +117,8 @@ def update_rank(argument: str, stop: StopRequest) -> None:
         config = configuration(changes)
         found = [after_updates(config, world, is_sharded, asked["num_updates"]) for is_sharded in (False, True)]
         (replicated, losses, norms), (sharded, sharded_losses, sharded_norms) = found
-        expected = dict(replicated.model.named_parameters())
-        apart = {name: float((t - expected[name]).abs().max()) for name, t in Gathered(sharded.model).items()}
+        expected = {name: parameter.detach() for name, parameter in replicated.model.named_parameters()}
+        apart = {name: float((t.detach() - expected[name]).abs().max()) for name, t in Gathered(sharded.model).items()}
         held = gather_objects(world, (bytes_held(replicated), bytes_held(sharded)))
         rows.append(
             {
