@@ -17,10 +17,11 @@ from tlt.hub import Repository
 from tlt.training.lock import refuse_begun
 from tlt.types import UserError
 
-MAY_CHANGE_ON_RESUME = frozenset(
-    {"out_dir", "num_steps", "num_ranks", "threads_per_rank", "device", "checkpoint_every", "time_limit_minutes"}
-)
-"""Keys of [run] that say how long and on what a run runs, not what it computes."""
+MAY_CHANGE_ON_RESUME = {
+    "run": {"out_dir", "num_steps", "num_ranks", "threads_per_rank", "device", "checkpoint_every", "time_limit_minutes"},
+    "parallel": {"policy", "checkpoint_activations", "reduce_each_micro_batch"},
+}
+"""Keys, by section, that say how long and on what a run runs, not what it computes."""
 
 
 class Train(WithOverrides):
@@ -93,7 +94,7 @@ def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
     old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
     for section, values in old.items():
         for key, value in values.items():
-            may_change = section == "tracking" or (section == "run" and key in MAY_CHANGE_ON_RESUME)
+            may_change = section == "tracking" or key in MAY_CHANGE_ON_RESUME.get(section, ())
             if not may_change and new[section][key] != value:
                 raise UserError(
                     f"--resume: {section}.{key} is {new[section][key]!r} but the run in {folder} has {value!r};"
