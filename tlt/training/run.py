@@ -17,6 +17,7 @@ from tlt.build import (
     drafter_folder,
     load_model,
     load_stored,
+    local_ranks,
     master_dtype,
     model_folder,
     reward_spec,
@@ -196,10 +197,8 @@ class Run:
 
 
 def device_of(config: Config) -> DeviceChoice:
-    """Returns the kind of device that the ranks of this machine compute on. torchrun says how many they are; `tlt train` starts
-    all of them here."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.run.num_ranks))
-    return choose_device(config.run.device, num_ranks, torch.cuda.device_count())
+    """Returns the kind of device that the ranks of this machine compute on."""
+    return choose_device(config.run.device, local_ranks(config), torch.cuda.device_count())
 
 
 def join_ranks(config: Config) -> World:
