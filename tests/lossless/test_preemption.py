@@ -52,9 +52,9 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (kv_budget, kv_cache, history, memory):
         monkeypatch.setattr(module, "BLOCK", BLOCK)
     monkeypatch.setattr("tlt.drafter.pair_cache._CATCH_UP_TOKENS", 16)
-    monkeypatch.setattr("tlt.drafter.pair_cache._SPARE_COLUMNS", 96)
+    monkeypatch.setattr("tlt.drafter.pair_cache.SPARE_COLUMNS", 96)
     monkeypatch.setattr(history, "_MAX_QUEUED", 8)
-    monkeypatch.setattr("tlt.models.kv_cache._GROUP_BYTES", 1)  # every layer a tensor of its own
+    monkeypatch.setattr("tlt.models.kv_cache.GROUP_BYTES", 1)  # every layer a tensor of its own
 
 
 def limited(tuner: StrategyTuner | None, num_sequences: float, drafter: str = "learned") -> RolloutEngine:

@@ -26,7 +26,7 @@ from tlt.speculative.tree import chain_mask
 _CATCH_UP_TOKENS = 256
 """Pairs per sequence in one catch-up forward; bounds the mask after a late switch on."""
 
-_SPARE_COLUMNS = 2 * _CATCH_UP_TOKENS
+SPARE_COLUMNS = 2 * _CATCH_UP_TOKENS
 """Columns behind a sequence's pairs: for a catch-up's padding, and for the drafts."""
 
 
@@ -71,14 +71,14 @@ class PairCache:
             self.cache.move(source, target, self.counts[source])
 
     def slot_bytes(self, length: int) -> int:
-        return self.cache.slot_bytes(length + _SPARE_COLUMNS) + self.history.slot_bytes(length)
+        return self.cache.slot_bytes(length + SPARE_COLUMNS) + self.history.slot_bytes(length)
 
     def reserve(self, num_slots: int, length: int) -> None:
         """Says how many sequences of how many tokens there is room for: what is kept of them grows to that, no further, when it
         is needed. What lies beyond is given up now."""
         self.room = num_slots, length
         self.history.reserve(num_slots, length)
-        slots, columns = min(self.cache.num_slots, num_slots), min(self.cache.capacity, length + _SPARE_COLUMNS)
+        slots, columns = min(self.cache.num_slots, num_slots), min(self.cache.capacity, length + SPARE_COLUMNS)
         if slots and (slots, columns) != (self.cache.num_slots, self.cache.capacity):
             self.cache.resize(slots, columns)
 
@@ -87,7 +87,7 @@ class PairCache:
             self.cache.reserve(num_slots, num_columns)
         elif not self.cache.holds(num_slots, num_columns):
             slots, length = self.room
-            self.cache.resize(max(slots, num_slots), max(length + _SPARE_COLUMNS, num_columns))
+            self.cache.resize(max(slots, num_slots), max(length + SPARE_COLUMNS, num_columns))
 
     def release(self) -> None:
         self.room = None

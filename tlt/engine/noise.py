@@ -21,10 +21,10 @@ from tlt.types import Request
 _BLOCK_ELEMENTS = 1 << 13
 """Noise values computed per sequence at a time (about 0.4 ms of small kernels on a CPU core, however few they are)."""
 
-_REFILL_VALUES = 1 << 22
-"""Noise values computed at a time: each takes 28 bytes meanwhile, so 112 MiB."""
+REFILL_BYTES = 28 << 22
+"""Memory of a refill. A value takes 28 bytes while it is made."""
 
-_KEPT_BYTES = 1 << 30
+KEPT_BYTES = 1 << 30
 """Memory of all blocks. With a vocabulary of 152k, that is enough for 43 sequences; those beyond have none."""
 
 
@@ -44,7 +44,7 @@ class NoiseBlocks:
     def __init__(self, vocab_size: int, max_slots: int, max_depth: int, device: torch.device) -> None:
         self.vocab_size, self.device = vocab_size, device
         self.width = max_depth + 1 + max(8, min(_BLOCK_ELEMENTS // vocab_size, 128))
-        self.max_blocks = min(max_slots, _KEPT_BYTES // (4 * self.width * vocab_size))
+        self.max_blocks = min(max_slots, KEPT_BYTES // (4 * self.width * vocab_size))
         self.blocks_SWV = torch.zeros(0, self.width, vocab_size, device=device)
         self.slots: list[_Slot] = []
 
@@ -114,7 +114,7 @@ class NoiseBlocks:
         stay as they are."""
         sampled = [(slot, start) for slot, start in zip(slots, starts, strict=True) if not self.slots[slot].is_greedy]
         width = rows_SWV.shape[1]
-        per_row = max(_REFILL_VALUES // self.vocab_size, 1)  # positions
+        per_row = max(REFILL_BYTES // (28 * self.vocab_size), 1)  # positions
         for rows in _parts(sampled, max(per_row // width, 1)):
             keys_B4 = keys_tensor([self.slots[slot].key for slot, _ in rows], self.device)
             rows_B = torch.tensor([slot for slot, _ in rows], device=self.device)

@@ -18,7 +18,7 @@ from tlt.models.kv_budget import BLOCK, UNBOUNDED, Budget, whole_blocks
 
 T = TypeVar("T")
 
-_GROUP_BYTES = 2**28
+GROUP_BYTES = 2**28
 """Layers lie together in tensors of at most so many bytes: one operation serves all of a small cache, and a large one grows
 group by group."""
 
@@ -84,7 +84,7 @@ class Cache:
         """Gives every one of `num_slots` slots room for `length` tokens; what is in both the old room and the new one stays."""
         kept, columns = min(self.num_slots, num_slots), min(self.capacity, length)
         self.num_slots, self.capacity = num_slots, length
-        per_group = max(_GROUP_BYTES // self._layer_bytes(num_slots * length), 1)
+        per_group = max(GROUP_BYTES // self._layer_bytes(num_slots * length), 1)
         old, self.groups, self.layers = self.layers[::-1], [], []
         while (missing := self.num_layers - len(self.layers)) > 0:
             shape = (min(per_group, missing), num_slots, self.num_heads, length, self.head_dim)
