@@ -175,7 +175,7 @@ def run_tlt(job: Job, clock: Clock) -> None:
     world = init_process_group_from_env("cpu")
     model = load_model(config.model.path, torch.float32)
     assert model.tokenizer is not None
-    trainer = build_policy_trainer(config, model, world.device, world.group)
+    trainer = build_policy_trainer(config, model, world)
     timeline, stored = Timeline(world.rank), load_stored(config.drafter.path, model)
     engine = build_engine(model.config, model.tensors, EngineSettings.of_run(config, "cpu"), stored, on_span=timeline.add)
     side = watch_drafter(config.drafter, stored, engine, world, timeline, run="bench", seed=0)

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from tlt.config.drafter import DrafterSection
 from tlt.config.schema import Config
+from tlt.distributed.sharding import fill, mesh_of, shard
+from tlt.distributed.world import World
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.folder import StoredDrafter, choose_preset, load_drafter
 from tlt.drafter.hybrid import drafter_kinds, make_drafter
@@ -35,7 +36,7 @@ from tlt.engine.sequence import Decode
 from tlt.hub import resolve_model
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import load_tensors
+from tlt.models.hf_weights import StoredTensors
 from tlt.models.packed import PackedTransformer
 from tlt.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
 from tlt.rl.scoring import RewardSpec
@@ -80,10 +81,16 @@ def local_ranks(config: Config) -> int:
 
 def load_model(path: Path, dtype: torch.dtype | None = None) -> Model:
     """Reads a checkpoint folder. dtype: of the tensors; None: as they are stored. Raises UserError where it cannot be used."""
+    model = open_model(path, dtype)
+    return replace(model, tensors=dict(model.tensors))
+
+
+def open_model(path: Path, dtype: torch.dtype | None = None) -> Model:
+    """Does the same, but for the tensors: each is read, and its values are checked, when it is asked for."""
     config = load_model_config(path)
     tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
     stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(path)
-    return Model(path, config, load_tensors(path, config, dtype), tokenizer, stop_ids)
+    return Model(path, config, StoredTensors(path, config, dtype), tokenizer, stop_ids)
 
 
 def resolve_device(wanted: str | torch.device, place: str = "device") -> torch.device:
@@ -207,16 +214,25 @@ def build_learned(
     return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned, on_verdicts)
 
 
-def build_policy_trainer(config: Config, model: Model, device: torch.device, group: ProcessGroup | None) -> PolicyTrainer:
+def build_policy_trainer(config: Config, model: Model, world: World, is_sharded: bool = False) -> PolicyTrainer:
     """Returns who updates the policy: it owns a copy of the model's tensors, and a frozen one where the loss has a KL term."""
+    parallel = config.parallel
+
+    def build() -> Transformer:
+        if not is_sharded:
+            return build_policy(model, world.device, parallel.checkpoint_activations)
+        param_dtype = None if parallel.param_dtype is None else resolve_dtype(parallel.param_dtype)
+        return build_sharded_policy(model, world, master_dtype(config), param_dtype, parallel.checkpoint_activations)
+
     return PolicyTrainer(
-        build_policy(model, device),
+        build(),
         config.algorithm,
         config.optimizer,
         sampling=config.sampling,
         num_steps=config.run.num_steps,
-        process_group=group,
-        reference=build_policy(model, device) if config.algorithm.kl_coefficient > 0 else None,
+        process_group=world.group,
+        reference=build() if config.algorithm.kl_coefficient > 0 else None,
+        reduces_each=parallel.reduce_each_micro_batch,
     )
 
 
@@ -236,12 +252,32 @@ def master_dtype(config: Config) -> torch.dtype:
     return torch.float64 if resolve_dtype(config.run.dtype) == torch.float64 else torch.float32
 
 
-def build_policy(model: Model, device: torch.device) -> Transformer:
+def build_policy(model: Model, device: torch.device, checkpoints_activations: bool = False) -> Transformer:
     """Returns a policy that can be trained, with tensors of its own."""
     with torch.device("meta"):
-        policy = Transformer(model.config)
+        policy = Transformer(model.config, checkpoints_activations)
     policy.load_state_dict({name: tensor.clone() for name, tensor in model.tensors.items()}, assign=True)
     return policy.to(device)
+
+
+def build_sharded_policy(
+    model: Model,
+    world: World,
+    dtype: torch.dtype,
+    param_dtype: torch.dtype | None = None,
+    checkpoints_activations: bool = False,
+) -> Transformer:
+    """Returns this rank's slices of a policy that can be trained. Every rank calls it, and reads no more than its slices.
+
+    dtype: of the slices.  param_dtype: see `shard`.
+    """
+    assert isinstance(model.tensors, StoredTensors)
+    with torch.device("meta"):
+        policy = Transformer(model.config, checkpoints_activations).to(dtype)
+    shard(policy, mesh_of(world), param_dtype)
+    policy.to_empty(device=world.device)
+    fill(policy, model.tensors.rows)
+    return policy
 
 
 def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftModel:

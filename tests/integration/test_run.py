@@ -100,10 +100,10 @@ def test_a_run_leaves_everything_the_readme_promises(speculating_run: Path) -> N
 def test_the_screen_names_what_is_trained_at_first_and_at_the_end_where_it_lies_and_what_to_try(speculating_run: Path) -> None:
     lines = speculating_run.with_suffix(".txt").read_text().splitlines()
     rows = {line.split()[0]: line for line in lines if line.strip()}
-    assert [line.split()[0] for line in lines[:6]] == ["model", "task", "algorithm", "ranks", "speculation", "folder"]
+    assert [line.split()[0] for line in lines[:7]] == ["model", "task", "algorithm", "ranks", "update", "speculation", "folder"]
     assert "2 on cpu (" in rows["ranks"]
     said = [line.strip() for line in lines if line.strip()]
-    assert said[6:8] == ["starting 2 ranks …", "loading model and problems …"]
+    assert said[7:9] == ["starting 2 ranks …", "loading model and problems …"]
     for product in ("policy", "best", "drafter", "evaluations.jsonl", "metrics.jsonl"):
         assert rows[product].endswith(str(speculating_run / product))
         assert (speculating_run / product).exists()

@@ -18,7 +18,7 @@ from tlt.config.schema import Config
 from tlt.training.lock import FolderLock
 from tlt.training.loop import next_commands
 from tlt.training.problems import load_problems
-from tlt.training.start import preflight, prepare
+from tlt.training.start import describe_update, preflight, prepare
 from tlt.types import UserError
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "countdown"
@@ -42,14 +42,29 @@ def test_the_header_names_model_parameters_task_device_drafter_and_folder(
 ) -> None:
     prepare(make_config(tmp_path / "mine"))
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.strip())
-    assert list(rows) == ["model", "task", "algorithm", "ranks", "speculation", "folder"]
+    assert list(rows) == ["model", "task", "algorithm", "ranks", "update", "speculation", "folder"]
     assert rows["algorithm"] == "grpo: advantage group-std, token ratio clipped at [0.8, 1.28], token mean"
     assert "recipes/countdown/base: " in rows["model"]
     assert rows["model"].endswith("M parameters")
     assert "8 problems, 4 held out" in rows["task"]
     assert rows["ranks"] == "2 on cpu (run.device is cpu), float32"
+    assert rows["update"] == "policy replicated (ranks on CPUs)"
     assert "recipes/countdown/drafter, trained in idle time" in rows["speculation"]
     assert rows["folder"] == str(tmp_path / "mine")
+
+
+def test_the_header_says_how_the_update_is_sharded_and_why(tmp_path: Path) -> None:
+    sharded = ["--parallel.policy", "fsdp", "--parallel.param_dtype", "bfloat16", "--parallel.checkpoint_activations", "true"]
+    config = load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), *sharded])
+    said = "policy sharded (FSDP2) (parallel.policy is fsdp), computed in bfloat16, activations checkpointed"
+    assert describe_update(config) == said
+
+
+def test_a_type_for_a_sharded_update_is_refused_where_the_policy_is_replicated(tmp_path: Path) -> None:
+    config = load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), "--parallel.param_dtype", "bfloat16"])
+    with pytest.raises(UserError, match=r"parallel\.param_dtype: bfloat16 .* \(ranks on CPUs\); give --parallel\.policy fsdp"):
+        prepare(config)
+    prepare(load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), "--parallel.param_dtype", "float32"]))
 
 
 def test_names_of_the_hub_are_looked_up_once_and_the_run_and_its_resumption_stay_with_their_commits(

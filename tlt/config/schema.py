@@ -31,7 +31,7 @@ class RunSection(Section):
     num_steps: PositiveInt = 100
     """Policy steps of the run; each generates responses, then updates the policy."""
     num_ranks: PositiveInt = 2
-    """Processes that train on this machine; each holds the whole model."""
+    """Processes that train on this machine."""
     threads_per_rank: PositiveInt = 1
     """CPU threads of each rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -42,6 +42,23 @@ class RunSection(Section):
     """Policy steps between checkpoints; 0: only at the end."""
     time_limit_minutes: PositiveFloat | None = None
     """No step begins when it and the last evaluation would not end within this many minutes; None: no limit."""
+
+
+class ParallelSection(Section):
+    """How the policy's training state lies on the ranks, and what its update computes in (docs/parallel.md)."""
+
+    policy: Literal["auto", "replicate", "fsdp"] = "auto"
+    """Whether every rank holds the whole policy with gradients and optimizer (replicate) or a slice of them (fsdp); auto shards
+    where several ranks have GPUs, and replicates elsewhere."""
+    param_dtype: Literal["float32", "float64", "bfloat16"] | None = None
+    """Number type that the update of a sharded policy computes in, such as bfloat16; weights, gradients and optimizer stay in
+    float32. None: it computes in the type of the weights."""
+    checkpoint_activations: bool = False
+    """Whether the update keeps only each layer's input and computes the layer once more in the backward pass: a third more
+    time, and far less memory for long responses."""
+    reduce_each_micro_batch: bool = True
+    """Whether a sharded policy's gradients are summed over the ranks after every micro-batch. If false they are summed once per
+    optimizer step: less traffic, but every rank then holds the gradients of the whole policy."""
 
 
 class ModelSection(Section):
@@ -237,6 +254,7 @@ class Config(Section):
     """Everything a run depends on."""
 
     run: RunSection = RunSection()
+    parallel: ParallelSection = ParallelSection()
     model: ModelSection
     task: TaskSection
     rollout: RolloutSection = RolloutSection()

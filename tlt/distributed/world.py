@@ -77,10 +77,15 @@ def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
     return DeviceChoice("cuda", f"{num_ranks} of {num_gpus} GPU(s)")
 
 
-def init_process_group_from_env(device: str | torch.device = "cpu", timeout_seconds: float = 600.0) -> World:
+def init_process_group_from_env(
+    device: str | torch.device = "cpu", timeout_seconds: float = 600.0, group_of_one: bool = False
+) -> World:
     """Joins the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: torchrun's
     convention). Without RANK this process is a world of one, and no process group is made. gloo serves tensors on the
-    CPU; NCCL serves those on a GPU. With a GPU both are set up, and objects travel over gloo."""
+    CPU; NCCL serves those on a GPU. With a GPU both are set up, and objects travel over gloo.
+
+    group_of_one: a process that is alone gets a group nevertheless; FSDP shards over nothing else.
+    """
     device = torch.device(device)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if device.type == "cuda":
@@ -89,10 +94,13 @@ def init_process_group_from_env(device: str | torch.device = "cpu", timeout_seco
             raise UserError(f"device: cuda for rank {local_rank} of this machine, which has {found} GPU(s); give fewer ranks")
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
-    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return World(0, 1, local_rank, device, dist.HashStore(), None)
     timeout = timedelta(seconds=timeout_seconds)
-    store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        if not group_of_one:
+            return World(0, 1, local_rank, device, dist.HashStore(), None)
+        store, rank, world_size = dist.HashStore(), 0, 1
+    else:
+        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout)
     return World(rank, world_size, local_rank, device, store, dist.group.WORLD, timeout_seconds)

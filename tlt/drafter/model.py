@@ -220,8 +220,10 @@ class DraftModel(nn.Module):
         self._rope = Rope.matching(hidden_ME, self.config.layer, self._rope)
         rope, pair = self._rope.at(positions_M), torch.cat([embeddings_ME, hidden_ME], dim=-1)
         if self.config.method == "eagle":
-            return run_layer(self.layers[0], 0, self.fc(pair), rope, attend)  # type: ignore[arg-type]  # ModuleList yields Module
-        return run_layer(self.midlayer, 0, hidden_ME, rope, attend, pair)
+            hidden: Tensor = self.layers[0](0, self.fc(pair), rope, attend)
+        else:
+            hidden = self.midlayer(0, hidden_ME, rope, attend, pair)
+        return hidden
 
     def logits(self, hidden_ME: Tensor, head_VE: Tensor) -> Tensor:
         """Returns logits [M, draft vocabulary]; head_VE holds the rows of the draft vocabulary."""

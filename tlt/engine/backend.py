@@ -81,6 +81,11 @@ class RolloutBackend(Protocol):
     def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
         """Publishes a policy by Hugging Face names; only when idle."""
 
+    def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
+        """Does so part by part, each with the tensors of whole layers, for policies that are nowhere whole. A part is gathered
+        when it is asked for, by all ranks together: an engine asks for every part, and drops it before it asks for the next.
+        The tensors are whole; an engine that is itself in slices takes what it needs of each."""
+
     def add(self, requests: Iterable[Request]) -> None:
         """Queues requests. Raises UserError where a prompt cannot be answered."""
 

@@ -92,8 +92,12 @@ class RolloutEngine:
 
     def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
         """Publishes a policy into the engine, by Hugging Face names. Never in the middle of a response."""
+        self.load_policy_parts([tensors], version)
+
+    def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
+        """Publishes it part by part (backend.py)."""
         assert self.scheduler.is_idle, "a policy cannot change under running responses"
-        self.model.load(tensors, version)
+        self.model.load_parts(parts, version)
 
     def load_drafter(self, drafter: Drafter[Any]) -> None:
         """Attaches a drafter. Without a tuner nothing would ever use it."""

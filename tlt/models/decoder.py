@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tlt.models import cpu_kernels
 
@@ -218,6 +219,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.num_rotated = config.num_heads + config.num_kv_heads
 
+    def forward(
+        self, index: int, x_NE: Tensor, rope: tuple[Tensor, Tensor], attend: Attend, read_NI: Tensor | None = None
+    ) -> Tensor:
+        """Returns what `run_layer` does. Whoever shards the layer (FSDP2) hooks in here: no tensor of it is read elsewhere."""
+        return run_layer(self, index, x_NE, rope, attend, read_NI)
+
     def qkv(self, read_NI: Tensor) -> Tensor:
         if not self.norm_names:
             return self.self_attn.qkv(read_NI)
@@ -253,13 +260,25 @@ class DecoderStack(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
+Reader = Callable[[Tensor], Any]
+"""What is made of features_NE within a forward, where the head may be read."""
+
+
+def features_alone(features_NE: Tensor) -> Tensor:
+    return features_NE
+
+
 class Transformer(nn.Module):
     """The trainable decoder. `state_dict()` has exactly the names of the Hugging Face checkpoint; a tied head has no
-    entry of its own."""
+    entry of its own.
 
-    def __init__(self, config: ModelConfig) -> None:
+    checkpoints_activations: a layer's activations are not kept but computed once more in the backward pass.
+    """
+
+    def __init__(self, config: ModelConfig, checkpoints_activations: bool = False) -> None:
         super().__init__()
         self.config = config
+        self.checkpoints_activations = checkpoints_activations
         self.model = DecoderStack(config)
         self.lm_head = None if config.tie_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self._rope: Rope | None = None
@@ -278,15 +297,22 @@ class Transformer(nn.Module):
         """The matrix [V, E] behind `logits`; in a tied model, that of the embedding."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
-    def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
-        """Returns features_NE: the output of the final norm, which the head and the drafter read."""
+    def forward(
+        self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend, read: Reader = features_alone
+    ) -> Any:  # of `read`
+        """Returns what `read` makes of features_NE, the output of the final norm; by default themselves.
+
+        A sharded model is whole only within its forward: whoever needs `logits` of one calls them from `read`.
+        """
         x_NE = self.model.embed_tokens(token_ids_N)
         self._rope = Rope.matching(x_NE, self.config, self._rope)
         rope = self._rope.at(positions_N)
         for index, layer in enumerate(self.model.layers):
-            x_NE = run_layer(layer, index, x_NE, rope, attend)  # type: ignore[arg-type]  # ModuleList yields Module
-        features: Tensor = self.model.norm(x_NE)
-        return features
+            if self.checkpoints_activations and torch.is_grad_enabled():
+                x_NE = checkpoint(layer, index, x_NE, rope, attend, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_NE = layer(index, x_NE, rope, attend)
+        return read(self.model.norm(x_NE))
 
     def logits(self, features_NE: Tensor) -> Tensor:
         return F.linear(features_NE, self.head_weight)

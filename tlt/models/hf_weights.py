@@ -14,7 +14,7 @@ import fnmatch
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,40 +47,57 @@ def expected_shapes(config: ModelConfig) -> dict[str, torch.Size]:
 
 
 def load_tensors(path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Returns all tensors of the checkpoint in `path`, on the CPU, as `dtype` (None: as stored).
+    """Returns all tensors of the checkpoint in `path`, on the CPU, as `dtype` (None: as stored); see StoredTensors."""
+    return dict(StoredTensors(path, config, dtype))
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """The tensors of a checkpoint by name, on the CPU, as `dtype` (None: as stored), each read when it is asked for.
 
     Names and shapes are checked against `expected_shapes(config)` before anything is read. Two kinds of surplus are
     let through and dropped: rotary `inv_freq` buffers, which old versions of transformers stored, and the
     `lm_head.weight` of a tied checkpoint if it equals the embedding. Everything else missing, surplus or misshapen is
-    a UserError, and so is a tensor with values that are not finite as `dtype`.
+    a UserError, and so is, when it is read, a tensor with values that are not finite as `dtype`.
     """
-    directory = existing_directory(path)
-    files = _weight_files(directory)
-    stored = _stored_tensors(files)
-    expected = expected_shapes(config)
-    has_tied_head = config.tie_embeddings and "lm_head.weight" in stored
-    if has_tied_head:
-        expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
-    _check_stored(stored, expected, config, place=files[0] if len(files) == 1 else directory / INDEX)
 
-    tensors = {}
-    for file in files:
+    def __init__(self, path: Path | str, config: ModelConfig, dtype: torch.dtype | None = None) -> None:
+        directory = existing_directory(path)
+        files = _weight_files(directory)
+        self._stored, self._dtype = _stored_tensors(files), dtype
+        expected = expected_shapes(config)
+        self._names = list(expected)
+        has_tied_head = config.tie_embeddings and "lm_head.weight" in self._stored
+        if has_tied_head:
+            expected["lm_head.weight"] = expected["model.embed_tokens.weight"]
+        _check_stored(self._stored, expected, config, place=files[0] if len(files) == 1 else directory / INDEX)
+        if has_tied_head and not torch.equal(self["lm_head.weight"], self["model.embed_tokens.weight"]):
+            raise UserError(
+                f"{self._stored['lm_head.weight'].file}: tensor lm_head.weight differs from model.embed_tokens.weight although "
+                f"tie_word_embeddings is true; set it to false in {directory / 'config.json'} to keep both"
+            )
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.rows(name, slice(None))
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Reads these rows (of dimension 0) alone."""
+        file = self._stored[name].file
         with safe_open(file, framework="pt") as opened:
-            for name in (name for name in expected if stored[name].file == file):
-                tensor = opened.get_tensor(name)
-                tensors[name] = tensor if dtype is None else tensor.to(dtype)
-                _check_finite(tensors[name], name, file)
-    if has_tied_head and not torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"]):
-        raise UserError(
-            f"{stored['lm_head.weight'].file}: tensor lm_head.weight differs from model.embed_tokens.weight although "
-            f"tie_word_embeddings is true; set it to false in {directory / 'config.json'} to keep both"
-        )
-    return {name: tensors[name] for name in expected if not (has_tied_head and name == "lm_head.weight")}
+            tensor: Tensor = opened.get_slice(name)[rows]
+        tensor = tensor if self._dtype is None else tensor.to(self._dtype)
+        _check_finite(tensor, name, file)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 def _check_finite(tensor: Tensor, name: str, file: Path) -> None:
     # NaN and infinity both reach the smallest or the largest value; isfinite().all() takes twenty times as long on a CPU.
-    if not torch.stack(tensor.aminmax()).isfinite().all():
+    if tensor.numel() and not torch.stack(tensor.aminmax()).isfinite().all():
         place = f"{file}: tensor {name} holds NaN or infinite values as {str(tensor.dtype).removeprefix('torch.')}"
         raise UserError(f"{place}; download the checkpoint again, or use one from before its training diverged")
 

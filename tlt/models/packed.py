@@ -7,7 +7,8 @@ It knows neither caches nor schedules, and of the CPU no more than that cpu_kern
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +16,9 @@ from torch import Tensor
 
 from tlt.models import cpu_kernels
 from tlt.models.decoder import INPUT_NORM, Attend, ModelConfig, Rope, run_layer
+
+EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+LAYER_PREFIX = re.compile(r"model\.layers\.\d+\.")
 
 
 class PackedNorm:
@@ -184,17 +188,39 @@ class PackedTransformer:
         self.rope = Rope(config, dtype, self.device)
         self.version = -1
 
-    @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], version: int) -> None:
         """Copies a policy in by its Hugging Face names. KeyError where a tensor is missing, RuntimeError for another shape."""
-        for index, layer in enumerate(self.layers):
-            layer.load(tensors, f"model.layers.{index}.")
-        self.embedding_VE = _place(tensors["model.embed_tokens.weight"], self.embedding_VE, self.borrows)
-        tied = self.config.tie_embeddings
-        self.head_VE = self.embedding_VE if tied else _place(tensors["lm_head.weight"], self.head_VE, self.borrows)
-        self.head_linear.load(self.head_VE)
-        self.final_gain_E.copy_(self.final_norm.load(tensors["model.norm.weight"].detach()))
+        self.load_parts([tensors], version)
+
+    @torch.no_grad()
+    def load_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
+        """Does so part by part, in any order, and holds on to none; the tensors of a layer lie in one part."""
+        missing = {f"model.layers.{index}." for index in range(len(self.layers))} | {EMBEDDING, FINAL_NORM}
+        missing |= set() if self.config.tie_embeddings else {HEAD}
+        for part in parts:
+            missing -= self._load_part(part)
+            del part  # before the next one comes to be
+        if missing:
+            raise KeyError(min(missing))
         self.version = version
+
+    def _load_part(self, part: Mapping[str, Tensor]) -> set[str]:
+        """Returns what was loaded: names, and the prefixes of layers."""
+        prefixes = {match.group() for name in part if (match := LAYER_PREFIX.match(name)) is not None}
+        for index, layer in enumerate(self.layers):
+            if f"model.layers.{index}." in prefixes:
+                layer.load(part, f"model.layers.{index}.")
+        if EMBEDDING in part:
+            self.embedding_VE = _place(part[EMBEDDING], self.embedding_VE, self.borrows)
+        if self.config.tie_embeddings and EMBEDDING in part:
+            self.head_VE = self.embedding_VE
+            self.head_linear.load(self.head_VE)
+        elif not self.config.tie_embeddings and HEAD in part:
+            self.head_VE = _place(part[HEAD], self.head_VE, self.borrows)
+            self.head_linear.load(self.head_VE)
+        if FINAL_NORM in part:
+            self.final_gain_E.copy_(self.final_norm.load(part[FINAL_NORM].detach()))
+        return prefixes | {name for name in (EMBEDDING, HEAD, FINAL_NORM) if name in part}
 
     def forward(self, token_ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """Returns features_NE, as `Transformer.forward` does."""

@@ -34,22 +34,25 @@ def response_logprobs(model: Transformer, batch: Sequence[Response], temperature
         targets += r.rollout.token_ids
         readers += range(start + r.length - r.num_tokens, start + r.length)
         start += r.length
-    features_NE = model(torch.tensor(tokens, device=device), attend.positions(device), attend)
-    features_TE = features_NE[torch.tensor(readers, device=device)]
     targets_T = torch.tensor(targets, device=device)
 
     def head(features_E: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         logits_V = model.logits(features_E)
         logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32)) / temperature
         logprobs_V = logits_V.log_softmax(-1)
-        return logprobs_V.gather(-1, chosen[:, None])[:, 0], entropy(logprobs_V.detach())
+        return logprobs_V.gather(-1, chosen[:, None])[:, 0].clone(), entropy(logprobs_V.detach())  # FSDP wants no views
 
-    rows = max(LOGITS_PER_CHUNK // model.config.vocab_size, 1)
-    if len(targets) <= rows:
-        return head(features_TE, targets_T)
-    chunks = [
-        checkpoint(head, features, chosen, use_reentrant=False, preserve_rng_state=False)
-        for features, chosen in zip(features_TE.split(rows), targets_T.split(rows), strict=True)
-    ]
-    logprobs, entropies = zip(*chunks, strict=True)
-    return torch.cat(logprobs), torch.cat(entropies)
+    def read(features_NE: Tensor) -> tuple[Tensor, Tensor]:
+        features_TE = features_NE[torch.tensor(readers, device=device)]
+        rows = max(LOGITS_PER_CHUNK // model.config.vocab_size, 1)
+        if len(targets) <= rows:
+            return head(features_TE, targets_T)
+        chunks = [
+            checkpoint(head, features, chosen, use_reentrant=False, preserve_rng_state=False)
+            for features, chosen in zip(features_TE.split(rows), targets_T.split(rows), strict=True)
+        ]
+        logprobs, entropies = zip(*chunks, strict=True)
+        return torch.cat(logprobs), torch.cat(entropies)
+
+    result: tuple[Tensor, Tensor] = model(torch.tensor(tokens, device=device), attend.positions(device), attend, read)
+    return result

@@ -3,7 +3,8 @@
     responses ─ sample_flat ─▶ weighted ─ plan_ranks ─▶ rank 0: responses ─ plan_micro_batches ─▶ [micro-batch] [micro-batch]
                                                         rank 1: responses                         [micro-batch]
 
-Every rank plans for all, and comes to the same plan.
+Every rank plans for all, and comes to the same plan. Where a forward of one rank waits for the others' (a sharded model), ranks
+with fewer micro-batches get dummies.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ class MicroBatch:
     def needs_grad(self) -> bool:
         return self.responses[0].needs_grad
 
+    @property
+    def is_dummy(self) -> bool:
+        """Whether it stands for nothing: it is computed to keep step with other ranks, its loss is 0 and it counts nowhere."""
+        return self.responses[0].weight == 0
+
 
 def sample_flat(responses: Sequence[Response], num_tokens: int) -> list[Response]:
     """Returns the same responses with weights: of those without a gradient, a sample of about `num_tokens` tokens stands for
@@ -107,13 +113,40 @@ def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return batches
 
 
-def plan_share(responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int) -> list[MicroBatch]:
-    """Returns the micro-batches of one rank. Responses that need a gradient share none with those that do not: a forward pass
-    alone costs a third. Those without weight are left out."""
+def plan_shares(responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int) -> list[list[MicroBatch]]:
+    """Returns the micro-batches of every rank, those that need a gradient first. The others lie in none of these: a forward
+    pass alone costs a third. Responses without weight are left out."""
     responses = [r for r in responses if r.weight]
     costs = [sequence_cost(r.length, config) * (1 if r.needs_grad else 1 / 3) for r in responses]
-    mine = [responses[i] for i in sorted(plan_ranks(costs, num_ranks)[rank])]
-    share: list[MicroBatch] = []
-    for same in ([r for r in mine if r.needs_grad], [r for r in mine if not r.needs_grad]):
-        share += [MicroBatch(tuple(same[i] for i in batch)) for batch in plan_micro_batches([r.length for r in same], budget)]
-    return share
+    shares: list[list[MicroBatch]] = []
+    for items in plan_ranks(costs, num_ranks):
+        mine = [responses[i] for i in sorted(items)]
+        kinds = [r for r in mine if r.needs_grad], [r for r in mine if not r.needs_grad]
+        batches = [(same, batch) for same in kinds for batch in plan_micro_batches([r.length for r in same], budget)]
+        shares.append([MicroBatch(tuple(same[i] for i in batch)) for same, batch in batches])
+    return shares
+
+
+def plan_share(responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int) -> list[MicroBatch]:
+    """Returns the micro-batches of one rank."""
+    return plan_shares(responses, config, budget, num_ranks)[rank]
+
+
+def plan_equal_share(
+    responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int
+) -> list[MicroBatch]:
+    """Returns the micro-batches of one rank, filled up with dummies: every rank has as many with a backward pass, and then as
+    many without."""
+    shares = plan_shares(responses, config, budget, num_ranks)
+    filled: list[MicroBatch] = []
+    for needs_grad in (True, False):
+        of_ranks = [[batch for batch in share if batch.needs_grad == needs_grad] for share in shares]
+        num_missing = max(map(len, of_ranks)) - len(of_ranks[rank])
+        filled += [*of_ranks[rank], *(dummy_batch(needs_grad) for _ in range(num_missing))]
+    return filled
+
+
+def dummy_batch(needs_grad: bool) -> MicroBatch:
+    """Returns a micro-batch of two tokens that changes nothing."""
+    rollout = Rollout("", 0, (0,), (0, 0), (0.0, 0.0), "stop", 0)
+    return MicroBatch((Response(rollout, (0.0, 0.0), needs_grad, weight=0.0, is_masked=True),))

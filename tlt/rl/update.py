@@ -3,7 +3,7 @@
     all rollouts ─ sort by (problem id, sample index) ─ advantages ─▶ minibatch 0 ─ plan ─▶ rank 0: [micro-batch] [micro-batch]
     (every rank has them all)                                         minibatch 1           rank 1: [micro-batch]
                                                                                               │ forward, backward
-                                      AdamW ◀─ clip ◀─ all-reduce (sum) of one flat bucket ◀──┘
+                                      AdamW ◀─ clip ◀─ sum over the ranks (gradients.py) ◀────┘
 
 Logprobs are recomputed here, log-softmax(logits / temperature); the engine's serve the reported gap and an optional
 importance correction alone. Who computes what follows from the lengths (and from which responses need a gradient), so
@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +31,9 @@ from tlt.config.schema import OptimizerSection, SamplingSection
 from tlt.models.decoder import Transformer
 from tlt.rl.algorithms import importance_ratio, importance_weights, kl_estimate, loss_divisor, loss_weight, policy_loss
 from tlt.rl.batch import check_batch, in_order, key_of, make_responses
+from tlt.rl.gradients import gradients_of
 from tlt.rl.logprobs import response_logprobs
-from tlt.rl.plan import MicroBatch, Response, plan_share, sample_flat
+from tlt.rl.plan import MicroBatch, Response, plan_equal_share, plan_share, sample_flat
 from tlt.rl.schedule import learning_rate
 from tlt.types import Reward, Rollout, UserError
 
@@ -100,7 +100,8 @@ class PolicyTrainer:
     sampling: the policy trained is softmax(logits / temperature); its longest response is a constant of some losses.
     num_steps: policy steps of the whole run, for the schedule.
     process_group: None when this process is alone.
-    reference: the frozen initial policy, exactly when `algorithm.kl_coefficient` is positive.
+    reference: the frozen initial policy, exactly when `algorithm.kl_coefficient` is positive; sharded where the model is.
+    reduces_each: whether a sharded model's gradients are reduced after every micro-batch (gradients.py).
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class PolicyTrainer:
         num_steps: int,
         process_group: dist.ProcessGroup | None = None,
         reference: Transformer | None = None,
+        reduces_each: bool = True,
     ) -> None:
         if sampling.temperature <= 0:
             raise UserError(f"sampling: temperature is {sampling.temperature}; a policy gradient needs samples: set it above 0")
@@ -125,9 +127,11 @@ class PolicyTrainer:
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.num_ranks = 1 if process_group is None else dist.get_world_size(process_group)
         self.next_step = 0
-        self.parameters = [p for p in model.parameters() if p.requires_grad]
-        matrices = [p for p in self.parameters if p.dim() > 1]
-        vectors = [p for p in self.parameters if p.dim() <= 1]  # norms and biases are not decayed
+        self.gradients = gradients_of(model, process_group, reduces_each)
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        self.device = parameters[0].device
+        matrices = [p for p in parameters if p.dim() > 1]
+        vectors = [p for p in parameters if p.dim() <= 1]  # norms and biases are not decayed
         groups = [{"params": matrices, "weight_decay": optimizer.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(
             groups, lr=optimizer.learning_rate, betas=(optimizer.beta1, optimizer.beta2), eps=optimizer.eps
@@ -147,10 +151,7 @@ class PolicyTrainer:
         lr = self._set_learning_rate(step)
         responses = sample_flat(responses, SAMPLED_TOKENS)
         minibatches = [responses[i :: a.minibatches] for i in range(a.minibatches)]
-        shares = [
-            plan_share(minibatch, self.model.config, a.tokens_per_micro_batch, self.num_ranks, self.rank)
-            for minibatch in minibatches
-        ]
+        shares = [self._plan(minibatch) for minibatch in minibatches]
         is_on_policy = a.epochs * a.minibatches == 1  # then the old logprobs are this pass's own
         old = {} if is_on_policy else self._frozen(self.model, shares)
         reference = self._frozen(self.reference, shares) if self.reference is not None and self.has_kl_loss else {}
@@ -161,12 +162,13 @@ class PolicyTrainer:
             for minibatch, share in zip(minibatches, shares, strict=True):
                 lengths = [r.num_in_loss for r in minibatch]
                 divisor = loss_divisor(lengths, self.algorithm.aggregation, self.algorithm.max_tokens)
-                with self._flat_gradient() as flat_gradient:
+                last = next((batch for batch in reversed(share) if batch.needs_grad), None)
+                with self.gradients.collect():
                     totals = Totals()
                     for batch in share:
-                        totals.add(self._accumulate(batch, divisor, old.get(batch), reference.get(batch)))
-                    totals = self._reduce(totals, flat_gradient)
-                    grad_norms.append(self._optimizer_step(totals.loss, flat_gradient, step))
+                        totals.add(self._accumulate(batch, divisor, old.get(batch), reference.get(batch), batch is last))
+                    totals = self._reduce(totals)
+                    grad_norms.append(self._optimizer_step(totals.loss, step))
                 sums.add(totals)
         self.next_step = step + 1
 
@@ -202,21 +204,26 @@ class PolicyTrainer:
             group["lr"] = lr
         return lr
 
+    def _plan(self, responses: Sequence[Response]) -> list[MicroBatch]:
+        """Returns this rank's micro-batches."""
+        plan = plan_equal_share if self.gradients.needs_equal_shares else plan_share
+        return plan(responses, self.model.config, self.settings.tokens_per_micro_batch, self.num_ranks, self.rank)
+
     @torch.no_grad()
     def _estimate_kl(self, rollouts: Sequence[Rollout], reference: Transformer) -> list[Tensor]:
         """Returns the estimate of KL(π ‖ π_reference) at every token, float64, one tensor for each rollout. Every rank computes
         a share and gets all: what one rank writes, the others add 0 to."""
         responses = [Response(rollout, (), needs_grad=False) for rollout in rollouts]
         lengths = [r.num_tokens for r in responses]
-        flat = torch.zeros(sum(lengths), dtype=torch.float64, device=self.parameters[0].device)
+        flat = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
         places = dict(zip(map(key_of, rollouts), flat.split(lengths), strict=True))
-        budget = self.settings.tokens_per_micro_batch
-        for batch in plan_share(responses, self.model.config, budget, self.num_ranks, self.rank):
+        for batch in self._plan(responses):
             models = (self.model, reference)
             logprobs_T, reference_T = (response_logprobs(model, batch.responses, self.temperature)[0] for model in models)
             kl_T = kl_estimate(logprobs_T, reference_T, self.algorithm.kl_estimator)
             for r, part in zip(batch.responses, kl_T.split([r.num_tokens for r in batch.responses]), strict=True):
-                places[key_of(r.rollout)].copy_(part)
+                if not batch.is_dummy:
+                    places[key_of(r.rollout)].copy_(part)
         if self.group is not None:
             dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self.group)
         return list(flat.cpu().split(lengths))
@@ -227,10 +234,13 @@ class PolicyTrainer:
         weights the logprobs are equal to the last bit (ratio 1)."""
         return {batch: response_logprobs(model, batch.responses, self.temperature) for share in shares for batch in share}
 
-    def _accumulate(self, batch: MicroBatch, divisor: int, old: Frozen | None, reference: Frozen | None) -> Totals:
+    def _accumulate(
+        self, batch: MicroBatch, divisor: int, old: Frozen | None, reference: Frozen | None, is_last: bool
+    ) -> Totals:
         """Runs forward and backward of one micro-batch; `divisor` is the minibatch's, of all ranks.
 
         old: None when the policy that sampled is the current one.   reference: None where the loss has no KL.
+        is_last: no other backward pass of the minibatch follows.
         """
         a, responses = self.settings, batch.responses
         lengths = [r.num_tokens for r in responses]
@@ -251,32 +261,21 @@ class PolicyTrainer:
             weight_T = torch.cat([logprobs_T.new_full((n,), w) for n, w in zip(lengths, weights, strict=True)])
             loss = ((loss_T + a.kl_coefficient * kl_T) * weight_T).sum() / divisor
         if batch.needs_grad:
-            loss.backward()
+            self.gradients.backward(loss, is_last)
+        if batch.is_dummy:
+            return Totals()
         gap_T = (engine_T - old_T).abs()
         weight = responses[0].weight  # in the means; one for all: of responses with a gradient 1
         means = [entropy_T.sum() * weight, is_clipped_T.sum(), kl_T.detach().sum() * weight, gap_T.sum() * weight]
         sums = torch.stack([loss.detach(), *means, gap_T.max()])
         return Totals(*sums.tolist())
 
-    @contextmanager
-    def _flat_gradient(self) -> Iterator[Tensor]:
-        """Yields one zeroed bucket that all gradients are views of, in the order of parameters; they are gone at the end."""
-        sizes = [p.numel() for p in self.parameters]
-        bucket = torch.zeros(sum(sizes), dtype=self.parameters[0].dtype, device=self.parameters[0].device)
-        try:
-            for parameter, part in zip(self.parameters, bucket.split(sizes), strict=True):
-                parameter.grad = part.view_as(parameter)
-            yield bucket
-        finally:
-            for parameter in self.parameters:
-                parameter.grad = None
-
-    def _reduce(self, totals: Totals, flat_gradient: Tensor) -> Totals:
+    def _reduce(self, totals: Totals) -> Totals:
         """Sums over the ranks, the same on all of them to the last bit."""
+        self.gradients.reduce()
         if self.group is None:
             return totals
-        dist.all_reduce(flat_gradient, op=dist.ReduceOp.SUM, group=self.group)
-        mine = torch.tensor(list(vars(totals).values()), dtype=torch.float64, device=flat_gradient.device)
+        mine = torch.tensor(list(vars(totals).values()), dtype=torch.float64, device=self.device)
         all_totals = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         dist.all_gather(all_totals, mine, group=self.group)
         reduced = Totals()
@@ -284,15 +283,15 @@ class PolicyTrainer:
             reduced.add(Totals(*values.tolist()))
         return reduced
 
-    def _optimizer_step(self, loss: float, flat_gradient: Tensor, step: int) -> float:
+    def _optimizer_step(self, loss: float, step: int) -> float:
         """Clips the gradient and takes the optimizer's step; returns the norm before clipping."""
-        grad_norm = float(torch.linalg.vector_norm(flat_gradient))
+        grad_norm = self.gradients.norm()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             raise NonFiniteUpdate(
                 f"policy update of step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights did not take "
                 "this step; resume from the last checkpoint with a lower optimizer.learning_rate"
             )
         if grad_norm > self.schedule.clip_grad_norm:
-            flat_gradient.mul_(self.schedule.clip_grad_norm / grad_norm)
+            self.gradients.scale(self.schedule.clip_grad_norm / grad_norm)
         self.optimizer.step()
         return grad_norm

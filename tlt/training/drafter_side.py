@@ -269,7 +269,7 @@ class DrafterRefresh:
 
 def connect_refresh(settings: DrafterSection, world: World, run: str, learned: LearnedDrafter) -> DrafterRefresh | None:
     """Returns the refresh of the run of that name; None: nobody would publish, or nobody would take it up."""
-    if world.group is None or not settings.refresh_during_rollout:
+    if world.world_size == 1 or not settings.refresh_during_rollout:
         return None
     mailbox = connect_mailbox(world.store, f"drafter of {run}")  # runs side by side share the store
     return DrafterRefresh(mailbox, learned, settings.refresh_seconds)

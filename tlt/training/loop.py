@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from tlt.config.schema import Config
 from tlt.distributed.world import any_rank, gather_objects, shutdown
-from tlt.models.hf_weights import content_hash
+from tlt.models.hf_weights import StoredTensors, content_hash
 from tlt.report.console import near
 from tlt.report.timeline import merge_timelines
 from tlt.rl.rewards import check_scorable
@@ -130,10 +130,11 @@ def finish(run: Run) -> None:
     run.checkpoints.wait()
     run.timeline.flush()
     gather_objects(run.world, None)
+    run.save_policy(folder / "policy")
     if not run.world.is_leader:
         return
-    run.save_policy(folder / "policy")
-    run.drafter.save(folder / "drafter", {"policy_hash": content_hash(run.policy.state_dict()), "policy_step": run.step})
+    policy_hash = content_hash(StoredTensors(folder / "policy", run.policy.config))
+    run.drafter.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
     merge_timelines(folder, folder / "timeline.json")
     names = ("policy", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json")
     products = {name: folder / name for name in names if (folder / name).exists()}

@@ -15,15 +15,24 @@ from tlt.build import (
     build_engine,
     build_policy_trainer,
     drafter_folder,
-    load_model,
     load_stored,
     local_ranks,
     master_dtype,
     model_folder,
+    open_model,
     reward_spec,
     sampling_params,
 )
 from tlt.config.schema import Config
+from tlt.distributed.sharding import (
+    Gathered,
+    LayoutChoice,
+    choose_layout,
+    fill,
+    layer_by_layer,
+    optimizer_slices,
+    whole_state,
+)
 from tlt.distributed.work_queue import Coordinator, connect_coordinator
 from tlt.distributed.world import (
     DeviceChoice,
@@ -49,6 +58,7 @@ from tlt.training.evaluate import Evaluations
 from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase
 from tlt.training.problems import load_problems
+from tlt.types import UserError, resolve_dtype
 
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest
@@ -111,11 +121,12 @@ class Run:
         self.problems = load_problems(config, "train")
         self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
         self.master_dtype = master_dtype(config)
-        model = load_model(model_folder(config), self.master_dtype)
+        model = open_model(model_folder(config), self.master_dtype)
         self.model_folder = model.path
         assert model.tokenizer is not None, "problems have been encoded with it"
         self.params = sampling_params(config, model.stop_ids)
-        self.trainer = build_policy_trainer(config, model, world.device, world.group)
+        self.is_sharded = layout_of(config).is_sharded
+        self.trainer = build_policy_trainer(config, model, world, self.is_sharded)
         stored = load_stored(drafter_folder(config), model)
         settings = EngineSettings.of_run(config, world.device)
         decode, on_span = model.tokenizer.decode, self.timeline.add
@@ -141,10 +152,14 @@ class Run:
         path = latest_checkpoint(self.checkpoints.folder)
         if path is None:
             return 0
-        checkpoint = load_checkpoint(path, self.world.device)
-        state = checkpoint.state
-        self.policy.load_state_dict(checkpoint.policy)
-        self.trainer.load_state_dict(checkpoint.training["policy"])
+        checkpoint = load_checkpoint(path, torch.device("cpu") if self.is_sharded else self.world.device)
+        state, training = checkpoint.state, checkpoint.training["policy"]
+        if self.is_sharded:
+            fill(self.policy, lambda name, rows: checkpoint.policy[name][rows])
+            training = {**training, "optimizer": optimizer_slices(self.trainer.optimizer, training["optimizer"])}
+        else:
+            self.policy.load_state_dict(checkpoint.policy)
+        self.trainer.load_state_dict(training)
         self.drafter.restore(checkpoint.drafter, state.drafter_version, checkpoint.training, path)
         self.console.note(f"resumed after {state.step} updates from {path}")
         return state.step
@@ -162,24 +177,33 @@ class Run:
     # ── what the loop asks for ───────────────────────────────────────────────────────────────────────────────────────
 
     def publish(self, version: int) -> None:
-        """Gives the engine the policy as it is now; its version is the number of updates behind it."""
+        """Gives the engine the policy as it is now, layer by layer; its version is the number of updates behind it."""
         with self.timeline.span(SpanName.PUBLISH):
-            self.engine.load_policy(dict(self.policy.named_parameters()), version)
+            tensors = Gathered(self.policy, resolve_dtype(self.config.run.dtype))
+            self.engine.load_policy_parts(layer_by_layer(tensors), version)
 
     def checkpoint(self) -> None:
-        """Keeps all that the rest of the run depends on. Ranks hold the same state, so one of them writes it."""
-        if not self.world.is_leader:
+        """Keeps all that the rest of the run depends on. Ranks hold the same state, or slices of it; one of them writes it."""
+        is_leader = self.world.is_leader
+        if not is_leader and not self.is_sharded:
             return
-        drafter, training = self.drafter.state()
-        training = {"policy": self.trainer.state_dict(), **training}
-        state = RunState(self.step, self.drafter.version)
         with self.timeline.span(SpanName.CHECKPOINT):
-            self.checkpoints.save(Checkpoint(state, self.policy.state_dict(), drafter, training))
+            policy, updates = self.policy.state_dict(), self.trainer.state_dict()
+            if self.is_sharded:
+                policy, updates = (whole_state(state, keeps=is_leader) for state in (policy, updates))
+            if is_leader:
+                drafter, training = self.drafter.state()
+                state = RunState(self.step, self.drafter.version)
+                self.checkpoints.save(Checkpoint(state, policy, drafter, {"policy": updates, **training}))
 
     def save_policy(self, folder: Path) -> None:
-        """Writes the policy as a checkpoint that transformers loads."""
-        config, weights = self.policy.config, self.policy.state_dict()
-        save_model(folder, config, weights, dtype=self.master_dtype, source=self.model_folder)
+        """Writes the policy as a checkpoint that transformers loads. Every rank calls it, and the leader writes."""
+        config, tensors = self.policy.config, Gathered(self.policy)
+        if self.world.is_leader:
+            save_model(folder, config, tensors, dtype=self.master_dtype, source=self.model_folder)
+        else:
+            for _ in tensors.values():  # every tensor is gathered by all ranks
+                pass
 
     def close(self) -> None:
         """Ends worker processes and gives up files, terminal and folder."""
@@ -201,7 +225,20 @@ def device_of(config: Config) -> DeviceChoice:
     return choose_device(config.run.device, local_ranks(config), torch.cuda.device_count())
 
 
+def layout_of(config: Config) -> LayoutChoice:
+    """Returns how the policy lies on the ranks of all machines; torchrun says how many they are. Raises UserError for keys that
+    contradict it."""
+    num_ranks, wanted = int(os.environ.get("WORLD_SIZE", config.run.num_ranks)), config.parallel.param_dtype
+    layout = choose_layout(config.parallel.policy, num_ranks, device_of(config).name)
+    if not layout.is_sharded and wanted is not None and resolve_dtype(wanted) != master_dtype(config):
+        raise UserError(
+            f"parallel.param_dtype: {wanted} is for a sharded policy, and this one is replicated ({layout.reason}); "
+            "give --parallel.policy fsdp, or leave param_dtype out"
+        )
+    return layout
+
+
 def join_ranks(config: Config) -> World:
     """Joins the ranks of the run that the environment describes, with the configuration's threads and device."""
     torch.set_num_threads(config.run.threads_per_rank)
-    return init_process_group_from_env(device_of(config).name)
+    return init_process_group_from_env(device_of(config).name, group_of_one=layout_of(config).is_sharded)

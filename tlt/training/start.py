@@ -22,7 +22,7 @@ from tlt.rl.scoring import Scorer
 from tlt.training.lock import FolderLock
 from tlt.training.loop import describe_run
 from tlt.training.problems import load_problems
-from tlt.training.run import device_of
+from tlt.training.run import device_of, layout_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def pin(config: Config) -> Config:
 
 def preflight(config: Config) -> Findings:
     """Raises UserError for everything that can be refused before a process is started."""
-    device_of(config)
+    layout_of(config)
     check_trackers(config.tracking.use)
     model = load_model_config(model_folder(config))
     if (drafter := drafter_folder(config)) is not None:
@@ -100,9 +100,21 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
         "algorithm": describe_algorithm(config),
         **({"rewards": _weighted(config)} if config.rewards.functions else {}),
         "ranks": f"{run.num_ranks} on {device.name} ({device.reason}), {run.dtype}",
+        "update": describe_update(config),
         "speculation": speculation,
         "folder": near(Path(run.out_dir)),
     }
+
+
+def describe_update(config: Config) -> str:
+    """Returns how the policy's training state lies on the ranks, why, and what its update does besides."""
+    layout, parallel = layout_of(config), config.parallel
+    parts = [f"policy {'sharded (FSDP2)' if layout.is_sharded else 'replicated'} ({layout.reason})"]
+    if layout.is_sharded and parallel.param_dtype is not None:
+        parts.append(f"computed in {parallel.param_dtype}")
+    if parallel.checkpoint_activations:
+        parts.append("activations checkpointed")
+    return ", ".join(parts)
 
 
 def describe_algorithm(config: Config) -> str:

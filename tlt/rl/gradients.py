@@ -1,0 +1,138 @@
+"""The gradients of one optimizer step, added up over micro-batches and ranks. Knows no loss and no optimizer.
+
+Replicated   backward, backward, … into one flat bucket ─▶ one all-reduce       every rank has every gradient
+Sharded      backward ─▶ reduce-scatter, backward ─▶ reduce-scatter, …          every rank has the gradients of its slices
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+
+class Gradients(Protocol):
+    """The use of it, on every rank: with collect(): backward, backward, …, reduce, norm, scale, optimizer step."""
+
+    @property
+    def needs_equal_shares(self) -> bool:
+        """Whether a forward or backward is a collective, so that every rank must run as many."""
+        ...
+
+    def collect(self) -> AbstractContextManager[None]:
+        """Starts with none; they are gone at the end."""
+        ...
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        """Adds a micro-batch's. is_last: no other one comes before `reduce`."""
+        ...
+
+    def reduce(self) -> None:
+        """Completes the sums over the ranks."""
+        ...
+
+    def norm(self) -> float:
+        """Returns the norm of all gradients, the same on every rank."""
+        ...
+
+    def scale(self, factor: float) -> None: ...
+
+
+def gradients_of(model: nn.Module, group: dist.ProcessGroup | None, reduces_each: bool) -> Gradients:
+    """Returns who adds up the model's gradients. reduces_each: see Sharded; of no meaning to a replicated model."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if isinstance(model, FSDPModule):
+        assert group is not None
+        return Sharded(model, parameters, group, reduces_each)
+    return Replicated(parameters, group)
+
+
+class Replicated:
+    """Every rank holds all parameters; the gradients are views of one bucket, in the order of the parameters."""
+
+    needs_equal_shares = False
+
+    def __init__(self, parameters: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
+        self.parameters, self.group = parameters, group
+        self._bucket = torch.empty(0)
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        sizes = [p.numel() for p in self.parameters]
+        self._bucket = torch.zeros(sum(sizes), dtype=self.parameters[0].dtype, device=self.parameters[0].device)
+        try:
+            for parameter, part in zip(self.parameters, self._bucket.split(sizes), strict=True):
+                parameter.grad = part.view_as(parameter)
+            yield
+        finally:
+            self._bucket = torch.empty(0)
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        loss.backward()
+
+    def reduce(self) -> None:
+        if self.group is not None:
+            dist.all_reduce(self._bucket, op=dist.ReduceOp.SUM, group=self.group)
+
+    def norm(self) -> float:
+        return float(torch.linalg.vector_norm(self._bucket))
+
+    def scale(self, factor: float) -> None:
+        self._bucket.mul_(factor)
+
+
+class Sharded:
+    """Every rank holds slices (distributed/sharding.py), and FSDP adds up their gradients within the backward pass.
+
+    reduces_each: after every micro-batch, so that no rank ever holds the gradients of more than a layer. Else they are added up
+        whole on every rank and reduced once, with the last: less traffic, and sums in the order of the replicated update.
+    """
+
+    needs_equal_shares = True
+
+    def __init__(
+        self, model: FSDPModule, parameters: Sequence[Tensor], group: dist.ProcessGroup, reduces_each: bool = True
+    ) -> None:
+        self.model, self.parameters, self.group, self.reduces_each = model, parameters, group, reduces_each
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    def backward(self, loss: Tensor, is_last: bool) -> None:
+        self.model.set_requires_gradient_sync(self.reduces_each or is_last)
+        loss.backward()
+
+    def reduce(self) -> None:
+        """Has little left to do: a gradient that nothing contributed to is 0, for the optimizer leaves out what has none."""
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
+    def norm(self) -> float:
+        """Adds up in float64, parameter by parameter, so that the cut does not show."""
+        squares = torch.stack([torch.linalg.vector_norm(part, dtype=torch.float64).square() for part in self._local()])
+        dist.all_reduce(squares, group=self.group)
+        return math.sqrt(float(squares.sum()))
+
+    def scale(self, factor: float) -> None:
+        for part in self._local():
+            part.mul_(factor)
+
+    def _local(self) -> Iterator[Tensor]:
+        for parameter in self.parameters:
+            assert isinstance(parameter.grad, DTensor)
+            yield parameter.grad.to_local()
