@@ -176,10 +176,8 @@ class Subject:
     def layer_matrices(self) -> tuple[int, ...]:
         """Sizes of a layer's matrices as the engine packs them."""
         c = self.model
-        inner = c.num_heads * c.head_dim
-        return (c.num_qkv * c.head_dim * c.hidden_size, inner * c.hidden_size) + tuple(
-            factor * c.intermediate_size * c.hidden_size for factor in (2, 1)
-        )
+        attention, mlp = c.num_heads * c.head_dim, c.intermediate_size
+        return tuple(c.hidden_size * width for width in (c.num_qkv * c.head_dim, attention, 2 * mlp, mlp))
 
     @property
     def largest_matrix(self) -> int:
@@ -193,7 +191,7 @@ class Subject:
             return sum(p.numel() for p in DraftModel(self.drafter).parameters() if p.requires_grad)
 
     def copied_numbers(self, sizes: tuple[int, ...]) -> int:
-        """Numbers that the engine holds twice: on a CPU in float32 small matrices have a copy in oneDNN's layout beside them."""
+        """Numbers that the engine holds twice: in float32 on a CPU, small matrices have a copy in oneDNN's layout."""
         if self.place.is_gpu or self.engine_dtype != torch.float32:
             return 0
         return sum(size for size in sizes if size < cpu_kernels.MIN_PRODUCTS)
@@ -223,7 +221,9 @@ def _standing(s: Subject) -> Iterator[Part]:
     yield Part("drafter", packed, (), f"{billions(s.drafter_parameters)} parameters, the engine's copy")
     if s.trains_drafter:
         yield Part("drafter's optimizer", 12 * s.drafter_parameters, (), "weights and two moments, 12 bytes a parameter")
-        yield Part("drafter's buffer", s.config.drafter.buffer_mib * 2**20, ("idle",), "drafter.buffer_mib, at most")
+        trajectories = -(-s.num_responses // s.place.num_ranks) + s.config.drafter.carry_longest
+        features = trajectories * s.longest * (captured_size(s) * size + 8)
+        yield Part("drafter's buffer", min(s.config.drafter.buffer_mib * 2**20, features), (), "drafter.buffer_mib, at most")
 
 
 # ── rollout ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -276,13 +276,17 @@ def _rollout(s: Subject, caches: int) -> Iterator[Part]:
     rows = s.num_slots + max((min(s.num_slots, 8) * arm.budget for arm in _arms(s)), default=0)
     values, bytes_each = rows * c.vocab_size, 60 if _truncates(s.config) else 12
     sampling = values * (size + 4) + min(values, VALUES_PER_PART) * bytes_each
-    yield Part("a forward", max(reading, sampling), ("rollout",), f"{tokens} tokens read at once, or {rows} rows of logits sampled")
+    yield Part(
+        "a forward", max(reading, sampling), ("rollout",), f"{tokens} tokens read at once, or {rows} rows of logits sampled"
+    )
     if s.config.sampling.temperature > 0:
         depth = Strategy.MAX_DEPTH if s.config.rollout.speculation != "off" else 0
         blocks = NoiseBlocks(c.vocab_size, s.num_slots, depth, _META)
         kept = blocks.max_blocks * blocks.width * c.vocab_size * 4
         refill = min(REFILL_BYTES, 28 * s.num_slots * blocks.width * c.vocab_size)
-        yield Part("noise", min(kept, KEPT_BYTES) + refill, ("rollout",), f"{blocks.max_blocks} blocks of {blocks.width} positions")
+        yield Part(
+            "noise", min(kept, KEPT_BYTES) + refill, ("rollout",), f"{blocks.max_blocks} blocks of {blocks.width} positions"
+        )
 
 
 def _arms(s: Subject) -> tuple[Strategy, ...]:
@@ -341,10 +345,10 @@ def _update(s: Subject) -> Iterator[Part]:
     how = f"{tokens} tokens × {kib(size * kept)}"
     how += ": inputs of layers, and one layer" if parallel.checkpoint_activations else f": {c.num_layers} whole layers"
     logits = min(tokens, max(LOGITS_PER_CHUNK // c.vocab_size, 1)) * c.vocab_size * (12 + size)
-    optimizer = s.num_parameters * s.master // s.num_slices if s.place.is_gpu else 2 * s.master * s.largest_matrix // s.num_slices
-    forward = activations + logits + s.largest_matrix * size
-    yield Part("activations", max(activations, optimizer - (forward - activations)), ("update",), how)
-    yield Part("logits and their gradient", logits + s.largest_matrix * size, ("update",), "one chunk of rows, and the head's gradient")
+    head = logits + s.largest_matrix * size
+    stepped = s.num_parameters if s.place.is_gpu else 2 * s.largest_matrix  # AdamW's own copies, once the others are gone
+    yield Part("activations", max(activations, stepped * s.master // s.num_slices - head), ("update",), how)
+    yield Part("logits", head, ("update",), "one chunk of rows with their gradients, and the head's gradient")
     if s.place.is_sharded:
         heads = (1 if c.tie_embeddings else 2) * c.vocab_size * c.hidden_size
         gathered = (2 * sum(s.layer_matrices) + heads) * 2 * size
@@ -364,4 +368,3 @@ def billions(number: int) -> str:
 
 def kib(num_bytes: float) -> str:
     return f"{num_bytes / 1024:.1f} KiB"
-
