@@ -4,7 +4,7 @@
     rollout   + caches · noise · activations of a forward · logits          ────▶    is what the device must hold
     idle      + caches · the drafter's training
     update    + gradients · activations · logits · gathered layers
-    publish   + a layer on its way to the engine
+    save      + a layer on its way to the engine · a checkpoint's copy
 
 Every formula names the code that it describes; benchmarks/scale/memory.py holds them to what processes take. Knows no machine.
 """
@@ -36,8 +36,8 @@ from tlt.speculative.sampling import VALUES_PER_PART
 from tlt.tuning.tuner import default_arms
 from tlt.types import Strategy, resolve_dtype
 
-Phase = Literal["rollout", "idle", "update", "publish"]
-PHASES: tuple[Phase, ...] = ("rollout", "idle", "update", "publish")
+Phase = Literal["rollout", "idle", "update", "save"]
+PHASES: tuple[Phase, ...] = ("rollout", "idle", "update", "save")
 
 _META = torch.device("meta")
 
@@ -100,7 +100,7 @@ class MemoryPlan:
 
 CACHES = "caches"
 
-PROCESS_BYTES = {"cpu": 440 * 2**20, "cuda": 1200 * 2**20}
+PROCESS_BYTES = {"cpu": 400 * 2**20, "cuda": 1200 * 2**20}
 """Memory of a process that has loaded PyTorch and transformers, or of its context on a GPU with the workspaces of its libraries
 (NCCL, cuBLAS); the former was measured, the latter is a rule of thumb."""
 
@@ -110,7 +110,7 @@ def plan_memory(config: Config, model: ModelConfig, drafter: DrafterShape | None
     subject = Subject(config, model, drafter, place)
     standing = list(_standing(subject))
     caches, least = _caches(subject, sum(part.num_bytes for part in standing))
-    parts = [*standing, caches, *_rollout(subject, caches.num_bytes), *_idle(subject), *_update(subject), _publish(subject)]
+    parts = [*standing, caches, *_rollout(subject, caches.num_bytes), *_idle(subject), *_update(subject), *_save(subject)]
     return MemoryPlan(tuple(part for part in parts if part.num_bytes or part is caches), least)
 
 
@@ -355,11 +355,19 @@ def _update(s: Subject) -> Iterator[Part]:
         yield Part("gathered layers", gathered, ("update",), "two layers, embedding and head, whole, with their gradients")
 
 
-def _publish(s: Subject) -> Part:
-    """PackedTransformer.load: a layer's matrices are joined and scaled in float64."""
-    layer = max(s.layer_matrices)
+# ── save ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _save(s: Subject) -> Iterator[Part]:
+    """PackedTransformer.load joins and scales a layer's matrices in float64. A checkpoint is copied to the CPU before it is
+    written, beside the steps that follow."""
     head = s.model.vocab_size * s.model.hidden_size * s.engine_dtype.itemsize if s.place.is_sharded else 0
-    return Part("a layer for the engine", max(layer * (16 + s.master), head), ("publish",), "joined and scaled in float64")
+    layer = max(max(s.layer_matrices) * (16 + s.master), head)
+    yield Part("a layer for the engine", layer, ("save",), "joined and scaled in float64")
+    if not s.place.is_gpu:
+        phases: tuple[Phase, ...] = () if s.config.run.checkpoint_every else ("save",)
+        copied = 3 * s.num_parameters * s.master // s.num_slices + 12 * s.drafter_parameters * s.trains_drafter
+        yield Part("checkpoint's copy", copied, phases, "weights and two moments, until they are written")
 
 
 def billions(number: int) -> str:
