@@ -10,6 +10,7 @@ This is the only place that does so, for the command line, the training run, the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from tlt.drafter.model import DraftModel, PackedDrafter
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
+from tlt.engine.memory import automatic_bytes
 from tlt.engine.sequence import Decode
 from tlt.hub import resolve_model
 from tlt.models.decoder import ModelConfig, Transformer
@@ -72,6 +74,11 @@ def drafter_folder(config: Config) -> Path | None:
     return None if config.drafter.path is None else resolve_model(config.drafter.path)
 
 
+def local_ranks(config: Config) -> int:
+    """Returns how many ranks this machine has: torchrun says so, and `tlt train` starts all of them here."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", config.run.num_ranks))
+
+
 def load_model(path: Path, dtype: torch.dtype | None = None) -> Model:
     """Reads a checkpoint folder. dtype: of the tensors; None: as they are stored. Raises UserError where it cannot be used."""
     model = open_model(path, dtype)
@@ -107,6 +114,7 @@ class EngineSettings:
     tuner: who chooses when speculation is adaptive: "cost-model" or "beg-mab".
     drafting: how drafters rank, when they stop and what they remember.
     borrows: what the engine can use as the policy has it is read there, not copied (PackedTransformer).
+    kv_gib: GiB of all caches; None: as many as `automatic_bytes` says, where `num_ranks` share the machine's memory.
     """
 
     speculation: str = "off"
@@ -116,12 +124,28 @@ class EngineSettings:
     max_batch_size: int = 64
     drafting: DrafterSection = field(default_factory=DrafterSection)
     borrows: bool = False
+    kv_gib: float | None = None
+    num_ranks: int = 1
+
+    def cache_bytes(self) -> int:
+        """Returns the memory that the engine's caches may take from now on."""
+        device = torch.device(self.device)
+        return automatic_bytes(device, self.num_ranks) if self.kv_gib is None else int(self.kv_gib * 2**30)
 
     @staticmethod
     def of_run(config: Config, device: torch.device | str) -> EngineSettings:
         """Returns the settings that a run's configuration asks for."""
         rollout, dtype = config.rollout, resolve_dtype(config.run.dtype)
-        return EngineSettings(rollout.speculation, rollout.tuner, dtype, device, rollout.max_batch_size, config.drafter)
+        return EngineSettings(
+            rollout.speculation,
+            rollout.tuner,
+            dtype,
+            device,
+            rollout.max_batch_size,
+            config.drafter,
+            kv_gib=rollout.kv_gib,
+            num_ranks=local_ranks(config),
+        )
 
 
 def build_engine(
@@ -151,6 +175,7 @@ def build_engine(
         on_span=on_span,
         verify=verify,
         decode=decode,
+        cache_bytes=settings.cache_bytes,
     )
     engine.load_policy(policy)
     if tuner is not None:

@@ -97,6 +97,12 @@ def resolve_model(name: str | Path, revision: str | None = None) -> Path:
     return folder
 
 
+def resolve_description(name: str | Path, revision: str | None = None) -> Path:
+    """Returns the local folder of a model's config.json, as `resolve_model` does, but without its weights."""
+    repository = None if Path(name).exists() else Repository.parse(name, revision)
+    return Path(name) if repository is None else _snapshot(repository, "model", ("config.json",))
+
+
 def pin_model(name: Path, revision: str | None = None) -> Repository | None:
     """Returns the repository that a model's name means, at the commit it has now; None: the name is a path."""
     folder = resolve_model(name, revision)

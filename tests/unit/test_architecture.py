@@ -21,6 +21,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"models", "speculative", "tasks", "data"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"build"}),
+    frozenset({"plan"}),
     frozenset({"training", "audit"}),
     frozenset({"bench", "api", "integrations"}),
     frozenset({"cli"}),

@@ -101,7 +101,7 @@ run         out_dir seed num_steps num_ranks threads_per_rank device dtype check
 parallel    policy param_dtype checkpoint_activations reduce_each_micro_batch
 model       path revision chat_template_kwargs
 task        name options num_problems data subset split columns chat system_prompt
-rollout     problems_per_step samples_per_problem max_batch_size speculation migrate tuner
+rollout     problems_per_step samples_per_problem max_batch_size kv_gib speculation migrate tuner
 sampling    temperature top_k top_p min_p max_tokens stop
 drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm coupling_temperature
 drafter     ranking feature_window ngram_tokens preset unrolled_steps step_decay feature_weight distribution_weight

@@ -33,8 +33,9 @@ def test_a_prompt_is_prefilled_once_for_all_its_samples(monkeypatch: pytest.Monk
 
 
 def test_what_is_prefilled_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order; a text that is too long alone goes alone."""
-    monkeypatch.setattr("tlt.models.kv_cache._PREFILL_TOKENS", 9)
+    """In order; a text that is too long alone goes alone, part by part."""
+    monkeypatch.setattr("tlt.engine.prefill._PART_TOKENS", 6)
+    monkeypatch.setattr("tlt.models.kv_cache.PREFILL_TOKENS", 9)
     engine = make_engine(POLICY)
     forwarded: list[int] = []
     forward = engine.model.forward_capturing
@@ -43,7 +44,7 @@ def test_what_is_prefilled_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -
     )
     engine.add(request(str(i), 0, tuple(range(1, length + 1))) for i, length in enumerate((4, 5, 3, 20, 2)))
     engine.step()
-    assert forwarded == [3 + 4, 2, 19, 1, 5]
+    assert forwarded == [3 + 4, 2, 9, 6, 4, 1, 5]
 
 
 def test_when_a_request_ends_only_the_last_sequence_moves() -> None:
@@ -51,12 +52,12 @@ def test_when_a_request_ends_only_the_last_sequence_moves() -> None:
     engine = make_engine(POLICY)
     engine.add([request("a", i, (1, 2, 3), max_tokens=2 if i == 1 else 9, stop=-1) for i in range(4)])
     engine.step()
-    storage = engine.cache.storage_ISKLD
+    storage = engine.cache.groups[0]
     staying = [storage[:, slot].clone() for slot in (0, 2)]
     moved = storage[:, 3].clone()
     ended = engine.step()
     assert [finished.rollout.sample_index for finished in ended] == [1]
-    assert engine.cache.storage_ISKLD is storage
+    assert engine.cache.groups[0] is storage
     length = 3 + 1  # prompt and the first token; the second token's entries are new
     for slot, before in zip((0, 2), staying, strict=True):
         assert torch.equal(storage[:, slot, :, : length - 1], before[:, :, : length - 1])
@@ -72,17 +73,17 @@ def test_the_tail_does_not_pay_for_the_memory_of_what_has_ended() -> None:
     alone = tokens_of(make_engine(POLICY), requests[:1])
     engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
     assert alone.items() <= tokens_of(engine, requests).items()
-    assert [engine.cache.storage_ISKLD.shape[i] for i in (1, 3)] == [1, 256]
+    assert [engine.cache.groups[0].shape[i] for i in (1, 3)] == [1, 256]
     engine.add(replace(r, problem_id="b") for r in requests[1:])
     engine.step()
-    assert [engine.cache.storage_ISKLD.shape[i] for i in (1, 3)] == [5, 128]
+    assert [engine.cache.groups[0].shape[i] for i in (1, 3)] == [5, 128]
     engine.abort()
     engine.add(replace(r, problem_id="c") for r in requests[:1])
     while len(engine.scheduler.running[0].tokens if engine.scheduler.running else ()) < 130:
         engine.step()
     engine.add(replace(r, problem_id="c") for r in requests[1:])
     engine.step()
-    assert [engine.cache.storage_ISKLD.shape[i] for i in (1, 3)] == [6, 256]
+    assert [engine.cache.groups[0].shape[i] for i in (1, 3)] == [6, 256]
 
 
 def test_without_speculation_nothing_is_allocated_for_drafting() -> None:

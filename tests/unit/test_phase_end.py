@@ -56,8 +56,9 @@ def test_after_a_phase_the_caches_give_their_memory_to_the_policy_update() -> No
     (coordinator,) = make_coordinators(1)
     make_phase(engine, coordinator).run(make_problems(6), 2, PARAMS, "rollout", 0)
     assert engine.stats.num_tokens > 0
-    caches = (engine.cache.storage_ISKLD, learned.pairs.cache.storage_ISKLD, learned.pairs.history.ring_SCF)
-    assert [cache.nbytes for cache in caches] == [0, 0, 0]
+    caches = (engine.cache.groups, learned.pairs.cache.groups, engine.cache.layers, learned.pairs.cache.layers)
+    assert caches == ([], [], [], [])
+    assert [tensor.nbytes for tensor in (learned.pairs.history.ring_SCF, engine.noise.blocks_SWV)] == [0, 0]
 
 
 def test_features_are_read_out_only_where_they_are_trained_on() -> None:

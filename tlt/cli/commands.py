@@ -10,7 +10,7 @@ from typing import Any
 import tyro
 from tyro.conf import FlagConversionOff
 
-from tlt.cli import audit, bench, drafter, generate, init, task, train
+from tlt.cli import audit, bench, drafter, generate, init, plan, task, train
 from tlt.cli.options import Options
 from tlt.config.mistakes import find_nearest
 from tlt.files import Record
@@ -34,6 +34,7 @@ class Command:
 COMMANDS = {
     "init": Command(init.Init, init.run),
     "train": Command(train.Train, train.run, train.TrainHelp),
+    "plan memory": Command(plan.PlanMemory, plan.memory),
     "generate": Command(generate.Generate, generate.run),
     "task": Command(task.WriteProblems, task.write_problems),
     "score": Command(task.Score, task.score),
@@ -46,6 +47,7 @@ COMMANDS = {
 }
 FAMILIES = {
     "drafter": "Train, export and measure the small model that drafts for a large one.",
+    "plan": "Say what a run takes before it begins.",
     "bench": "Measure what speculation brings on your own configuration.",
 }
 

@@ -121,6 +121,10 @@ class RolloutSection(Section):
     """Responses to each problem of a step, a GRPO group: advantages compare them, so at least 2."""
     max_batch_size: PositiveInt = 64
     """Sequences that each rank decodes at a time."""
+    kv_gib: PositiveFloat | None = None
+    """GiB that each rank has for keys, values and the drafter's caches. Where they are spent, some sequences wait and are read
+    again later, with the same tokens (docs/memory.md). None: four fifths of what is free on a GPU; on a CPU half of the
+    machine's memory, divided by its ranks."""
     speculation: str = "off"
     """How tokens are drafted: off, adaptive (chosen at every step), or a fixed [drafter:]DEPTHxWIDTHxBUDGET such as 4x1x4.
     The drafter is learned, ngram (retrieval from the problem's own responses) or hybrid."""

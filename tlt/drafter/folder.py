@@ -19,6 +19,7 @@ from tlt.drafter.model import DrafterShape, DraftModel, Method, drafter_shape, f
 from tlt.files import replace_folder
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import config_to_hf, parse_config
+from tlt.models.hf_files import read_json
 from tlt.models.hf_weights import save_tensors
 from tlt.types import UserError
 
@@ -89,6 +90,17 @@ def load_drafter(path: Path | str, target: ModelConfig, target_tensors: Mapping[
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(f"drafter {path}: tensor {name} holds numbers that are not finite; train or copy it again")
     return StoredDrafter(config, tensors, described.get("tlt") or {})
+
+
+def load_shape(path: Path, target: ModelConfig) -> DrafterShape:
+    """Returns what the config.json of a drafter says of its shape, without its tensors, which might add a head or a bias."""
+    described = read_json(path / "config.json")
+    known = ", ".join(ARCHITECTURES)
+    method = ARCHITECTURES.get(next(iter(described.get("architectures") or []), ""))
+    if method is None:
+        raise UserError(f"{path / 'config.json'}: architectures is {described.get('architectures')}; known are {known}")
+    shape = drafter_shape(target, method, described.get("draft_vocab_size"))
+    return dataclasses.replace(shape, capture=tuple(described.get("eagle_aux_hidden_state_layer_ids") or shape.capture))
 
 
 def choose_preset(name: str | None, drafter: StoredDrafter, changes: Mapping[str, Any] | None = None) -> Preset:

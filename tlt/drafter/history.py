@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tlt.models.kv_budget import BLOCK, whole_blocks
 from tlt.types import Strategy
 
 _MAX_QUEUED = 64
@@ -30,7 +31,8 @@ class FeatureHistory:
     def __init__(self, size: int, window: int, max_slots: int, dtype: torch.dtype, device: torch.device) -> None:
         self.window, self.max_slots, self.device = window, max_slots, device
         self.num_columns = window + Strategy.MAX_DEPTH + 1
-        self.ring_SCF = torch.zeros(0, min(128, self.num_columns), size, dtype=dtype, device=device)
+        self.ring_SCF = torch.zeros(0, min(BLOCK, self.num_columns), size, dtype=dtype, device=device)
+        self._room: tuple[int, int] | None = None
         self._queue: list[Tensor] = []
         self._slots: tuple[int, ...] = ()
         self._starts: list[int] = []
@@ -38,6 +40,19 @@ class FeatureHistory:
     @property
     def num_bytes(self) -> int:
         return self.ring_SCF.nbytes
+
+    def slot_bytes(self, length: int) -> int:
+        """Returns the bytes of a sequence of `length` tokens: its columns of the ring, and its part of the queue."""
+        num_columns = min(whole_blocks(length), self.num_columns) + _MAX_QUEUED
+        return num_columns * self.ring_SCF.shape[2] * self.ring_SCF.element_size()
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Says how many sequences of how many tokens there is room for: the ring grows to that, no further, when it is written.
+        What lies beyond is given up now."""
+        self._room = num_slots, min(length, self.num_columns)
+        if len(self.ring_SCF) > num_slots or self.ring_SCF.shape[1] > self._room[1]:
+            self.flush()
+            self.ring_SCF = self.ring_SCF[:num_slots, : self._room[1]].clone()
 
     def write(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
         """Takes the features of the T positions from starts[b] on of the sequence in slots[b]. One more position of the same
@@ -81,8 +96,8 @@ class FeatureHistory:
 
     def release(self) -> None:
         """Forgets everything and gives the memory back; the ring grows again when it is written."""
-        self._queue, self._slots = [], ()
-        self.ring_SCF = self.ring_SCF[:0, : min(128, self.num_columns)].clone()
+        self._queue, self._slots, self._room = [], (), None
+        self.ring_SCF = self.ring_SCF[:0, : min(BLOCK, self.num_columns)].clone()
 
     def _store(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
         skipped = max(features_BTF.shape[1] - self.num_columns, 0)  # a prompt longer than the ring
@@ -101,9 +116,11 @@ class FeatureHistory:
     def _reserve(self, num_slots: int, num_positions: int) -> None:
         slots, columns, size = self.ring_SCF.shape
         wanted = min(num_positions, self.num_columns)
-        if num_slots > slots or wanted > columns:
-            slots_wanted = slots if num_slots <= slots else min(max(num_slots, 2 * slots), self.max_slots)
-            columns_wanted = columns if wanted <= columns else min(2 * wanted, self.num_columns)
-            grown = self.ring_SCF.new_zeros(slots_wanted, columns_wanted, size)
-            grown[:slots, :columns] = self.ring_SCF
-            self.ring_SCF = grown
+        if num_slots <= slots and wanted <= columns:
+            return
+        ahead = self._room or (min(2 * slots, self.max_slots), min(2 * wanted, self.num_columns))
+        slots_wanted = slots if num_slots <= slots else max(num_slots, ahead[0])
+        columns_wanted = columns if wanted <= columns else max(wanted, ahead[1])
+        grown = self.ring_SCF.new_zeros(slots_wanted, columns_wanted, size)
+        grown[:slots, :columns] = self.ring_SCF
+        self.ring_SCF = grown

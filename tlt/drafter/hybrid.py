@@ -94,6 +94,12 @@ class HybridDrafter:
         self.learned.withdraw(slot)
         self.ngram.withdraw(slot)
 
+    def slot_bytes(self, length: int) -> int:
+        return self.learned.slot_bytes(length)
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        self.learned.reserve(num_slots, length)
+
     def release(self) -> None:
         self.learned.release()
         self.ngram.release()

@@ -163,6 +163,12 @@ class LearnedDrafter:
     def withdraw(self, slot: int) -> None:
         """Nothing to do: the slot's next sequence starts anew."""
 
+    def slot_bytes(self, length: int) -> int:
+        return self.pairs.slot_bytes(length)
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        self.pairs.reserve(num_slots, length)
+
     def release(self) -> None:
         self.pairs.release()
 

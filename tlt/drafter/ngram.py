@@ -134,6 +134,13 @@ class NgramDrafter:
         index.close(text)
         self.slots[slot] = None
 
+    def slot_bytes(self, length: int) -> int:
+        """Returns 0: what retrieval keeps does not lie on the device."""
+        return 0
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Nothing to do."""
+
     def release(self) -> None:
         """Nothing to do: what has ended is what retrieval reads."""
 

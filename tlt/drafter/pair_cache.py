@@ -26,6 +26,9 @@ from tlt.speculative.tree import chain_mask
 _CATCH_UP_TOKENS = 256
 """Pairs per sequence in one catch-up forward; bounds the mask after a late switch on."""
 
+SPARE_COLUMNS = 2 * _CATCH_UP_TOKENS
+"""Columns behind a sequence's pairs: for a catch-up's padding, and for the drafts."""
+
 
 @dataclass(frozen=True)
 class CaughtUp:
@@ -50,6 +53,7 @@ class PairCache:
         self.model, self.target = model, target
         self.cache = Cache(model.config.layer, 1, model.dtype, model.device, max_slots)
         self.history = FeatureHistory(captured_size, window, max_slots, model.dtype, model.device)
+        self.room: tuple[int, int] | None = None  # slots and tokens of the engine's cache; None: unknown
         self.firsts = [0] * max_slots  # position of the pair in column 0
         self.counts = [0] * max_slots  # pairs in the cache
 
@@ -66,7 +70,27 @@ class PairCache:
         if self.counts[source]:
             self.cache.move(source, target, self.counts[source])
 
+    def slot_bytes(self, length: int) -> int:
+        return self.cache.slot_bytes(length + SPARE_COLUMNS) + self.history.slot_bytes(length)
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Says how many sequences of how many tokens there is room for: what is kept of them grows to that, no further, when it
+        is needed. What lies beyond is given up now."""
+        self.room = num_slots, length
+        self.history.reserve(num_slots, length)
+        slots, columns = min(self.cache.num_slots, num_slots), min(self.cache.capacity, length + SPARE_COLUMNS)
+        if slots and (slots, columns) != (self.cache.num_slots, self.cache.capacity):
+            self.cache.resize(slots, columns)
+
+    def _hold(self, num_slots: int, num_columns: int) -> None:
+        if self.room is None:
+            self.cache.reserve(num_slots, num_columns)
+        elif not self.cache.holds(num_slots, num_columns):
+            slots, length = self.room
+            self.cache.resize(max(slots, num_slots), max(length + SPARE_COLUMNS, num_columns))
+
     def release(self) -> None:
+        self.room = None
         self.cache.release()
         self.history.release()
 
@@ -75,7 +99,7 @@ class PairCache:
         num_rows = len(context.tokens)
         starts = self._enter(context)
         num_pairs = [len(tokens) - TOKEN_AHEAD - first for tokens, first in zip(context.tokens, self.firsts, strict=False)]
-        self.cache.reserve(num_rows, max(num_pairs) + room + _CATCH_UP_TOKENS)
+        self._hold(num_rows, max(num_pairs) + room + _CATCH_UP_TOKENS)
         firsts = self.firsts[:num_rows]
         offsets_B1 = torch.tensor(firsts, device=self.model.device)[:, None] if any(firsts) else None
         hidden_BE = self._read_missing(context, starts, num_pairs, offsets_B1)
@@ -111,7 +135,7 @@ class PairCache:
         device = self.model.device
         firsts = [self.firsts[slot] for slot in slots]
         lengths = [len(context.tokens[slot]) - 1 - TOKEN_AHEAD - first for slot, first in zip(slots, firsts, strict=True)]
-        self.cache.reserve(len(context.tokens), max(lengths))
+        self._hold(len(context.tokens), max(lengths))
         attend = StoringPrefill(self.model.config.layer, lengths, self.cache.layers, slots)
         pairs = list(zip(slots, firsts, lengths, strict=True))
         tokens = [t for s, f, n in pairs for t in context.tokens[s][f + TOKEN_AHEAD : f + TOKEN_AHEAD + n]]

@@ -2,6 +2,8 @@
 
     add ─▶ admit ─▶ prefill (a prompt once for all its samples) ─▶ fork
              ▼
+    preempt  where memory is spent: the cheapest goes back to the queue, and is read again later
+             ▼
     step:  choose a strategy ─▶ propose a tree ─▶ one target forward ─▶ verify ─▶ commit ─▶ release what ended
 
 A step without speculation is the same step with a tree that is only its root. The engine knows neither rewards nor
@@ -19,12 +21,14 @@ import torch
 from torch import Tensor
 
 from tlt.engine.backend import Capabilities
+from tlt.engine.memory import CacheMemory
 from tlt.engine.noise import NoiseBlocks
+from tlt.engine.prefill import prefill
 from tlt.engine.scheduler import Admission, Scheduler
-from tlt.engine.sequence import Decode, Sequence, check_request
+from tlt.engine.sequence import Decode, Sequence, broken_policy, check_request
 from tlt.engine.stats import EngineStats
-from tlt.models.attention import StoringPrefill, cached, pad
-from tlt.models.kv_cache import Cache, prefill_groups
+from tlt.models.attention import cached, pad
+from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
@@ -50,7 +54,7 @@ class RolloutEngine:
 
     on_span receives what the engine spent its time on (prefill, decode, speculate). `verify` is an argument so that
     an audit can put a faulty one in its place. `decode` gives the text in which stop texts are sought; None: a request with
-    any is refused.
+    any is refused. `cache_bytes` returns the memory that all caches may take from now on; it is asked when they start anew.
     """
 
     def __init__(
@@ -62,6 +66,7 @@ class RolloutEngine:
         on_span: Callable[[Span], None] | None = None,
         verify: Verify = verify,
         decode: Decode | None = None,
+        cache_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         config = model.config
         self.model, self.config, self.device = model, config, model.device
@@ -69,6 +74,7 @@ class RolloutEngine:
         self.drafter: Drafter[Any] | None = None
         self.scheduler = Scheduler(max_batch_size, config.max_positions)
         self.cache = Cache(config, config.num_layers, model.dtype, self.device, max_batch_size)
+        self.memory = CacheMemory(self.cache, config.max_positions, cache_bytes)
         self.max_depth = Strategy.MAX_DEPTH if tuner is not None else 0
         self.noise = NoiseBlocks(config.vocab_size, max_batch_size, self.max_depth, self.device)
         self.on_span = on_span
@@ -98,13 +104,14 @@ class RolloutEngine:
         assert self.scheduler.is_idle, "a drafter is attached between responses"
         if self.tuner is None:
             raise UserError("speculation is off, so a drafter has no use; set speculation to adaptive or DEPTHxWIDTHxBUDGET")
-        self.drafter = drafter
+        self.drafter = self.memory.drafter = drafter
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
     def room(self) -> int:
-        return self.scheduler.room
+        taken = len(self.scheduler.running) + len(self.scheduler.waiting)
+        return max(min(self.scheduler.room, self.memory.max_slots(self.scheduler.longest) - taken), 0)
 
     @property
     def num_waiting(self) -> int:
@@ -124,6 +131,7 @@ class RolloutEngine:
         requests = list(requests)
         for request in requests:
             check_request(request, self.config.max_positions, self.decode is not None)
+            self.memory.check(request)
         self.scheduler.add(requests)
 
     @torch.inference_mode()
@@ -159,19 +167,20 @@ class RolloutEngine:
     def release(self) -> None:
         """Gives the caches' memory back; only when idle."""
         assert self.is_idle
-        self.cache.release()
-        if self.drafter is not None:
-            self.drafter.release()
+        self.memory.release()
+        self.noise.release()
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
     def step(self, captures: bool = False) -> list[Finished]:
-        """Admits what fits, advances every running sequence by at least one token, returns those that ended.
+        """Preempts what no longer fits, admits what does, advances every running sequence by at least one token; returns those
+        that ended.
 
         captures: whether what the target captured at their tokens is wanted, for drafter training.
         """
-        admissions = self.scheduler.admit()
+        self._preempt()
+        admissions = self.scheduler.admit(self.memory.fits_longer)
         if admissions:
             self._prefill(admissions)
         if not self.scheduler.running:
@@ -188,7 +197,7 @@ class RolloutEngine:
         num_tokens, drafted = 0, [length - 1 for length in tree.row_lengths]
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
             if not math.isfinite(sum(verdict.logprobs)):
-                raise self._broken_policy(sequence)
+                raise broken_policy(self.model.version, self.model.dtype, sequence)
             if not tree.is_chain:
                 self.cache.commit(slot, sequence.num_cached, verdict.path)
             num_kept = sequence.commit(verdict, self.decode)
@@ -206,8 +215,7 @@ class RolloutEngine:
         return self._release_finished(captures)
 
     def _prefill(self, admissions: list[Admission]) -> None:
-        """Runs every distinct prompt once, all but its last token, and copies its cache entries to its other samples; likewise
-        what has come from another engine."""
+        """Reads what has been admitted, every distinct text once."""
         start = time.perf_counter()
         for admission in admissions:
             for slot in admission.slots:
@@ -216,24 +224,26 @@ class RolloutEngine:
                 if self.drafter is not None:
                     self.drafter.admit(slot, request)
         self._params = None
-        longest = max(len(sequence.tokens) for sequence in self.scheduler.running)
         if sum(len(a.slots) for a in admissions) == len(self.scheduler.running):
             self.cache.release()  # nothing lives in it: many new sequences need not each have room for the last long one
-        self.cache.reserve(len(self.scheduler.running), longest + 1)
-        for prompts in prefill_groups([a for a in admissions if len(a.tokens) > 1], lambda a: len(a.tokens)):
-            lengths = [len(a.tokens) - 1 for a in prompts]
-            attend = StoringPrefill(self.config, lengths, self.cache.layers, [a.slots[0] for a in prompts])
-            token_ids_N = torch.tensor([t for a in prompts for t in a.tokens[:-1]], device=self.device)
-            positions_N = attend.positions(self.device)
-            captured_NF = self.model.forward_capturing(token_ids_N, positions_N, attend, self._capture)[1]
-            for admission, length, captured_TF in zip(prompts, lengths, captured_NF.split(lengths), strict=True):
-                self.cache.fork(admission.slots[0], admission.slots[1:], length)
-                if self.drafter is not None:
-                    self.drafter.remember(
-                        admission.slots, [0] * len(admission.slots), captured_TF.expand(len(admission.slots), -1, -1)
-                    )
+        self.memory.reserve(len(self.scheduler.running), self.scheduler.longest + 1)
+        prefill(self.model, self.cache, admissions, self._capture, self._on_read)
         if self.on_span is not None:
             self.on_span(Span(SpanName.PREFILL, start, time.perf_counter()))
+
+    def _on_read(self, slots: tuple[int, ...], first: int, captured_TF: Tensor) -> None:
+        if self.drafter is not None:
+            self.drafter.remember(slots, [first] * len(slots), captured_TF.expand(len(slots), -1, -1))
+
+    def _preempt(self) -> None:
+        """Sends the sequences that are cheapest to read again back to the queue, until the others have room for a token more.
+        By the law they go on later as they would have now."""
+        running = self.scheduler.running
+        while len(running) > 1 and not self.memory.has_room(len(running), self.scheduler.longest):
+            (request,) = self.withdraw([self.scheduler.cheapest()])
+            self.scheduler.waiting.appendleft(request)
+            self.stats.num_preemptions += 1
+            self.stats.num_reread_tokens += len(request.prompt_ids) + len(request.token_ids) - 1
 
     def _batch_state(self, num_admitted: int) -> BatchState:
         running = self.scheduler.running
@@ -248,6 +258,8 @@ class RolloutEngine:
         if any(len(sequence.tokens) < 2 for sequence in self.scheduler.running):
             return Strategy.OFF  # no feature exists yet to draft from
         strategy = self.tuner.choose(batch)
+        if not self.memory.has_room(batch.num_running, self.scheduler.longest + strategy.budget):
+            return Strategy.OFF  # a draft is not worth a preemption
         self._predicted_speed = self.tuner.predicted_speed
         return strategy
 
@@ -273,7 +285,7 @@ class RolloutEngine:
     def _forward(self, tree: DraftTree, nodes: TreeLayout) -> tuple[Tensor, Tensor]:
         """Returns what the drafter reads, [B, N, F], and the logits, [B, N, V], at every node, of one target forward."""
         B, N = tree.tokens_BN.shape
-        self.cache.reserve(B, nodes.length)
+        self.memory.reserve(B, nodes.length)
         attend = cached(
             self.config, self.cache.layers, nodes.columns_BN, nodes.length, nodes.mask_BNL, nodes.lengths, nodes.counts
         )
@@ -298,14 +310,6 @@ class RolloutEngine:
             rows_B1 = torch.arange(len(rows), device=self.device)[:, None]
             captured_BNF = captured_BNF[rows_B1, torch.tensor(rows, device=self.device)]
         drafter.remember(range(len(verdicts)), prefixes, captured_BNF)
-
-    def _broken_policy(self, sequence: Sequence) -> UserError:
-        # the noise is bounded and the largest logit always stays, so nothing but a logit can be at fault
-        return UserError(
-            f"policy {self.model.version} gives logits that are not finite (problem {sequence.request.problem_id!r}, sample "
-            f"{sequence.request.sample_index}, position {len(sequence.tokens)}); its weights are broken or too large for "
-            f"{str(self.model.dtype).removeprefix('torch.')}: load others, or a wider dtype"
-        )
 
     def _account(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float) -> None:
         self.stats.num_steps += 1

@@ -7,7 +7,7 @@ prefilled once. The running sequences fill slots 0..B-1 without holes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from tlt.engine.sequence import Sequence
@@ -40,11 +40,21 @@ class Scheduler:
     def add(self, requests: Iterable[Request]) -> None:
         self.waiting.extend(requests)
 
-    def admit(self) -> list[Admission]:
-        """Starts what fits."""
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest running sequence; 0 where none runs."""
+        return max((len(sequence.tokens) for sequence in self.running), default=0)
+
+    def admit(self, fits: Callable[[int, int], bool]) -> list[Admission]:
+        """Starts what fits, in the order in which it waits. fits: tells whether there is memory for so many sequences, the
+        longest of so many tokens; one alone always runs."""
         admissions: list[Admission] = []
+        longest = self.longest
         while self.waiting and len(self.running) < self.max_slots:
-            slot = len(self.running)
+            slot, request = len(self.running), self.waiting[0]
+            longest = max(longest, len(request.prompt_ids) + len(request.token_ids))
+            if self.running and not fits(slot + 1, longest):
+                break
             self.running.append(Sequence.start(self.waiting.popleft(), self.window))
             tokens = tuple(self.running[slot].tokens)
             if admissions and admissions[-1].tokens == tokens:
@@ -52,6 +62,11 @@ class Scheduler:
             else:
                 admissions.append(Admission(tokens, (slot,)))
         return admissions
+
+    def cheapest(self) -> int:
+        """Returns the slot of the shortest sequence, of several the latest: reading it again costs least, and it never is the
+        only longest one, so that one always comes to its end."""
+        return min(range(len(self.running)), key=lambda slot: (len(self.running[slot].tokens), -slot))
 
     def remove(self, slot: int) -> int | None:
         """Takes a sequence out; the last one takes its slot. Returns the slot that one came from."""

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+import torch
+
 from tlt.types import FinishReason, Request, Rollout, UserError, Verdict
 
 Decode = Callable[[list[int]], str]
@@ -97,3 +99,13 @@ def check_request(request: Request, window: int, decodes: bool) -> None:
         raise UserError(f"{prompt} has {length} tokens; the model's window is {window}, so shorten it to at most {window - 1}")
     if request.params.stop and not decodes:
         raise UserError(f"sampling: stop is {request.params.stop!r}, but the model's folder has no tokenizer; give stop_ids")
+
+
+def broken_policy(version: int, dtype: torch.dtype, sequence: Sequence) -> UserError:
+    """Returns what a policy whose logits are not finite is refused with."""
+    # the noise is bounded and the largest logit always stays, so nothing but a logit can be at fault
+    return UserError(
+        f"policy {version} gives logits that are not finite (problem {sequence.request.problem_id!r}, sample "
+        f"{sequence.request.sample_index}, position {len(sequence.tokens)}); its weights are broken or too large for "
+        f"{str(dtype).removeprefix('torch.')}: load others, or a wider dtype"
+    )

@@ -44,13 +44,18 @@ class StrategyStats:
 
 @dataclass
 class EngineStats:
-    """Counts since the engine was made, or since it was replaced by a new one."""
+    """Counts since the engine was made, or since it was replaced by a new one.
+
+    num_preemptions: sequences that went back to the queue for want of memory.  num_reread_tokens: theirs, read once more.
+    """
 
     num_tokens: int = 0
     num_verifications: int = 0
     num_verified_tokens: int = 0
     num_drafted_tokens: int = 0
     num_steps: int = 0
+    num_preemptions: int = 0
+    num_reread_tokens: int = 0
     by_strategy: dict[str, StrategyStats] = field(default_factory=lambda: defaultdict(StrategyStats))
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
     attempts_by_depth: Counter[int] = field(default_factory=Counter)
@@ -97,8 +102,9 @@ class EngineStats:
 
     def add(self, other: EngineStats) -> None:
         """Counts of another engine or phase on top of these."""
-        for name in ("num_tokens", "num_verifications", "num_verified_tokens", "num_drafted_tokens", "num_steps"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for f in fields(self):
+            if f.type == "int":
+                setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
         self.survivors_by_depth.update(other.survivors_by_depth)
         self.attempts_by_depth.update(other.attempts_by_depth)
         for strategy, stats in other.by_strategy.items():

@@ -1,7 +1,8 @@
 """Keys and values of the running sequences, one slot each. Storage only: it knows no model and no schedule.
 
 The running batch lies in slots 0..B-1. When a sequence ends, the last one moves into its slot; nothing else is copied.
-Capacity grows by doubling, so that a short run stays small; growing is the only time the cache is copied.
+Capacity grows by doubling, within a budget, so that a short run stays small; growing is the only time the cache is copied, a
+group of layers at a time, so that little of it exists twice.
 """
 
 from __future__ import annotations
@@ -13,22 +14,24 @@ import torch
 from torch import Tensor
 
 from tlt.models.decoder import ModelConfig
+from tlt.models.kv_budget import BLOCK, UNBOUNDED, Budget, whole_blocks
 
 T = TypeVar("T")
 
-_BLOCK = 128
-"""A slot's length grows in multiples of so many tokens."""
+GROUP_BYTES = 2**28
+"""Layers lie together in tensors of at most so many bytes: one operation serves all of a small cache, and a large one grows
+group by group."""
 
-_PREFILL_TOKENS = 8192
-"""Bound on a forward that fills the cache: prompts are short, but responses that come from other engines need not be."""
+PREFILL_TOKENS = 8192
+"""Tokens of a forward that fills the cache. They bound its activations: about 2 GiB for a model of 7B in bf16."""
 
 
 def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterator[list[T]]:
-    """Yields the items, in order, in groups for one forward each: of at most `_PREFILL_TOKENS` tokens, or a single item."""
+    """Yields the items, in order, in groups for one forward each: of at most `PREFILL_TOKENS` tokens, or a single item."""
     group: list[T] = []
     total = 0
     for item in items:
-        if group and total + num_tokens(item) > _PREFILL_TOKENS:
+        if group and total + num_tokens(item) > PREFILL_TOKENS:
             yield group
             group, total = [], 0
         group.append(item)
@@ -39,51 +42,80 @@ def prefill_groups(items: Sequence[T], num_tokens: Callable[[T], int]) -> Iterat
 
 class Cache:
     """Storage whose `layers[i]` is [slots, 2 × kv heads, length, head dim], keys before values. Entries beyond a sequence's
-    length are finite but mean nothing: rejected drafts, or zeros."""
+    length are finite but mean nothing: rejected drafts, or zeros.
+
+    groups: the tensors that the layers lie in, neighbours together, [layers, slots, 2 × kv heads, length, head dim].
+    """
 
     def __init__(self, config: ModelConfig, num_layers: int, dtype: torch.dtype, device: torch.device, max_slots: int) -> None:
-        self.max_slots = max_slots
-        heads, dim = 2 * config.num_kv_heads, config.head_dim
-        self.storage_ISKLD = torch.zeros(num_layers, 0, heads, _BLOCK, dim, dtype=dtype, device=device)
+        self.num_layers, self.max_slots, self.dtype, self.device = num_layers, max_slots, dtype, device
+        self.num_heads, self.head_dim = 2 * config.num_kv_heads, config.head_dim
+        self.num_slots, self.capacity = 0, BLOCK
+        self.groups: list[Tensor] = []
         self.layers: list[Tensor] = []
 
-    def reserve(self, num_slots: int, length: int) -> None:
-        """Makes room for the `num_slots` running sequences, the longest of `length` tokens. Growing in length gives up the
-        other slots: it happens in the long tail, where a few sequences would pay for the memory of all that have ended."""
-        _, slots, _, capacity, _ = self.storage_ISKLD.shape
-        if num_slots <= slots and length <= capacity:
+    def slot_bytes(self, length: int) -> int:
+        """Returns the bytes of a slot with room for `length` tokens."""
+        return self.num_layers * self._layer_bytes(whole_blocks(length))
+
+    def _layer_bytes(self, num_tokens: int) -> int:
+        return num_tokens * self.num_heads * self.head_dim * self.dtype.itemsize
+
+    def holds(self, num_slots: int, length: int) -> bool:
+        """Returns whether so many sequences of so many tokens have room without growing."""
+        return num_slots <= self.num_slots and length <= self.capacity
+
+    def reserve(self, num_slots: int, length: int, budget: Budget = UNBOUNDED) -> None:
+        """Makes room for the `num_slots` running sequences, the longest of `length` tokens, and within the budget for twice as
+        many. Growing in length gives up the other slots: it happens in the long tail, where a few sequences would pay for the
+        memory of all that have ended."""
+        if self.holds(num_slots, length):
             return
         assert num_slots <= self.max_slots, f"{num_slots} slots wanted of {self.max_slots}"
-        if length > capacity:
-            new_slots, new_length = num_slots, max(-(-length // _BLOCK) * _BLOCK, 2 * capacity)
-        else:
-            new_slots, new_length = min(max(num_slots, 2 * slots), self.max_slots), capacity
-        layers, _, heads, _, dim = self.storage_ISKLD.shape
-        grown = self.storage_ISKLD.new_zeros(layers, new_slots, heads, new_length, dim)
-        kept = min(slots, num_slots)
-        grown[:, :kept, :, :capacity] = self.storage_ISKLD[:, :kept]
-        self.storage_ISKLD = grown
-        self.layers = list(grown)
+        needed = whole_blocks(length)
+        if length > self.capacity:
+            self.resize(num_slots, max(needed, min(2 * self.capacity, budget.max_length(num_slots))))
+            return
+        capacity = max(needed, min(self.capacity, budget.max_length(num_slots)))
+        ahead = min(2 * self.num_slots, self.max_slots, budget.max_slots(capacity))
+        self.resize(max(num_slots, ahead), capacity)
+
+    def resize(self, num_slots: int, length: int) -> None:
+        """Gives every one of `num_slots` slots room for `length` tokens; what is in both the old room and the new one stays."""
+        kept, columns = min(self.num_slots, num_slots), min(self.capacity, length)
+        self.num_slots, self.capacity = num_slots, length
+        per_group = max(GROUP_BYTES // self._layer_bytes(num_slots * length), 1)
+        old, self.groups, self.layers = self.layers[::-1], [], []
+        while (missing := self.num_layers - len(self.layers)) > 0:
+            shape = (min(per_group, missing), num_slots, self.num_heads, length, self.head_dim)
+            group = torch.zeros(shape, dtype=self.dtype, device=self.device)
+            for layer in group:
+                if old:
+                    layer[:kept, :, :columns] = old.pop()[:kept, :, :columns]
+            self.groups.append(group)
+            self.layers += group
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
         """Copies the first `length` entries of one slot to others, which must be neighbours: a prompt shared by its samples."""
         if targets:
             first, last = targets[0], targets[-1] + 1
             assert list(targets) == list(range(first, last)), "forks are admitted into neighbouring slots"
-            self.storage_ISKLD[:, first:last, :, :length] = self.storage_ISKLD[:, source, None, :, :length]
+            for group in self.groups:
+                group[:, first:last, :, :length] = group[:, source, None, :, :length]
 
     def commit(self, slot: int, start: int, path: Sequence[int]) -> None:
         """Moves the entries at start + path[i] to start + i: the accepted branch of a draft tree closes up behind the sequence.
         A path 0, 1, 2, … (a chain always is one) costs nothing."""
         if any(column != i for i, column in enumerate(path)):
-            columns = torch.tensor(path, device=self.storage_ISKLD.device) + start
-            kept = self.storage_ISKLD[:, slot].index_select(2, columns)
-            self.storage_ISKLD[:, slot, :, start : start + len(path)] = kept
+            columns = torch.tensor(path, device=self.device) + start
+            for group in self.groups:
+                group[:, slot, :, start : start + len(path)] = group[:, slot].index_select(2, columns)
 
     def move(self, source: int, target: int, length: int) -> None:
-        self.storage_ISKLD[:, target, :, :length] = self.storage_ISKLD[:, source, :, :length]
+        for group in self.groups:
+            group[:, target, :, :length] = group[:, source, :, :length]
 
     def release(self) -> None:
         """Gives the memory back; the next `reserve` starts anew."""
-        self.storage_ISKLD = self.storage_ISKLD[:, :0, :, :_BLOCK].clone()
-        self.layers = []
+        self.num_slots, self.capacity = 0, BLOCK
+        self.groups, self.layers = [], []

@@ -64,6 +64,8 @@ class StepRecord:
     drafter_tokens: trained on.  drafter_captured_tokens: of those, with features that the engine captured while generating.
     drafter_recomputed_tokens: that went through the target again for their features.
     num_migrated: responses that a rank which had run dry took over, each as often as it moved.
+    num_preemptions: sequences that had to wait again for want of memory (rollout.kv_gib).
+    num_reread_tokens: of those, the tokens that were read once more.
     drafter_refreshes: drafters in training that engines took up within the rollout.
     preemption_seconds: from the last response's end to the return of the drafter's trainer, for every rank that trained then.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
@@ -122,6 +124,8 @@ class StepRecord:
     drafter_version: int
     finished_at: Number
     num_migrated: int = 0
+    num_preemptions: int = 0
+    num_reread_tokens: int = 0
     drafter_acceptance: Number = NAN
     retrieval_acceptance: Number = NAN
     drafter_training: str = "off"

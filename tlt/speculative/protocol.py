@@ -86,5 +86,13 @@ class Drafter(Protocol[P]):
     def withdraw(self, slot: int) -> None:
         """The sequence in this slot leaves for another engine in the middle of its response."""
 
+    def slot_bytes(self, length: int) -> int:
+        """Returns the bytes that its caches take on the device for a sequence with room for `length` tokens."""
+        ...
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """The engine has room for so many sequences of so many tokens from now on. Caches of its own may grow to that, but no
+        further, or a memory that is shared by all of them is exceeded."""
+
     def release(self) -> None:
         """Nothing is running any more: memory of running sequences may be given back."""

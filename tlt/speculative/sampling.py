@@ -11,6 +11,7 @@ This file knows logits and keys; it knows no model and no tree.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -21,6 +22,9 @@ from tlt.types import SamplingParams
 _MAX_INVERSE_TEMPERATURE = 1e30
 """Colder counts as this cold, so that a scaled logit fits into float32. Logits that differ in any engine's dtype are then
 farther apart than any noise."""
+
+VALUES_PER_PART = 1 << 24
+"""Logits that are sampled from at a time: truncation sorts them, with some 60 bytes for each meanwhile, so a GiB."""
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -91,6 +95,14 @@ class BatchParams:
             self.top_p_B11 = column([float(p.top_p) for p in params])
             self.min_p_B11 = column([float(p.min_p) for p in params])
 
+    def rows(self, first: int, end: int) -> BatchParams:
+        """Returns those of the sequences first .. end - 1."""
+        part = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(part, name, value[first:end])
+        return part
+
     def scale(self, logits_BNV: Tensor) -> Tensor:
         """Logits at their temperature, in at least float32."""
         logits_BNV = logits_BNV.float() if logits_BNV.dtype in (torch.bfloat16, torch.float16) else logits_BNV
@@ -119,8 +131,19 @@ def truncate(scaled_BNV: Tensor, params: BatchParams) -> Tensor:
 def sample(logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> tuple[Tensor, Tensor]:
     """The law at every node: (tokens_BN int64, logprobs_BN).
 
-    `logprobs` are log-softmax(logits / temperature) of the drawn tokens, before truncation.
+    `logprobs` are log-softmax(logits / temperature) of the drawn tokens, before truncation. Of many logits a part
+    is sampled from at a time: every row is a law of its own.
     """
+    per_part = max(VALUES_PER_PART // logits_BNV[0].numel(), 1)  # sequences
+    if len(logits_BNV) <= per_part:
+        return _sample(logits_BNV, noise_BNV, params)
+    firsts = range(0, len(logits_BNV), per_part)
+    parts = [(logits_BNV[i : i + per_part], noise_BNV[i : i + per_part], params.rows(i, i + per_part)) for i in firsts]
+    tokens, logprobs = zip(*(_sample(*part) for part in parts), strict=True)
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _sample(logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> tuple[Tensor, Tensor]:
     scaled_BNV = params.scale(logits_BNV)
     kept_BNV = truncate(scaled_BNV, params) if params.truncates else scaled_BNV
     if params.noise_scale_B11 is not None:

@@ -76,6 +76,8 @@ def step_record(
         drafter_recomputed_tokens=sum(report.recomputed_tokens for report in reports),
         drafter_refreshes=sum(replica.num_refreshes for replica in phase.replicas),
         num_migrated=sum(replica.num_migrated for replica in phase.replicas),
+        num_preemptions=stats.num_preemptions,
+        num_reread_tokens=stats.num_reread_tokens,
         preemption_seconds=phase.preemption_seconds,
         accept_length=_number(stats.accept_length),
         accept_by_depth=tuple(stats.accept_by_depth),

@@ -16,6 +16,7 @@ from tlt.build import (
     build_policy_trainer,
     drafter_folder,
     load_stored,
+    local_ranks,
     master_dtype,
     model_folder,
     open_model,
@@ -220,10 +221,8 @@ class Run:
 
 
 def device_of(config: Config) -> DeviceChoice:
-    """Returns the kind of device that the ranks of this machine compute on. torchrun says how many they are; `tlt train` starts
-    all of them here."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.run.num_ranks))
-    return choose_device(config.run.device, num_ranks, torch.cuda.device_count())
+    """Returns the kind of device that the ranks of this machine compute on."""
+    return choose_device(config.run.device, local_ranks(config), torch.cuda.device_count())
 
 
 def layout_of(config: Config) -> LayoutChoice:

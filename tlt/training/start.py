@@ -8,14 +8,21 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlt.build import drafter_folder, model_folder, preset_changes, reward_spec
+import torch
+
+from tlt.build import drafter_folder, local_ranks, model_folder, preset_changes, reward_spec
 from tlt.config.schema import Config
 from tlt.distributed.launch import is_rank, launch
 from tlt.drafter.folder import choose_preset, load_drafter
+from tlt.drafter.model import DrafterShape
+from tlt.engine.memory import machine_bytes
 from tlt.hub import Repository, pin_dataset, pin_model
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
+from tlt.plan.fit import Run as PlannedRun
+from tlt.plan.fit import refuse
+from tlt.plan.memory import Place
 from tlt.report.console import Console, near
 from tlt.report.trackers import check_trackers
 from tlt.rl.scoring import Scorer
@@ -78,9 +85,19 @@ def preflight(config: Config) -> Findings:
         stored = load_drafter(drafter, model)
         choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
     problems = load_problems(config, "train")
+    longest_prompt = max(len(problem.prompt_ids) for problem in problems)
+    refuse(plan_run(config, model, None if drafter is None else stored.config, longest_prompt))
     Scorer(reward_spec(config)).check(problems[0].data)
     num_held_out = len(load_problems(config, "test")) if config.evaluation.num_problems else 0
     return Findings(model, len(problems), num_held_out)
+
+
+def plan_run(config: Config, model: ModelConfig, drafter: DrafterShape | None, longest_prompt: int) -> PlannedRun:
+    """Returns the run as a plan of its memory sees it, on the devices of this machine."""
+    is_gpu, num_local = device_of(config).name == "cuda", local_ranks(config)
+    device_bytes = torch.cuda.get_device_properties(0).total_memory if is_gpu else machine_bytes()
+    num_ranks = int(os.environ.get("WORLD_SIZE", num_local))
+    return PlannedRun(config, model, drafter, Place(num_ranks, num_local, is_gpu, False, device_bytes, longest_prompt))
 
 
 def describe(config: Config, findings: Findings) -> dict[str, str]:

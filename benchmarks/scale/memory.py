@@ -1,0 +1,163 @@
+"""Does `tlt plan memory` say what a run takes? Three shapes whose memory lies in different parts, each trained for two steps.
+
+    python -m benchmarks.scale.memory --out benchmarks/results/plan-memory
+
+A shape is a random model with the tokenizer of the recipe `math`; no token ends a response, so all have the length that is
+planned for. Planned is the largest phase of one rank, measured the largest resident set of its process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.growth import child, endless_copy
+from tlt.bench.report import environment, number, provenance, table, write_report
+from tlt.cli.plan import PlanMemory, read_run
+from tlt.drafter.folder import save_drafter
+from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.models.decoder import Transformer
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import save_model
+from tlt.recipes import find_recipe
+
+GIB = 2**30
+TOLERANCE = 0.15
+PROMPT_TOKENS = 80
+
+
+@dataclass(frozen=True)
+class Shape:
+    """model: changes to config.json of the recipe's model.  keys: of the run.  drafter: whether one is trained."""
+
+    name: str
+    model: dict[str, Any]
+    keys: dict[str, Any]
+    drafter: bool = False
+
+
+SHAPES = (
+    Shape(
+        "weights",
+        {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 8, "num_attention_heads": 12, "head_dim": 64},
+        {"sampling.max_tokens": 128, "rollout.problems_per_step": 2, "rollout.samples_per_problem": 4},
+    ),
+    Shape(
+        "activations",
+        {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 12, "num_attention_heads": 8, "head_dim": 32},
+        {"sampling.max_tokens": 440, "rollout.problems_per_step": 2, "rollout.samples_per_problem": 6},
+    ),
+    Shape(
+        "vocabulary, drafter and caches",
+        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "head_dim": 32}
+        | {"num_key_value_heads": 8, "vocab_size": 32768},
+        {"sampling.max_tokens": 440, "rollout.problems_per_step": 4, "rollout.samples_per_problem": 8}
+        | {"rollout.speculation": "adaptive", "drafter.train": True, "algorithm.tokens_per_micro_batch": 1024},
+        drafter=True,
+    ),
+)
+
+
+def parity(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
+    """Rewards responses unlike, so that each has a gradient."""
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+
+def make_model(shape: Shape, folder: Path) -> Path:
+    """Writes a random model of this shape, whose responses never end by themselves."""
+    endless_copy(find_recipe("math").parent / "base", folder, 1024)
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **shape.model}))
+    config = load_model_config(folder)
+    extra = {key: value for key, value in json.loads(path.read_text()).items() if key.endswith("_token_id")}
+    assert extra
+    model = Transformer(config).initialize(0)
+    save_model(folder / "random", config, model.state_dict(), dtype=torch.float32, source=folder)
+    (folder / "random" / "generation_config.json").write_bytes((folder / "generation_config.json").read_bytes())
+    return folder / "random"
+
+
+def words(shape: Shape, folder: Path) -> list[str]:
+    """Returns the overrides of a run of two steps."""
+    model = make_model(shape, folder / "model")
+    keys = {
+        "model.path": model, "run.out_dir": folder / "run", "run.num_ranks": 1, "run.num_steps": 2, "run.checkpoint_every": 0,
+        "run.device": "cpu", "rollout.speculation": "off", "evaluation.num_problems": 0, "optimizer.learning_rate": 1e-6,
+        "rewards.functions": "benchmarks.scale.memory:parity", "rewards.num_workers": 0, **shape.keys,
+    }  # fmt: skip
+    if shape.drafter:
+        drafter = DraftModel(drafter_shape(load_model_config(model))).initialize(0)
+        save_drafter(folder / "drafter", drafter, torch.float32, {"preset": "hass"})
+        keys["drafter.path"] = folder / "drafter"
+    return [word for key, value in keys.items() for word in (f"--{key}", str(value).lower() if value is True else str(value))]
+
+
+def run_shape(shape: Shape) -> dict[str, Any]:
+    """Returns what was planned for a shape and what its rank took, in GiB."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        overrides = words(shape, folder)
+        options = PlanMemory(config=find_recipe("math"), overrides=tuple(overrides), prompt_tokens=PROMPT_TOKENS)
+        plan = read_run(options).plan()
+        phase, planned = plan.peak
+        command = [sys.executable, "-m", "benchmarks.scale.memory", "--child", "tlt", "train", "math", *overrides]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+        if done.returncode:
+            sys.exit(f"{shape.name}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+    measured = int(done.stdout.split()[-1]) / 1024
+    parts = {part.name: part.num_bytes / GIB for part in plan.parts if not part.phases or phase in part.phases}
+    return {
+        "shape": shape.name,
+        "planned_gib": planned / GIB,
+        "measured_gib": measured,
+        "ratio": planned / GIB / measured,
+        "phase": phase,
+        "parts": parts,
+    }
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    rows = [
+        [run["shape"], run["phase"], number(run["planned_gib"]), number(run["measured_gib"]), number(run["ratio"])]
+        for run in report["runs"]
+    ]
+    columns = ["memory lies in", "largest phase", "planned, GiB", "measured, GiB", "planned / measured"]
+    return "\n\n".join(["# Memory, planned and measured", *provenance(report), table(columns, rows)]) + "\n"
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        sys.exit(child(sys.argv[2:]))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scale.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES), help="which, by the first word")
+    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
+    options = parser.parse_args()
+    report: dict[str, Any] = {
+        "command": f"python -m benchmarks.scale.memory --out {options.out}",
+        "environment": environment(),
+        "runs": [],
+    }
+    for shape in SHAPES:
+        if shape.name.split(",")[0] in options.shapes:
+            report["runs"].append(run_shape(shape))
+            print(json.dumps(report["runs"][-1]), flush=True)
+            write_report(options.out, report, to_markdown(report))
+    if any(abs(run["ratio"] - 1) > TOLERANCE for run in report["runs"]):
+        sys.exit(f"planned and measured differ by more than {TOLERANCE:.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The memory of an engine's caches: how much they may take, and what has room in it. Decides; the engine preempts and admits.
+
+cache_bytes() ─▶ budget = max_bytes over [ keys and values │ the drafter's caches ] of every running sequence
+                    ├─ has_room:     can the running sequences grow to this length?        no: preempt
+                    └─ fits_longer:  would one more leave room to grow for a while?        no: it waits
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tlt.models.kv_budget import BLOCK, Budget
+from tlt.models.kv_cache import Cache
+from tlt.speculative.protocol import Drafter
+from tlt.types import Request, UserError
+
+GPU_SHARE = 0.8
+"""Share of what is free on a GPU; the rest is for activations, logits, noise and the drafter's training."""
+
+CPU_SHARE = 0.5
+"""Share of a machine's memory for the caches of all its ranks."""
+
+_CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+
+
+def machine_bytes() -> int:
+    """Returns the memory of this machine, or of the container that this process may use."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in _CGROUP_LIMITS:
+        if path.is_file() and (text := path.read_text().strip()).isdigit():
+            total = min(total, int(text))
+    return total
+
+
+def automatic_bytes(device: torch.device, num_ranks: int) -> int:
+    """Returns the bytes that the caches of an engine may take now: four fifths of what is free on its GPU, what PyTorch keeps
+    for later counted as free; on a CPU half of the machine's memory divided by its ranks."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(GPU_SHARE * (torch.cuda.mem_get_info(device)[0] + unused))
+    return int(CPU_SHARE * machine_bytes() / num_ranks)
+
+
+class CacheMemory:
+    """The cache of an engine beside that of its drafter, within one budget.
+
+    cache_bytes: returns what all caches may take from now on, None: without a bound; asked when they start anew.
+    window: positions that the model has.
+    """
+
+    def __init__(self, cache: Cache, window: int, cache_bytes: Callable[[], int | None]) -> None:
+        self.cache, self.window = cache, window
+        self.drafter: Drafter[Any] | None = None
+        self._cache_bytes = cache_bytes
+        self._budget: Budget | None = None
+
+    @property
+    def budget(self) -> Budget:
+        if self._budget is None:
+            self._budget = Budget(self._cache_bytes(), self.slot_bytes)
+        return self._budget
+
+    def slot_bytes(self, length: int) -> int:
+        """Returns the bytes of a sequence with room for so many tokens, in all caches."""
+        return self.cache.slot_bytes(length) + (self.drafter.slot_bytes(length) if self.drafter is not None else 0)
+
+    def has_room(self, num_slots: int, length: int) -> bool:
+        """Returns whether so many sequences have room for so many tokens each, or can get it."""
+        return self.cache.holds(num_slots, length) or self.budget.fits(num_slots, length)
+
+    def fits_longer(self, num_slots: int, length: int) -> bool:
+        """Returns whether so many sequences, the longest of `length` tokens, could go on for a while. Otherwise what has just
+        been read would soon have to leave again."""
+        return self.budget.fits(num_slots, self._longer(length))
+
+    def max_slots(self, length: int) -> int:
+        """Returns how many sequences could go on for a while, the longest of which has `length` tokens."""
+        return self.budget.max_slots(self._longer(length))
+
+    def _longer(self, length: int) -> int:
+        """Returns an eighth more, a block at least."""
+        return min(length + max(length // 8, BLOCK), self.window)
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Makes room in the cache, and lets the drafter's grow as far."""
+        if not self.cache.holds(num_slots, length):
+            self.cache.reserve(num_slots, length, self.budget)
+            if self.drafter is not None:
+                self.drafter.reserve(self.cache.num_slots, self.cache.capacity)
+
+    def release(self) -> None:
+        """Gives all of it back; only when nothing runs."""
+        self.cache.release()
+        if self.drafter is not None:
+            self.drafter.release()
+        self._budget = None
+
+    def check(self, request: Request) -> None:
+        """Raises UserError for a request whose longest response would not fit alone."""
+        budget, length = self.budget, min(len(request.prompt_ids) + request.params.max_tokens, self.window)
+        if budget.max_bytes is None or budget.fits(1, length):
+            return
+        has, needs = budget.max_bytes / 2**30, self.slot_bytes(length) / 2**30
+        raise UserError(
+            f"kv_gib: {has:.3g} GiB hold {budget.max_length(1)} tokens of one sequence, but problem {request.problem_id!r} with"
+            f" its response may have {length}; give rollout.kv_gib at least {needs + 5e-4:.3f}, or lower sampling.max_tokens"
+        )

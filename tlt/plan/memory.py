@@ -1,0 +1,378 @@
+"""What a run's tensors take on one device, part by part: arithmetic over shapes, before anything is loaded.
+
+    always    weights · optimizer · engine's copy · drafter                          the largest sum of a column
+    rollout   + caches · noise · activations of a forward · logits          ────▶    is what the device must hold
+    idle      + caches · the drafter's training
+    update    + gradients · activations · logits · gathered layers
+    save      + a layer on its way to the engine · a checkpoint's copy
+
+Every formula names the code that it describes; benchmarks/scale/memory.py holds them to what processes take. Knows no machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+import torch
+
+from tlt.build import master_dtype, preset_changes
+from tlt.config.schema import Config
+from tlt.drafter.hybrid import drafter_kinds
+from tlt.drafter.losses import DEFAULT_PRESET, PRESETS
+from tlt.drafter.model import DrafterShape, DraftModel, PackedDrafter, training_capture
+from tlt.drafter.pair_cache import PairCache
+from tlt.engine.memory import CPU_SHARE, GPU_SHARE
+from tlt.engine.noise import KEPT_BYTES, REFILL_BYTES, NoiseBlocks
+from tlt.models import cpu_kernels
+from tlt.models.decoder import ModelConfig
+from tlt.models.hf_weights import expected_shapes
+from tlt.models.kv_cache import GROUP_BYTES, PREFILL_TOKENS, Cache
+from tlt.models.packed import PackedTransformer
+from tlt.rl.logprobs import LOGITS_PER_CHUNK
+from tlt.speculative.sampling import VALUES_PER_PART
+from tlt.tuning.tuner import default_arms
+from tlt.types import Strategy, resolve_dtype
+
+Phase = Literal["rollout", "idle", "update", "save"]
+PHASES: tuple[Phase, ...] = ("rollout", "idle", "update", "save")
+
+_META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The ranks and what each computes on, as far as memory goes.
+
+    num_ranks: of the whole run.  num_local: on one machine.  is_sharded: whether the policy lies in slices over all of them.
+    device_bytes: of a GPU, or of a machine that computes on its CPU; None: unknown.
+    longest_prompt: tokens.
+    """
+
+    num_ranks: int
+    num_local: int
+    is_gpu: bool
+    is_sharded: bool
+    device_bytes: int | None
+    longest_prompt: int
+
+    @property
+    def rank_bytes(self) -> int | None:
+        """Memory that a rank has for itself."""
+        return self.device_bytes if self.is_gpu or self.device_bytes is None else self.device_bytes // self.num_local
+
+
+@dataclass(frozen=True)
+class Part:
+    """One kind of tensors on a device. phases: when they lie there; none: always.  how: the arithmetic, for people."""
+
+    name: str
+    num_bytes: int
+    phases: tuple[Phase, ...]
+    how: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """least: what the caches need at least, for one response of full length; more are read again where memory is spent."""
+
+    parts: tuple[Part, ...]
+    least: int
+
+    def total(self, phase: Phase) -> int:
+        return sum(part.num_bytes for part in self.parts if not part.phases or phase in part.phases)
+
+    @property
+    def peak(self) -> tuple[Phase, int]:
+        """The phase that takes most, and its bytes."""
+        phase = max(PHASES, key=self.total)
+        return phase, self.total(phase)
+
+    @property
+    def needed(self) -> int:
+        """The peak with caches for one response alone: with less, the run cannot go on."""
+        caches = next(part for part in self.parts if part.name == CACHES)
+        smallest = replace(caches, num_bytes=min(caches.num_bytes, self.least))
+        return MemoryPlan(tuple(smallest if part is caches else part for part in self.parts), self.least).peak[1]
+
+
+CACHES = "caches"
+
+PROCESS_BYTES = {"cpu": 400 * 2**20, "cuda": 1200 * 2**20}
+"""Memory of a process that has loaded PyTorch and transformers, or of its context on a GPU with the workspaces of its libraries
+(NCCL, cuBLAS); the former was measured, the latter is a rule of thumb."""
+
+
+def plan_memory(config: Config, model: ModelConfig, drafter: DrafterShape | None, place: Place) -> MemoryPlan:
+    """Returns what one rank's device holds. drafter: the shape of the learned one; None: there is none."""
+    subject = Subject(config, model, drafter, place)
+    standing = list(_standing(subject))
+    caches, least = _caches(subject, sum(part.num_bytes for part in standing))
+    parts = [*standing, caches, *_rollout(subject, caches.num_bytes), *_idle(subject), *_update(subject), *_save(subject)]
+    return MemoryPlan(tuple(part for part in parts if part.num_bytes or part is caches), least)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The sizes that all parts are made of. Sizes of types are in bytes."""
+
+    config: Config
+    model: ModelConfig
+    drafter: DrafterShape | None
+    place: Place
+
+    @cached_property
+    def num_parameters(self) -> int:
+        return sum(shape.numel() for shape in expected_shapes(self.model).values())
+
+    @property
+    def num_slices(self) -> int:
+        """Ranks over which weights, gradients and moments are cut."""
+        return self.place.num_ranks if self.place.is_sharded else 1
+
+    @property
+    def engine_dtype(self) -> torch.dtype:
+        return resolve_dtype(self.config.run.dtype)
+
+    @property
+    def master(self) -> int:
+        """Size of a weight that is trained."""
+        return master_dtype(self.config).itemsize
+
+    @property
+    def computed(self) -> int:
+        """Size of an activation of the update."""
+        given = self.config.parallel.param_dtype
+        return resolve_dtype(given).itemsize if given is not None and self.place.is_sharded else self.master
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest response with its prompt."""
+        return min(self.place.longest_prompt + self.config.sampling.max_tokens, self.model.max_positions)
+
+    @property
+    def num_responses(self) -> int:
+        """Responses of a step, or of an evaluation where those are more."""
+        rollout, evaluation = self.config.rollout, self.config.evaluation
+        step = rollout.problems_per_step * rollout.samples_per_problem
+        return max(step, evaluation.num_problems * evaluation.samples_per_problem)
+
+    @property
+    def num_slots(self) -> int:
+        return min(self.config.rollout.max_batch_size, self.num_responses)
+
+    @property
+    def trains_drafter(self) -> bool:
+        return self.drafter is not None and self.config.drafter.train
+
+    @property
+    def rope(self) -> int:
+        """Numbers in the tables of rotary positions."""
+        return 2 * self.model.max_positions * self.model.head_dim
+
+    @property
+    def layer_matrices(self) -> tuple[int, ...]:
+        """Sizes of a layer's matrices as the engine packs them."""
+        c = self.model
+        attention, mlp = c.num_heads * c.head_dim, c.intermediate_size
+        return tuple(c.hidden_size * width for width in (c.num_qkv * c.head_dim, attention, 2 * mlp, mlp))
+
+    @property
+    def largest_matrix(self) -> int:
+        return max(self.model.vocab_size * self.model.hidden_size, *self.layer_matrices)
+
+    @property
+    def drafter_parameters(self) -> int:
+        if self.drafter is None:
+            return 0
+        with _META:
+            return sum(p.numel() for p in DraftModel(self.drafter).parameters() if p.requires_grad)
+
+    def copied_numbers(self, sizes: tuple[int, ...]) -> int:
+        """Numbers that the engine holds twice: in float32 on a CPU, small matrices have a copy in oneDNN's layout."""
+        if self.place.is_gpu or self.engine_dtype != torch.float32:
+            return 0
+        return sum(size for size in sizes if size < cpu_kernels.MIN_PRODUCTS)
+
+
+# ── always ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _standing(s: Subject) -> Iterator[Part]:
+    size, cut = s.engine_dtype.itemsize, f" / {s.num_slices} ranks" if s.num_slices > 1 else ""
+    weights = s.num_parameters * s.master // s.num_slices
+    how = f"{billions(s.num_parameters)} × {s.master} bytes{cut}"
+    yield Part("process", PROCESS_BYTES["cuda" if s.place.is_gpu else "cpu"], (), "Python and libraries")
+    yield Part("weights", weights, (), how)
+    yield Part("optimizer", 2 * weights, (), f"AdamW's two moments, {how}")
+    if s.config.algorithm.kl_coefficient > 0:
+        yield Part("reference policy", weights, (), how)
+    copies = s.model.num_layers * s.copied_numbers(s.layer_matrices)
+    if not s.place.is_gpu and s.engine_dtype == torch.float32:
+        copies += s.model.vocab_size * s.model.hidden_size  # the head in oneDNN's layout, beside its rows
+    yield Part("engine", (s.num_parameters + copies) * size, (), f"{billions(s.num_parameters + copies)} × {size} bytes, whole")
+    yield Part("rotary positions", s.rope * (size + s.computed), (), f"tables of {s.model.max_positions} positions, twice")
+    if s.drafter is None:
+        return
+    rows = s.drafter.draft_vocab_size * s.model.hidden_size if s.drafter.owns_head or s.drafter.is_reduced else 0
+    packed = (s.drafter_parameters + rows + s.copied_numbers(s.layer_matrices)) * size + s.rope * size
+    yield Part("drafter", packed, (), f"{billions(s.drafter_parameters)} parameters, the engine's copy")
+    if s.trains_drafter:
+        yield Part("drafter's optimizer", 12 * s.drafter_parameters, (), "weights and two moments, 12 bytes a parameter")
+        trajectories = -(-s.num_responses // s.place.num_ranks) + s.config.drafter.carry_longest
+        features = trajectories * s.longest * (captured_size(s) * size + 8)
+        yield Part("drafter's buffer", min(s.config.drafter.buffer_mib * 2**20, features), (), "drafter.buffer_mib, at most")
+
+
+# ── rollout ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def slot_bytes(s: Subject, length: int) -> int:
+    """Returns the bytes of a running sequence with room for `length` tokens, as the engine's budget counts them."""
+    cache = Cache(s.model, s.model.num_layers, s.engine_dtype, _META, s.num_slots)
+    if s.drafter is None or s.config.rollout.speculation == "off":
+        return cache.slot_bytes(length)
+    shape = replace(s.model, max_positions=1)  # whose tables nobody reads
+    target = PackedTransformer(replace(shape, num_layers=1), s.engine_dtype, _META)
+    packed = PackedDrafter(replace(s.drafter, layer=replace(s.drafter.layer, max_positions=1)), s.engine_dtype, _META)
+    pairs = PairCache(packed, target, captured_size(s), s.config.drafter.feature_window, s.num_slots)
+    return cache.slot_bytes(length) + pairs.slot_bytes(length)
+
+
+def captured_size(s: Subject) -> int:
+    """Numbers that are captured of the target at a position (drafter/model.py)."""
+    if s.drafter is None or s.config.rollout.speculation == "off":
+        return 0
+    keeps_targets = s.trains_drafter and s.config.drafter.features == "captured"
+    capture = training_capture(s.drafter, s.model.num_layers) if keeps_targets else s.drafter.capture
+    return len(capture) * s.model.hidden_size
+
+
+def _caches(s: Subject, standing: int) -> tuple[Part, int]:
+    """Returns the caches, and what they need at least."""
+    least, each = slot_bytes(s, s.longest), slot_bytes(s, s.longest)
+    wanted, limit, why = s.num_slots * each, None, "as much as all want"
+    if (given := s.config.rollout.kv_gib) is not None:
+        limit, why = int(given * 2**30), f"rollout.kv_gib = {given:g}"
+    elif s.place.device_bytes is not None and s.place.is_gpu:
+        limit, why = int(GPU_SHARE * max(s.place.device_bytes - standing, 0)), "four fifths of what is free"
+    elif s.place.device_bytes is not None:
+        limit, why = int(CPU_SHARE * s.place.device_bytes / s.place.num_local), "half of the machine's memory, by its ranks"
+    how = f"{s.num_slots} sequences × {s.longest} tokens × {kib(each / max(s.longest, 1))}"
+    if limit is not None and limit < wanted:
+        held = max(limit // each, 1)
+        how = f"{why}: {held} of {s.num_slots} sequences of {s.longest} tokens × {kib(each / s.longest)} at once"
+    return Part(CACHES, wanted if limit is None else max(min(wanted, limit), least), ("rollout", "idle"), how), least
+
+
+def _rollout(s: Subject, caches: int) -> Iterator[Part]:
+    c, size = s.model, s.engine_dtype.itemsize
+    yield Part("caches growing", min(GROUP_BYTES, caches // 2), ("rollout",), "a group of layers stands twice for a moment")
+    tokens = min(PREFILL_TOKENS, max(s.longest, s.num_slots * s.place.longest_prompt))
+    width = 4 * c.intermediate_size + 3 * c.hidden_size + (c.num_qkv + c.num_heads) * c.head_dim + captured_size(s)
+    reading = tokens * width * size
+    rows = s.num_slots + max((min(s.num_slots, 8) * arm.budget for arm in _arms(s)), default=0)
+    values, bytes_each = rows * c.vocab_size, 60 if _truncates(s.config) else 12
+    sampling = values * (size + 4) + min(values, VALUES_PER_PART) * bytes_each
+    yield Part(
+        "a forward", max(reading, sampling), ("rollout",), f"{tokens} tokens read at once, or {rows} rows of logits sampled"
+    )
+    if s.config.sampling.temperature > 0:
+        depth = Strategy.MAX_DEPTH if s.config.rollout.speculation != "off" else 0
+        blocks = NoiseBlocks(c.vocab_size, s.num_slots, depth, _META)
+        kept = blocks.max_blocks * blocks.width * c.vocab_size * 4
+        refill = min(REFILL_BYTES, 28 * s.num_slots * blocks.width * c.vocab_size)
+        yield Part(
+            "noise", min(kept, KEPT_BYTES) + refill, ("rollout",), f"{blocks.max_blocks} blocks of {blocks.width} positions"
+        )
+
+
+def _arms(s: Subject) -> tuple[Strategy, ...]:
+    """The strategies that may be chosen."""
+    speculation = s.config.rollout.speculation
+    if speculation == "adaptive":
+        return default_arms(drafter_kinds(s.drafter is not None))
+    return (Strategy.parse(speculation),)
+
+
+def _truncates(config: Config) -> bool:
+    return config.sampling.top_k > 0 or config.sampling.top_p < 1 or config.sampling.min_p > 0
+
+
+# ── idle ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _idle(s: Subject) -> Iterator[Part]:
+    """The drafter's training (drafter/trainer.py): float32, all unrolled steps in one backward pass."""
+    if s.drafter is None or not s.trains_drafter:
+        return
+    settings, c = s.config.drafter, s.drafter.layer
+    preset = PRESETS[settings.preset or DEFAULT_PRESET[s.drafter.method]]
+    steps = preset_changes(settings)["unrolled_steps"] or preset.unrolled_steps
+    tokens, vocabulary = min(settings.tokens_per_micro_step, s.num_responses * s.longest), s.drafter.draft_vocab_size
+    layer = activations_per_token(c) + 2 * c.hidden_size
+    logits = (1 + 3 * steps) * vocabulary  # the target's; per step log-softmax, the target's shifted, a gradient
+    rows = vocabulary * c.hidden_size if s.engine_dtype != torch.float32 else 0  # the head, in float32
+    training = 4 * (tokens * (steps * layer + logits) + s.drafter_parameters + rows)
+    how = f"{tokens} tokens × {steps} unrolled steps, {vocabulary} logits each"
+    yield Part("drafter's training", training, ("idle",), how)
+    recomputed = Cache(s.model, s.model.num_layers, s.engine_dtype, _META, 1).slot_bytes(s.longest)
+    yield Part("features recomputed", recomputed, ("idle",), f"keys and values of one response of {s.longest} tokens")
+
+
+# ── update ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def activations_per_token(c: ModelConfig) -> int:
+    """Returns the numbers that autograd keeps of a layer at a token: inputs of norms and matrices, queries, keys and values
+    before and behind the rotation, the attention's output, and four of the MLP's width."""
+    return 6 * c.hidden_size + (c.num_qkv + 2 * c.num_heads) * c.head_dim + 4 * c.intermediate_size
+
+
+def _update(s: Subject) -> Iterator[Part]:
+    c, parallel, size = s.model, s.config.parallel, s.computed
+    slices = 1 if s.place.is_sharded and not parallel.reduce_each_micro_batch else s.num_slices
+    how = f"{billions(s.num_parameters)} × {s.master} bytes" + (f" / {slices} ranks" if slices > 1 else "")
+    yield Part("gradients", s.num_parameters * s.master // slices, ("update",), how)
+    per_rank = -(-s.num_responses // s.place.num_ranks)
+    tokens = min(max(s.config.algorithm.tokens_per_micro_batch, s.longest), per_rank * s.longest)
+    layer = activations_per_token(c)
+    kept = c.num_layers * c.hidden_size + layer if parallel.checkpoint_activations else c.num_layers * layer
+    backward = 3 * c.intermediate_size + 2 * c.hidden_size
+    activations = tokens * (kept + backward + 4 * c.hidden_size) * size
+    how = f"{tokens} tokens × {kib(size * kept)}"
+    how += ": inputs of layers, and one layer" if parallel.checkpoint_activations else f": {c.num_layers} whole layers"
+    logits = min(tokens, max(LOGITS_PER_CHUNK // c.vocab_size, 1)) * c.vocab_size * (12 + size)
+    head = logits + s.largest_matrix * size
+    stepped = s.num_parameters if s.place.is_gpu else 2 * s.largest_matrix  # AdamW's own copies, once the others are gone
+    yield Part("activations", max(activations, stepped * s.master // s.num_slices - head), ("update",), how)
+    yield Part("logits", head, ("update",), "one chunk of rows with their gradients, and the head's gradient")
+    if s.place.is_sharded:
+        heads = (1 if c.tie_embeddings else 2) * c.vocab_size * c.hidden_size
+        gathered = (2 * sum(s.layer_matrices) + heads) * 2 * size
+        yield Part("gathered layers", gathered, ("update",), "two layers, embedding and head, whole, with their gradients")
+
+
+# ── save ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _save(s: Subject) -> Iterator[Part]:
+    """PackedTransformer.load joins and scales a layer's matrices in float64. A checkpoint is copied to the CPU before it is
+    written, beside the steps that follow."""
+    head = s.model.vocab_size * s.model.hidden_size * s.engine_dtype.itemsize if s.place.is_sharded else 0
+    layer = max(max(s.layer_matrices) * (16 + s.master), head)
+    yield Part("a layer for the engine", layer, ("save",), "joined and scaled in float64")
+    if not s.place.is_gpu:
+        phases: tuple[Phase, ...] = () if s.config.run.checkpoint_every else ("save",)
+        copied = 3 * s.num_parameters * s.master // s.num_slices + 12 * s.drafter_parameters * s.trains_drafter
+        yield Part("checkpoint's copy", copied, phases, "weights and two moments, until they are written")
+
+
+def billions(number: int) -> str:
+    return f"{number / 1e9:.2f} B" if number >= 5e7 else f"{number / 1e6:.2f} M"
+
+
+def kib(num_bytes: float) -> str:
+    return f"{num_bytes / 1024:.1f} KiB"
