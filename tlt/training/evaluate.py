@@ -106,7 +106,7 @@ def evaluate(run: Run) -> None:
         counts = f"{rewards.num_errors} of {len(phase.rewards)} responses"
         run.console.note(f"evaluation: {counts} could not be scored and are left out; the first: {rewards.first_error}")
     evaluation = Evaluation.of(run.step, phase)
-    if run.world.is_leader and settings.keep_best and evaluation.solve_rate > run.evaluations.best:
+    if settings.keep_best and evaluation.solve_rate > run.evaluations.best:
         run.save_policy(run.out_dir / "best")
     run.evaluations.add(evaluation)
     run.tracking.log(run.step, {"eval/solve_rate": evaluation.solve_rate, "eval/seconds": evaluation.seconds})
