@@ -66,7 +66,8 @@ class Checkpoint:
     """What one rank holds of a run.
 
     step: updates done.  run: the run's id.  tensors: all that trains, by name, DTensors where it is sharded; on every rank the
-    same names.  counters: what all ranks hold alike.  own: what this rank alone knows. Both are of kinds that JSON has.
+    same names.  counters: what all ranks hold alike.  own: what this rank alone knows, made for this checkpoint: it is read
+    later, by a thread. Both are of kinds that JSON has.
     """
 
     step: int
@@ -78,13 +79,13 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Share:
-    """A copy of what one rank writes; further training does not change it. own: as JSON."""
+    """A copy of what one rank writes; further training does not change it."""
 
     step: int
     run: str
     parts: Mapping[str, Part]
     counters: str
-    own: str
+    own: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -122,8 +123,8 @@ class CheckpointWriter:
             return
         self._step, self._number = checkpoint.step, self._number + 1
         parts = parts_of(checkpoint.tensors, self.world.rank, self.world.world_size)
-        counters, own = (json.dumps(value, allow_nan=False) for value in (checkpoint.counters, checkpoint.own))
-        share = _Share(checkpoint.step, checkpoint.run, parts, counters, own)
+        counters = json.dumps(checkpoint.counters, allow_nan=False)
+        share = _Share(checkpoint.step, checkpoint.run, parts, counters, checkpoint.own)
         self._thread = threading.Thread(target=self._write, args=(share,), name="checkpoint writer", daemon=True)
         self._thread.start()
 
@@ -193,7 +194,7 @@ def _write_share(partial: Path, share: _Share, rank: int) -> _Report:
     try:
         partial.mkdir(parents=True, exist_ok=True)
         shard, own = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
-        written = {own: write_hashed(partial / own, [memoryview(share.own.encode())])}
+        written = {own: write_hashed(partial / own, [memoryview(json.dumps(share.own, allow_nan=False).encode())])}
         if share.parts:
             written[shard] = write_shard(partial / shard, share.parts)
         return _Report({name: (digest.num_bytes, digest.sha256) for name, digest in written.items()})
