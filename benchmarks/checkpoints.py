@@ -22,12 +22,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from tlt.distributed.world import World
 from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.models.adam import trained_tensors
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
-from tlt.training.checkpoint import Checkpoint, CheckpointWriter, RunState, save_checkpoint
+from tlt.training.checkpoint import Checkpoint, CheckpointWriter, save_checkpoint
 
 BASE = Path(__file__).parents[1] / "recipes" / "countdown" / "base"
 SHAPES = {
@@ -37,27 +40,27 @@ SHAPES = {
 VARIANTS = ("plain", "asynchronous", "selective asynchronous")
 
 
-def make_state(target: ModelConfig) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Any]]:
-    """(what trains, what does not, the optimizer's state) of a drafter that has taken one step."""
+ALONE = World(0, 1, 0, torch.device("cpu"), dist.HashStore(), None)
+
+
+def make_state(target: ModelConfig) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(what trains, moments included; what does not) of a drafter."""
     model = DraftModel(drafter_shape(target)).initialize(0)
-    optimizer = torch.optim.AdamW(model.parameters())
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
+    trained = trained_tensors("drafter", torch.optim.AdamW(model.parameters()), dict(model.named_parameters()))
     frozen = {"embed_tokens.weight": torch.randn(target.vocab_size, target.hidden_size)}
     if not target.tie_embeddings:
         frozen["lm_head.weight"] = torch.randn(target.vocab_size, target.hidden_size)
-    return dict(model.named_parameters()), frozen, optimizer.state_dict()
+    return trained, frozen
 
 
-def measure(folder: Path, variant: str, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], optimizer: Any) -> Any:
+def measure(folder: Path, step: int, variant: str, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> Any:
     """Seconds that training waits, and until all is on the disk."""
     tensors = trained if variant.startswith("selective") else {**trained, **frozen}
-    checkpoint = Checkpoint(RunState(1, 1), {}, tensors, {"drafter": optimizer})
-    writer = CheckpointWriter(folder)
+    checkpoint = Checkpoint(step, "run", tensors, {}, {})
+    writer = CheckpointWriter(folder, ALONE, keep=1)
     start = time.perf_counter()
     if variant == "plain":
-        save_checkpoint(folder, checkpoint)
+        save_checkpoint(folder, checkpoint, ALONE, keep=1)
     else:
         writer.save(checkpoint)
     waited = time.perf_counter() - start
@@ -75,13 +78,15 @@ def main() -> None:
     torch.set_num_threads(1)
     report: dict[str, Any] = {"machine": platform.processor() or platform.machine(), "torch": torch.__version__, "rows": []}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        step = 0
         for name, target in SHAPES.items():
             state = make_state(target)
             runs: dict[str, list[Any]] = {variant: [] for variant in VARIANTS}
             for round_index in range(arguments.rounds + 1):
                 for shift in range(len(VARIANTS)):
                     variant = VARIANTS[(round_index + shift) % len(VARIANTS)]
-                    runs[variant].append(measure(Path(folder) / "checkpoints", variant, *state))
+                    step += 1
+                    runs[variant].append(measure(Path(folder) / "checkpoints", step, variant, *state))
             for variant, results in runs.items():
                 row: dict[str, Any] = {"shape": name, "variant": variant, "megabytes": round(results[0]["megabytes"], 1)}
                 for key in ("waited_ms", "total_ms"):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -102,6 +102,10 @@ class ArtificialDrafter:
     def finish(self, slot: int, rollout: Rollout) -> None: ...
 
     def withdraw(self, slot: int) -> None: ...
+
+    def counters(self) -> dict[str, Any]: ...
+
+    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None: ...
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> Proposal:
         num_nodes = 1 + self.random.randint(1, strategy.budget)

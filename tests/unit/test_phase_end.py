@@ -36,7 +36,7 @@ def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on(keeps
     with pytest.raises(StopRequested):
         phase.run(make_problems(6), 2, PARAMS, "rollout", 0, make_side(spot, learned, make_watch(engine, learned, spot)))
     assert [t.token_ids for t in spot.buffer.trajectories] == started == [(3, 4, 5, 6, 7)]
-    assert spot.state_dict()["trajectories"] == [((3, 4, 5, 6, 7), 2)]
+    assert spot.counters()["trajectories"] == [[[3, 4, 5, 6, 7], 2]]
 
 
 def test_what_a_broken_off_step_pushed_out_of_the_buffer_comes_back() -> None:

@@ -123,7 +123,7 @@ def test_acceptance_is_measured_every_so_many_steps_all_else_in_each_and_a_resta
     assert [check.version for check in checks] == [1, 2, 3, 4, 5]
     assert all(check.training == "trained" and not check.set_aside for check in checks)
     assert calls == ["RankState", "average", "Tally"] * 5
-    again.watch.load_state_dict(parts.watch.state_dict())
+    again.watch.restore(parts.watch.counters())
     assert [is_measured(again.step(seed)) for seed in range(3)] == [False, True, False]
 
 
@@ -298,8 +298,8 @@ def test_a_drafter_set_aside_is_trained_whatever_the_gate_says() -> None:
 def test_what_the_watch_knows_survives_a_restart_and_a_broken_off_step_leaves_no_trace() -> None:
     parts, again = Parts(gate=0.05, retrieved_share=1.0), Parts(gate=0.05)
     parts.step(0)
-    again.watch.load_state_dict(parts.watch.state_dict())
-    assert again.watch.state_dict() == parts.watch.state_dict()
+    again.watch.restore(parts.watch.counters())
+    assert again.watch.counters() == parts.watch.counters()
     assert again.hybrid.version == 1, "set aside again"
     before = content_hash(parts.model.state_dict())
     left = iter([False] * 6 + [True])

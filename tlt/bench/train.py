@@ -14,7 +14,6 @@ what the runs change: benchmarks/ablation.py compares others.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import hashlib
 import json
@@ -188,8 +187,11 @@ def responses(phase: PhaseResult) -> list[tuple[str, int, tuple[int, ...], float
 
 def synchronize(run: Run, reference: Run) -> None:
     """Gives `run` the reference's policy and optimizer."""
-    run.policy.load_state_dict(reference.policy.state_dict())
-    run.trainer.load_state_dict(copy.deepcopy(reference.trainer.state_dict()))
+    theirs = reference.trainer.tensors()
+    with torch.no_grad():
+        for name, tensor in run.trainer.tensors().items():
+            tensor.copy_(theirs[name])
+    run.trainer.restore(reference.trainer.counters())
     run.publish(run.step)
 
 

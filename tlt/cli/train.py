@@ -5,20 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TypeGuard
 
 from tyro.conf import Positional, arg
 
 from tlt.cli.engine import show_busy
-from tlt.cli.options import Folder, WithOverrides
+from tlt.cli.options import WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.hub import Repository
-from tlt.training.lock import refuse_begun
+from tlt.training.lock import has_begun, refuse_begun
 from tlt.types import UserError
 
 MAY_CHANGE_ON_RESUME = {
-    "run": {"out_dir", "num_steps", "num_ranks", "threads_per_rank", "device", "checkpoint_every", "time_limit_minutes"},
+    "run": {"out_dir", "num_steps", "num_ranks", "threads_per_rank", "device", "checkpoint_every", "keep_checkpoints"}
+    | {"time_limit_minutes"},
     "parallel": {"policy", "checkpoint_activations", "reduce_each_micro_batch"},
 }
 """Keys, by section, that say how long and on what a run runs, not what it computes."""
@@ -31,13 +32,17 @@ class Train(WithOverrides):
 
     A continued run: tlt train --resume DIR [--run.num_steps N]
 
+    Either, for schedulers that repeat a command: tlt train CONFIG --resume auto [--section.key VALUE ...]
+
     Every key of the configuration is listed below; `none` unsets an optional one.
     """
 
     config: Annotated[Positional[Path | None], arg(metavar="[CONFIG]")] = None
     """TOML configuration, or the name of a recipe such as countdown; may be left out with --resume."""
-    resume: Folder = None
-    """Continues the run in this folder with its own configuration; only [tracking] and the length and machine can change."""
+    resume: Annotated[Literal["auto"] | Path | None, arg(metavar="DIR|auto")] = None
+    """Continues the run in this folder with its own configuration; only [tracking] and the length and machine can change. A
+    checkpoint in it, DIR/checkpoints/step-N, goes back to that one: newer ones get another name. `auto` continues the run in
+    run.out_dir if one has begun there, else begins it."""
 
 
 class TrainHelp(Train, Config):
@@ -49,19 +54,35 @@ def run(options: Train) -> int:
     started_at = time.time()
     config = resolve_config(options.config, options.overrides, options.resume)
     with show_busy():
-        from tlt.training.start import launch_ranks, prepare
+        from tlt.training.start import go_back, launch_ranks, prepare
 
-    return launch_ranks(prepare(config), started_at)
+    config = prepare(config)
+    if is_checkpoint(options.resume):
+        go_back(options.resume)
+    return launch_ranks(config, started_at)
 
 
-def resolve_config(path: Path | None, overrides: Sequence[str], resume: Path | None) -> Config:
+def resolve_config(path: Path | None, overrides: Sequence[str], resume: Path | str | None) -> Config:
     """Returns the configuration of a new run, or with `resume` of the run in that folder, refusing to mix the two up."""
-    if resume is None:
-        if path is None:
-            raise UserError("train: no configuration given; write tlt train CONFIG.toml, or --resume DIR to continue a run")
-        config = load_config(path, overrides)
-        refuse_begun(config.run.out_dir)
-        return config
+    if isinstance(resume, Path):
+        return continued_config(path, overrides, resume.parents[1] if is_checkpoint(resume) else resume)
+    if path is None:
+        how = "write tlt train CONFIG.toml, or --resume DIR to continue a run"
+        raise UserError(f"train: no configuration given; {how}")
+    config = load_config(path, overrides)
+    if resume == "auto" and has_begun(config.run.out_dir):
+        return continued_config(path, overrides, config.run.out_dir)
+    refuse_begun(config.run.out_dir)
+    return config
+
+
+def is_checkpoint(resume: Path | str | None) -> TypeGuard[Path]:
+    """Returns whether a checkpoint is named, not the folder of a run."""
+    return isinstance(resume, Path) and resume.parent.name == "checkpoints" and resume.name.startswith("step-")
+
+
+def continued_config(path: Path | None, overrides: Sequence[str], resume: Path) -> Config:
+    """Returns the configuration of the run in this folder, with what may change of it."""
     written = resume / "config.json"
     if not written.is_file():
         raise UserError(f"--resume: {resume} holds no run (no config.json); give the folder that the run wrote")

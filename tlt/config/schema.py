@@ -40,6 +40,8 @@ class RunSection(Section):
     """Number type of the engine's weights and activations."""
     checkpoint_every: NonNegativeInt = 10
     """Policy steps between checkpoints; 0: only at the end."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints that stay in the run's folder; older ones are removed when a new one is complete."""
     time_limit_minutes: PositiveFloat | None = None
     """No step begins when it and the last evaluation would not end within this many minutes; None: no limit."""
 

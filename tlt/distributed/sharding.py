@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from tlt.distributed.world import World
 from tlt.models.decoder import Transformer
@@ -128,35 +127,3 @@ def layer_by_layer(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]
     """Yields the tensors in parts, each layer's together. Nothing is read before its part is asked for, nor kept afterwards."""
     for _, names in groupby(tensors, lambda name: name.split(".")[:3] if name.startswith("model.layers.") else name):
         yield {name: tensors[name] for name in names}
-
-
-# ── checkpoints of whole tensors ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def whole_state(state: Any, keeps: bool) -> Any:
-    """Returns the same containers with every sharded tensor whole, on the CPU. Every rank calls it.
-
-    keeps: whether this rank wants them; else None stands for each.
-    """
-    match state:
-        case DTensor():
-            tensor = whole(state)
-            return tensor.cpu() if keeps else None
-        case Mapping():
-            return {key: whole_state(item, keeps) for key, item in state.items()}
-        case list() | tuple():
-            return type(state)(whole_state(item, keeps) for item in state)
-    return state
-
-
-def optimizer_slices(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns an optimizer's state, of whole tensors, cut as the parameters are."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-    def cut(parameter: Tensor, value: Any) -> Any:
-        if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or value.shape != parameter.shape:
-            return value
-        return distribute_tensor(value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-    of_parameters = {i: {key: cut(parameters[i], value) for key, value in of.items()} for i, of in state["state"].items()}
-    return {**state, "state": of_parameters}

@@ -6,8 +6,9 @@ Knows neither model nor engine.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +95,15 @@ class Calibration:
             self.accepted[cell] = prior * _PRIOR_COUNT + keep * (self.accepted[cell] - prior * _PRIOR_COUNT)
         self._refresh()
 
+    def counters(self) -> dict[str, Any]:
+        """Returns what was counted, as JSON."""
+        return {"accepted": list(self.accepted), "seen": list(self.seen)}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Takes up what `counters` returned."""
+        self.accepted, self.seen = list(counters["accepted"]), list(counters["seen"])
+        self._refresh()
+
     def _refresh(self) -> None:
         accepted, seen = torch.tensor(self.accepted), torch.tensor(self.seen)
         self.table = (accepted / seen).clamp_(1e-6, 1.0).log_().to(self.device)
@@ -143,3 +153,11 @@ class TauSearch:
         best, current = max(self.hits), self.hits[self.CANDIDATES.index(self.tau)]
         if best - current > math.sqrt(2 * self.num_seen - best - current):
             self.tau = self.CANDIDATES[self.hits.index(best)]
+
+    def counters(self) -> dict[str, Any]:
+        """Returns what was counted, as JSON."""
+        return {"tau": self.tau, "hits": list(self.hits), "num_seen": self.num_seen}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Takes up what `counters` returned."""
+        self.tau, self.hits, self.num_seen = counters["tau"], list(counters["hits"]), counters["num_seen"]

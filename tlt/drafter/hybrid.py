@@ -7,7 +7,7 @@ drafter that is set aside is replaced by retrieval throughout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,15 @@ class HybridDrafter:
             accepted = [verdict.num_accepted for verdict, is_retrieved in rows if not is_retrieved]
             keep = 0.99 ** len(accepted)
             self.learned_accepted = keep * self.learned_accepted + (1 - keep) * sum(accepted) / max(len(accepted), 1)
+
+    def counters(self) -> dict[str, Any]:
+        known = {"learned": self.learned.counters(), "ngram": self.ngram.counters()}
+        return {**known, "learned_accepted": self.learned_accepted}
+
+    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
+        self.learned.restore([known["learned"] for known in counters])
+        self.ngram.restore([known["ngram"] for known in counters])
+        self.learned_accepted = counters[0]["learned_accepted"]
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> HybridProposal:
         num_rows = len(context.tokens)

@@ -11,9 +11,9 @@ Speed alone depends on what is drafted. Knows no engine: what became of a propos
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -179,6 +179,15 @@ class LearnedDrafter:
             self.calibration.observe(proposal.drafted.tree, proposal.drafted.cells_BN, verdicts)
         if self.on_verdicts is not None:
             self.on_verdicts(proposal, verdicts)
+
+    def counters(self) -> dict[str, Any]:
+        calibration = None if self.calibration is None else self.calibration.counters()
+        return {"calibration": calibration, "tau": self.tau_search.counters()}
+
+    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
+        if self.calibration is not None:
+            self.calibration.restore(counters[0]["calibration"])
+        self.tau_search.restore(counters[0]["tau"])
 
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

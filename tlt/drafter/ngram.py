@@ -13,8 +13,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,6 +121,9 @@ class NgramDrafter:
         index, text = place
         index.extend(text, (*rollout.prompt_ids, *rollout.token_ids))
         self.withdraw(slot)
+        self._make_room()
+
+    def _make_room(self) -> None:
         total = self.num_tokens
         running = {id(place[0]) for place in self.slots if place is not None}
         for problem_id, known in list(self.problems.items()):
@@ -151,6 +155,24 @@ class NgramDrafter:
                 successes, has_failed = _walk(row.nodes, verdict.tokens)
                 accepted, tried = self.hits[row.bucket]
                 self.hits[row.bucket] = [_KEEP * accepted + successes, _KEEP * tried + successes + has_failed]
+
+    # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    def counters(self) -> dict[str, Any]:
+        problems = {problem_id: index.ended_texts() for problem_id, index in self.problems.items()}
+        return {"hits": [list(pair) for pair in self.hits], "problems": problems}
+
+    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
+        self.hits = [list(pair) for pair in counters[0]["hits"]]
+        for known in reversed(counters):  # this drafter's own texts last: they are the latest
+            for problem_id, texts in known["problems"].items():
+                index = self.problems.setdefault(problem_id, SuffixIndex())
+                self.problems.move_to_end(problem_id)
+                for skip, tokens in texts:
+                    text = index.open(skip)
+                    index.extend(text, tokens)
+                    index.close(text)
+        self._make_room()
 
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -255,14 +255,16 @@ class DrafterWatch:
 
     # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns what the decisions rest on."""
-        return {"aside": self.reason_aside, "skipped": self.reason_skipped, "level": self.level, "checks": self._num_checks}
+    def counters(self) -> dict[str, Any]:
+        """Returns what the decisions rest on, as JSON. level: "unmeasured" after a training whose acceptance is not known."""
+        level = "unmeasured" if self.level is not None and math.isnan(self.level) else self.level
+        return {"aside": self.reason_aside, "skipped": self.reason_skipped, "level": level, "checks": self._num_checks}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the decisions; model and trainer must have been restored before."""
-        self.reason_aside, self.reason_skipped = state["aside"], state["skipped"]
-        self.level, self._num_checks = state["level"], state["checks"]
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Takes up what `counters` returned; model and trainer must have been restored before."""
+        self.reason_aside, self.reason_skipped = counters["aside"], counters["skipped"]
+        self.level = math.nan if counters["level"] == "unmeasured" else counters["level"]
+        self._num_checks = counters["checks"]
         self._set_aside(bool(self.reason_aside))
         if self.publisher is not None:
             self.publisher.keep()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -212,19 +212,19 @@ class SpotTrainer:
 
     # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the trainer's state, the tokens that the next step starts with, and the measured speeds; no features, because
-        their policy will have been replaced."""
+    def counters(self) -> dict[str, Any]:
+        """Returns the tokens trained on, those that the next step starts with, and the measured speeds, as JSON; no features,
+        because their policy will have been replaced."""
         return {
-            "trainer": self.trainer.state_dict(),
-            "trajectories": [(t.token_ids, t.num_prompt) for t in self.buffer.trajectories],
+            "num_tokens": self.trainer.num_tokens,
+            "trajectories": [[list(t.token_ids), t.num_prompt] for t in self.buffer.trajectories],
             "step_seconds": self.step_seconds,
             "seconds_per_token": [size.seconds_per_token for size in (self.train_size, self.recompute_size)],
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores what `state_dict` returned; the model must be restored apart."""
-        self.trainer.load_state_dict(state["trainer"])
-        self.buffer.restore(state["trajectories"])
-        self.step_seconds = state["step_seconds"]
-        self.train_size.seconds_per_token, self.recompute_size.seconds_per_token = state["seconds_per_token"]
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Takes up what `counters` returned; the trainer's tensors must have been filled."""
+        self.trainer.num_tokens = counters["num_tokens"]
+        self.buffer.restore((tuple(token_ids), num_prompt) for token_ids, num_prompt in counters["trajectories"])
+        self.step_seconds = counters["step_seconds"]
+        self.train_size.seconds_per_token, self.recompute_size.seconds_per_token = counters["seconds_per_token"]

@@ -74,6 +74,10 @@ class SuffixIndex:
             for oldest in [text for text in self.texts if text not in self._open][:num_surplus]:
                 self._forget(oldest)
 
+    def ended_texts(self) -> list[tuple[int, list[int]]]:
+        """Returns (skip, tokens) of every text that is complete, the oldest first: `open` and `extend` make the same again."""
+        return [(self._skips[text], stored.tolist()) for text, stored in self.texts.items() if text not in self._open]
+
     def _forget(self, text: int) -> None:
         """Occurrences in this text lead nowhere from now on, and so does all that came before them."""
         stored, skip = self.texts.pop(text), self._skips.pop(text)

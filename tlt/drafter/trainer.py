@@ -4,7 +4,6 @@ read. Knows neither where batches come from nor when to train."""
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +12,7 @@ from torch import Tensor
 from tlt.drafter.buffer import PackedBatch
 from tlt.drafter.losses import Preset, draft_loss
 from tlt.drafter.model import Captured, DraftModel, align, training_capture
+from tlt.models.adam import adam_state, trained_tensors
 from tlt.models.attention import Unrolled
 from tlt.models.packed import PackedTransformer
 
@@ -83,22 +83,16 @@ class DrafterTrainer:
             total = total + preset.step_decay**step * step_loss
         return total
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"optimizer": self.optimizer.state_dict(), "num_tokens": self.num_tokens}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.num_tokens = state["num_tokens"]
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns what training changes, by name: weights and Adam's moments, the tensors themselves."""
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return trained_tensors("drafter", self.optimizer, trained)
 
     def shared_tensors(self) -> list[Tensor]:
         """Returns what replicas average, in a fixed order: weights, Adam moments and step counts (these on the CPU). Where
         there are no moments yet, zeros are created."""
         tensors: list[Tensor] = []
         for parameter in self.parameters:
-            state = self.optimizer.state[parameter]
-            if not state:
-                state["step"] = torch.zeros(())  # on the CPU, where AdamW keeps it
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
+            state = adam_state(self.optimizer, parameter)
             tensors += [parameter.data, state["exp_avg"], state["exp_avg_sq"], state["step"]]
         return tensors

@@ -29,6 +29,7 @@ from tlt.plugins import describe
 from tlt.processes import Helper
 from tlt.report.metrics import StepRecord
 from tlt.report.trackers import Answer, Message, Point, TrackedRun
+from tlt.types import UserError
 
 # ── figures and their names ──────────────────────────────────────────────────────────────────────────────────────────
 
@@ -80,6 +81,17 @@ def run_id(folder: Path) -> str:
     made = uuid.uuid4().hex[:8]
     write_json(path, {"run_id": made})
     return made
+
+
+def keep_run_id(folder: Path, known: str) -> None:
+    """Gives a folder that has no id the one that its checkpoint knows. UserError where it has another: two runs are mixed."""
+    if not (folder / "tracking.json").exists():
+        write_json(folder / "tracking.json", {"run_id": known})
+    if (here := run_id(folder)) != known:
+        raise UserError(
+            f"{folder}: is run {here} by its tracking.json, but its checkpoint is of run {known}; bring back the one that"
+            " belongs here, or remove tracking.json to go on as the checkpoint's"
+        )
 
 
 # ── the run's side ───────────────────────────────────────────────────────────────────────────────────────────────────

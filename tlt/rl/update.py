@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tlt.config.algorithm import AlgorithmSection
 from tlt.config.schema import OptimizerSection, SamplingSection
+from tlt.models.adam import trained_tensors
 from tlt.models.decoder import Transformer
 from tlt.rl.algorithms import importance_ratio, importance_weights, kl_estimate, loss_divisor, loss_weight, policy_loss
 from tlt.rl.batch import check_batch, in_order, key_of, make_responses
@@ -190,13 +191,18 @@ class PolicyTrainer:
             seconds=time.perf_counter() - start,
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's state and the next step; the weights are saved with the model."""
-        return {"optimizer": self.optimizer.state_dict(), "next_step": self.next_step}
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns what training changes, by name: weights and Adam's moments, the tensors themselves."""
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        return trained_tensors("policy", self.optimizer, trained)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.next_step = state["next_step"]
+    def counters(self) -> dict[str, Any]:
+        """Returns what else a resumed run needs."""
+        return {"next_step": self.next_step}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Takes up what `counters` returned; the tensors must have been filled."""
+        self.next_step = counters["next_step"]
 
     def _set_learning_rate(self, step: int) -> float:
         lr = learning_rate(self.schedule, step, self.num_steps)

@@ -1,13 +1,14 @@
-"""Checkpoints of a run: everything the rest of it depends on, whole or not at all, written beside it.
+"""Checkpoints of a run: everything the rest of it depends on, written by all ranks beside it, whole or not at all.
 
-    checkpoints/step-00000020/   state.json · policy.safetensors · drafter.safetensors · training.pt
+    checkpoints/step-00000020/   rank-00000.safetensors · rank-00000.json · rank-00001.safetensors · … · manifest.json
 
-    run      ── copy ─▶ next step ───────────────────────────▶ copy ─▶ …
-    thread           └▶ write ─▶ flush ─▶ rename ─▶ remove older        one in flight; what fails is raised by the next save
+    run       ── copy ─▶ next step ────────────────────────────────────────────▶ copy ─▶ …
+    threads          └▶ each rank: write, hash, flush ─▶ told to rank 0 ─▶ manifest ─▶ rename ─▶ remove older   one in flight
 
-A directory appears under its name only when it is complete; the newest one is where a run resumes. It holds only what
-trains: embedding and head of a drafter are the policy's, and whatever else of it is frozen comes from its own folder.
-Weights are kept in the precision they are trained in, so that a resumed run is the same run.
+A rank copies and writes its own shards and an equal share of what all ranks hold; any number can read it (shards.py). A folder
+appears under its name only when its manifest is in it; the newest one is where a run goes on. It holds only what trains:
+embedding and head of a drafter are the policy's, and whatever else is frozen comes from its own folder. Weights are kept in
+the precision they are trained in, so that a resumed run is the same run. Knows neither trainers nor drafters.
 """
 
 from __future__ import annotations
@@ -16,63 +17,120 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from tlt.files import replace_folder
-from tlt.models.hf_weights import save_tensors
-from tlt.types import UserError
+from tlt import __version__
+from tlt.distributed.shards import (
+    CODES,
+    FileDigest,
+    Part,
+    files_for,
+    parts_of,
+    read_headers,
+    read_into,
+    write_hashed,
+    write_shard,
+)
+from tlt.distributed.waiting import PATIENCE_SECONDS, connect_waiting, together
+from tlt.distributed.world import World, gather_objects
+from tlt.files import flush
+from tlt.training.manifest import (
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    all_checkpoints,
+    describe_state,
+    folder_of,
+    latest_checkpoint,
+    parse_manifest,
+    read_manifest,
+    verify,
+)
+from tlt.types import LAW_VERSION, UserError
 
-_NAME = re.compile(r"step-(\d{8})")
-
-
-@dataclass(frozen=True)
-class RunState:
-    """step: updates done.  drafter_version: publications of the drafter."""
-
-    step: int
-    drafter_version: int
+_REPLACED = re.compile(r"\.(step-\d{8})\.old")
+_VISIBLE_SECONDS = 60.0
+"""How long rank 0 looks for a file that another host has written: network file systems show it late."""
+_GRACE_SECONDS = 10.0
+"""How long a process that ends waits for the checkpoint in flight."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """policy, drafter: the tensors that train, by name; None: no drafter does. training: optimizer states and counters, of
-    kinds that torch.save keeps."""
+    """What one rank holds of a run.
 
-    state: RunState
-    policy: Mapping[str, Tensor]
-    drafter: Mapping[str, Tensor] | None
-    training: Mapping[str, Any]
+    step: updates done.  run: the run's id.  tensors: all that trains, by name, DTensors where it is sharded; on every rank the
+    same names.  counters: what all ranks hold alike.  own: what this rank alone knows, made for this checkpoint: it is read
+    later, by a thread. Both are of kinds that JSON has.
+    """
 
-    def copy(self) -> Checkpoint:
-        """Returns a copy on the CPU, which further training does not change."""
-        return replace(self, policy=_copy(self.policy), drafter=_copy(self.drafter), training=_copy(self.training))
+    step: int
+    run: str
+    tensors: Mapping[str, Tensor]
+    counters: Mapping[str, Any]
+    own: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Share:
+    """A copy of what one rank writes; further training does not change it."""
+
+    step: int
+    run: str
+    parts: Mapping[str, Part]
+    counters: str
+    own: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Report:
+    """What a rank tells rank 0: its files, name → (bytes, SHA-256), or why there are none."""
+
+    files: Mapping[str, tuple[int, str]]
+    failure: str = ""
+
+
+# ── writing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class CheckpointWriter:
-    """Writes checkpoints into `folder` off the critical path. Close it with `wait`, or the last failure stays unsaid."""
+    """Writes checkpoints into `folder` off the critical path, together with the writers of the other ranks: all make the same
+    calls. End it with `wait`, or the last failure stays unsaid.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    keep: checkpoints that stay, the newest ones.  seconds: spent in this rank's thread so far, beside the run.
+    """
+
+    def __init__(self, folder: Path, world: World, keep: int = 2, patience: float = PATIENCE_SECONDS) -> None:
+        self.folder, self.world, self.keep = folder, world, keep
+        self.seconds = 0.0
+        self.saved_step: int | None = None
+        self._waiting = connect_waiting(world, patience)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._step = 0
+        self._step = self._number = 0
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Returns as soon as everything is copied. Raises what became of the one before, as `wait` does."""
+        """Returns as soon as everything is copied; at once where this step is saved. Raises what became of the one before, as
+        `wait` does."""
         self.wait()
-        self._step = checkpoint.state.step
-        self._thread = threading.Thread(target=self._write, args=(checkpoint.copy(),), name="checkpoint writer")
+        if checkpoint.step == self.saved_step:
+            return
+        self._step, self._number = checkpoint.step, self._number + 1
+        parts = parts_of(checkpoint.tensors, self.world.rank, self.world.world_size)
+        counters = json.dumps(checkpoint.counters, allow_nan=False)
+        share = _Share(checkpoint.step, checkpoint.run, parts, counters, checkpoint.own)
+        self._thread = threading.Thread(target=self._write, args=(share,), name="checkpoint writer", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Waits until nothing is in flight. Raises UserError when it could not be written: nearly always a full disk."""
+        """Waits until nothing is in flight on any rank. Raises UserError, on all ranks, when it could not be written: nearly
+        always a full disk."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -80,64 +138,187 @@ class CheckpointWriter:
             error, self._error = self._error, None
             kept = latest_checkpoint(self.folder)
             left = "there is none before it" if kept is None else f"the one before, {kept}, is whole"
-            raise UserError(f"the checkpoint of step {self._step} is not written ({error}); {left}") from error
+            remedy = f"make room, then tlt train --resume {self.folder.parent}"
+            raise UserError(f"the checkpoint of step {self._step} is not written ({error}); {left}; {remedy}") from error
 
-    def _write(self, checkpoint: Checkpoint) -> None:
+    def close(self) -> None:
+        """Leaves, where the run ends by an error: gives the checkpoint in flight a moment, and waits for no other rank then."""
+        if self._thread is not None:
+            self._thread.join(_GRACE_SECONDS)
+            self._waiting.is_over.set()
+            self._thread.join(_GRACE_SECONDS)
+
+    def _write(self, share: _Share) -> None:
+        started = time.perf_counter()
         try:
-            save_checkpoint(self.folder, checkpoint)
+            self._write_with_others(share)
+            self.saved_step = share.step
         except BaseException as error:  # a thread's exception reaches nobody: `wait` raises it
             self._error = error
+        self.seconds += time.perf_counter() - started
+
+    def _write_with_others(self, share: _Share) -> None:
+        key = f"checkpoint/{self.folder}/{self._number}"
+        partial = self.folder / f".step-{share.step:08d}.new"
+        mine = _write_share(partial, share, self.world.rank)
+        if not self.world.is_leader:
+            self._waiting.tell(f"{key}/{self.world.rank}", asdict(mine))
+            if failure := self._waiting.hear(f"{key}/end", "rank 0"):
+                raise OSError(failure)
+            return
+        failure = "it was interrupted"
+        try:
+            others = range(1, self.world.world_size)
+            reports = [mine, *(_Report(**self._waiting.hear(f"{key}/{rank}", f"rank {rank}")) for rank in others)]
+            commit(partial, share, reports)
+            remove_older(self.folder, share.step, self.keep)
+            failure = ""
+        except BaseException as error:
+            failure = str(error)
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        finally:
+            self._waiting.tell(f"{key}/end", failure)
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint) -> Path:
-    """Writes a checkpoint, and then removes the older ones and what killed writers have left. A newer one is not this run's and
-    stays: a run begins at the newest, and one process at a time runs in a folder. Whoever wants to go back moves it away."""
-    folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"step-{checkpoint.state.step:08d}"
-    with replace_folder(final) as partial:
-        for name, tensors in (("policy", checkpoint.policy), ("drafter", checkpoint.drafter)):
-            if tensors is not None:
-                save_tensors(partial / f"{name}.safetensors", tensors)
-        _save_pickled(partial / "training.pt", dict(checkpoint.training))
-        (partial / "state.json").write_text(json.dumps(asdict(checkpoint.state)))
-    for old in (*(other for other in _checkpoints(folder) if other < final), *folder.glob(".step-*")):
-        shutil.rmtree(old)
-    return final
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, world: World, keep: int = 2) -> Path:
+    """Writes a checkpoint on the spot; every rank calls it. Returns its folder."""
+    writer = CheckpointWriter(folder, world, keep)
+    writer.save(checkpoint)
+    writer.wait()
+    return folder_of(folder, checkpoint.step)
 
 
-def _save_pickled(path: Path, value: dict[str, Any]) -> None:
-    """Writes what torch.load reads. Raises OSError where it cannot be written; torch.save hides it behind its own error."""
+def _write_share(partial: Path, share: _Share, rank: int) -> _Report:
+    """Writes this rank's files. A failure is told to the others, so that none of them waits for these files."""
     try:
-        with path.open("wb") as file:
-            torch.save(value, file)
-    except RuntimeError as error:
-        raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        partial.mkdir(parents=True, exist_ok=True)
+        shard, own = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
+        written = {own: write_hashed(partial / own, [memoryview(json.dumps(share.own, allow_nan=False).encode())])}
+        if share.parts:
+            written[shard] = write_shard(partial / shard, share.parts)
+        return _Report({name: (digest.num_bytes, digest.sha256) for name, digest in written.items()})
+    except Exception as error:  # whatever it is, rank 0 has to hear of it: it waits for this rank
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        return _Report({}, f"rank {rank}: {said}")
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
-    return max(_checkpoints(folder), default=None)
+def commit(partial: Path, share: _Share, reports: Sequence[_Report]) -> None:
+    """Makes what all ranks have written a checkpoint: its manifest, and then its name. Rank 0 does it."""
+    if failure := next((report.failure for report in reports if report.failure), ""):
+        raise OSError(failure)
+    files = {name: FileDigest(*digest) for report in reports for name, digest in report.files.items()}
+    for name, digest in files.items():
+        _await_file(partial / name, digest)
+    for item in partial.iterdir():
+        if item.name not in files:  # of an earlier attempt, which had more ranks
+            item.unlink()
+    tensors = read_headers([partial / name for name in files if name.endswith(".safetensors")])
+    parts = [name for name, tensor in tensors.items() if not tensor.is_whole]
+    assert not parts, f"no rank has written the rest of {parts[0]}"
+    manifest = Manifest(
+        format=FORMAT,
+        step=share.step,
+        num_ranks=len(reports),
+        law=LAW_VERSION,
+        tlt=__version__,
+        run=share.run,
+        counters=json.loads(share.counters),
+        files=files,
+        tensors=tensors,
+    )
+    write_hashed(partial / MANIFEST, [memoryview(manifest.to_json().encode())])
+    flush(partial)
+    final = folder_of(partial.parent, share.step)
+    replaced = final.with_name(f".{final.name}.old")
+    if final.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    partial.rename(final)
+    flush(final.parent)
 
 
-def load_checkpoint(path: Path, device: torch.device) -> Checkpoint:
-    written = json.loads((path / "state.json").read_text())
-    state = RunState(written["step"], written["drafter_version"])  # older runs wrote more
-    drafter_file = path / "drafter.safetensors"
-    drafter = load_file(drafter_file, device=str(device)) if drafter_file.exists() else None
-    training = torch.load(path / "training.pt", map_location=device, weights_only=True)
-    return Checkpoint(state, load_file(path / "policy.safetensors", device=str(device)), drafter, training)
+def _await_file(path: Path, expected: FileDigest) -> None:
+    deadline = time.monotonic() + _VISIBLE_SECONDS
+    while not path.exists() or path.stat().st_size != expected.num_bytes:
+        if time.monotonic() > deadline:
+            raise OSError(f"rank 0 does not see {path}; run.out_dir must lie where all hosts read and write the same files")
+        time.sleep(0.2)
 
 
-def _checkpoints(folder: Path) -> list[Path]:
-    return [path for path in folder.iterdir() if _NAME.fullmatch(path.name)] if folder.is_dir() else []
+def remove_older(folder: Path, step: int, keep: int) -> None:
+    """Removes what is older than the `keep` newest checkpoints up to this step, and what killed writers have left. A newer one
+    is not this run's and stays; a damaged one is not counted."""
+    left = keep
+    for path in all_checkpoints(folder):
+        if path.name > folder_of(folder, step).name:
+            continue
+        if left <= 0:
+            path.rename(path.with_name(f".{path.name}.gone"))  # so that no half of it has a checkpoint's name
+        else:
+            left -= _has_manifest(path)
+    for leftover in folder.glob(".step-*"):
+        shutil.rmtree(leftover)
 
 
-def _copy(value: Any) -> Any:
-    """Returns the same containers with copies of their tensors, on the CPU."""
-    match value:
-        case Tensor():
-            return value.detach().to("cpu", copy=True)
-        case Mapping():
-            return {key: _copy(item) for key, item in value.items()}
-        case list() | tuple():
-            return type(value)(_copy(item) for item in value)
-    return value
+def _has_manifest(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except UserError:
+        return False
+    return True
+
+
+# ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def find_checkpoint(folder: Path, world: World) -> tuple[Path, Manifest] | None:
+    """Returns the newest checkpoint and its manifest, the same on all ranks: rank 0 reads it. None: there is none. Raises
+    UserError, on all ranks, where it is damaged."""
+
+    def read() -> tuple[str, str] | None:
+        if not world.is_leader:
+            return None
+        clear_leftovers(folder)
+        path = latest_checkpoint(folder)
+        return None if path is None else (str(path), read_manifest(path).to_json())
+
+    found = gather_objects(world, together(world, read))[0]
+    return None if found is None else (Path(found[0]), parse_manifest(found[1].encode(), Path(found[0])))
+
+
+def load_checkpoint(path: Path, manifest: Manifest, tensors: Mapping[str, Tensor], world: World) -> list[dict[str, Any]]:
+    """Fills the tensors of this rank, in place, with what the checkpoint holds of them, after all ranks have found all that
+    they need as it was written. Returns what single ranks knew: first the one that this rank goes on for, then others that
+    nobody does. Raises UserError, on all ranks, where anything is damaged, missing or another run's."""
+    described = {name: (CODES[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    if difference := describe_state(described, manifest):
+        raise UserError(f"{path}: holds {difference}, not what this run trains; start a new run in another folder")
+    before, now = manifest.num_ranks, world.world_size
+    heirs = range(world.rank, before, now) if world.rank < before else [world.rank % before]
+    own = [f"rank-{rank:05d}.json" for rank in heirs]
+    together(world, lambda: verify(path, manifest, {*files_for(tensors, manifest.tensors), *own}))
+    read_into(tensors, manifest.tensors, path)
+    return [json.loads((path / name).read_bytes()) for name in own]
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Removes what killed writers have left; a checkpoint that was moved away, and never replaced, comes back."""
+    for leftover in folder.glob(".step-*"):
+        match = _REPLACED.fullmatch(leftover.name)
+        if match is not None and not (folder / match[1]).exists():
+            leftover.rename(folder / match[1])
+        else:
+            shutil.rmtree(leftover)
+
+
+def go_back_to(path: Path) -> list[Path]:
+    """Makes this checkpoint the one that a run goes on from: newer ones get another name, which is returned, and stay. Raises
+    UserError where it is not whole."""
+    manifest = read_manifest(path)
+    verify(path, manifest, manifest.files)
+    aside = []
+    for newer in (other for other in all_checkpoints(path.parent) if other.name > path.name):
+        names = (newer.with_name(f"{newer.name}.aside{suffix}") for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+        aside.append(newer.rename(next(name for name in names if not name.exists())))
+    return aside

@@ -36,7 +36,7 @@ from tlt.drafter.suffix_index import count_retrieved
 from tlt.engine.engine import RolloutEngine
 from tlt.report.timeline import Timeline
 from tlt.spans import SpanName
-from tlt.types import DrafterCheck, DrafterReport, Finished, Rollout, UserError
+from tlt.types import DrafterCheck, DrafterReport, Finished, Rollout
 
 
 class DrafterSide:
@@ -84,12 +84,20 @@ class DrafterSide:
     def abandon(self) -> None:
         """Goes back to before the phase, which was broken off."""
 
-    def state(self) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
-        """Returns (tensors that train, None where none do; what else a resumed run needs, by name)."""
-        return None, {}
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns the tensors that train, by name: themselves."""
+        return {}
 
-    def restore(self, tensors: Mapping[str, Tensor] | None, version: int, training: Mapping[str, Any], path: Path) -> None:
-        """Takes up what `state` returned; `path` is where it was read from."""
+    def counters(self) -> dict[str, Any]:
+        """Returns what else a resumed run needs, the same on all ranks, as JSON."""
+        return {}
+
+    def own_counters(self) -> dict[str, Any]:
+        """Returns what else a resumed rank needs, its own, as JSON."""
+        return {}
+
+    def restore(self, counters: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Takes up what `counters` and `own_counters` returned; the tensors must have been filled."""
 
     def save(self, folder: Path, about: Mapping[str, Any]) -> None:
         """Writes the drafter for others to load, with facts about it."""
@@ -169,21 +177,20 @@ class WatchedDrafter(DrafterSide):
 
     # ── between phases ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    def state(self) -> tuple[dict[str, Tensor] | None, dict[str, Any]]:
-        training: dict[str, Any] = {"watch": self.watch.state_dict()}
-        if self.spot is None:
-            return None, training
-        return self._trained(), {**training, "drafter": self.spot.state_dict()}
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.spot is None else self.spot.trainer.tensors()
 
-    def restore(self, tensors: Mapping[str, Tensor] | None, version: int, training: Mapping[str, Any], path: Path) -> None:
+    def counters(self) -> dict[str, Any]:
+        return {"version": self.version, "watch": self.watch.counters()}
+
+    def own_counters(self) -> dict[str, Any]:
+        return {} if self.spot is None else self.spot.counters()
+
+    def restore(self, counters: Mapping[str, Any], own: Mapping[str, Any]) -> None:
         if self.spot is not None:
-            restore(self._trained(), tensors, path)
-            self.learned.load(self.model.state_dict(), version)
-            self.spot.load_state_dict(training["drafter"])
-        self.watch.load_state_dict(training["watch"])
-
-    def _trained(self) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in self.model.named_parameters() if tensor.requires_grad}
+            self.learned.load(self.model.state_dict(), counters["version"])
+            self.spot.restore(own)
+        self.watch.restore(counters["watch"])
 
     def save(self, folder: Path, about: Mapping[str, Any]) -> None:
         preset = {} if self.spot is None else {"preset": self.spot.trainer.preset.name}
@@ -273,15 +280,3 @@ def connect_refresh(settings: DrafterSection, world: World, run: str, learned: L
         return None
     mailbox = connect_mailbox(world.store, f"drafter of {run}")  # runs side by side share the store
     return DrafterRefresh(mailbox, learned, settings.refresh_seconds)
-
-
-def restore(trained: Mapping[str, Tensor], stored: Mapping[str, Tensor] | None, path: Path) -> None:
-    """Copies a checkpoint's tensors into those that train, exactly these: UserError otherwise. No run goes on with others."""
-    found = {} if stored is None else {name: tensor.shape for name, tensor in stored.items()}
-    wrong = sorted(found.items() ^ {name: tensor.shape for name, tensor in trained.items()}.items())
-    if stored is None or wrong:
-        what = "no drafter" if stored is None else f"another drafter ({wrong[0][0]})"
-        raise UserError(f"{path}: holds {what}, but this run trains one; start a new run")
-    with torch.no_grad():
-        for name, tensor in trained.items():
-            tensor.copy_(stored[name])

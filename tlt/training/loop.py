@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tlt.config.schema import Config
+from tlt.distributed.waiting import lead
 from tlt.distributed.world import any_rank, gather_objects, shutdown
 from tlt.models.hf_weights import StoredTensors, content_hash
 from tlt.report.console import near
@@ -125,14 +126,17 @@ def is_out_of_time(run: Run) -> bool:
 
 def finish(run: Run) -> None:
     """Writes the run's products: the policy and the drafter, each as others load it, and the picture of the time."""
-    folder = run.out_dir
     run.checkpoint()
     run.checkpoints.wait()
     run.timeline.flush()
     gather_objects(run.world, None)
-    run.save_policy(folder / "policy")
-    if not run.world.is_leader:
-        return
+    run.save_policy(run.out_dir / "policy")
+    lead(run.world, f"{run.out_dir}: the other products", lambda: write_products(run))
+
+
+def write_products(run: Run) -> None:
+    """Writes what others load beside the policy, and says what there is. Rank 0 does it."""
+    folder = run.out_dir
     policy_hash = content_hash(StoredTensors(folder / "policy", run.policy.config))
     run.drafter.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
     merge_timelines(folder, folder / "timeline.json")

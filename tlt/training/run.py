@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from tlt.build import (
     EngineSettings,
@@ -24,15 +25,8 @@ from tlt.build import (
     sampling_params,
 )
 from tlt.config.schema import Config
-from tlt.distributed.sharding import (
-    Gathered,
-    LayoutChoice,
-    choose_layout,
-    fill,
-    layer_by_layer,
-    optimizer_slices,
-    whole_state,
-)
+from tlt.distributed.sharding import Gathered, LayoutChoice, choose_layout, layer_by_layer
+from tlt.distributed.waiting import lead, together
 from tlt.distributed.work_queue import Coordinator, connect_coordinator
 from tlt.distributed.world import (
     DeviceChoice,
@@ -49,15 +43,16 @@ from tlt.report.console import Console
 from tlt.report.metrics import MetricsWriter
 from tlt.report.timeline import Timeline, rank_path, shared_epoch
 from tlt.report.trackers import TrackedRun
-from tlt.report.tracking import NO_TRACKING, Tracking, run_id, track
+from tlt.report.tracking import NO_TRACKING, Tracking, keep_run_id, run_id, track
 from tlt.rl.rewards import RewardPool
 from tlt.spans import SpanName
-from tlt.training.checkpoint import Checkpoint, CheckpointWriter, RunState, latest_checkpoint, load_checkpoint
+from tlt.training.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, load_checkpoint
 from tlt.training.drafter_side import DrafterSide, watch_drafter
 from tlt.training.evaluate import Evaluations
 from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase
 from tlt.training.problems import load_problems
+from tlt.tuning.tuner import counters_of, restore_tuner
 from tlt.types import UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -132,7 +127,7 @@ class Run:
         decode, on_span = model.tokenizer.decode, self.timeline.add
         self.engine = build_engine(model.config, model.tensors, settings, stored, on_span=on_span, decode=decode)
         self.drafter = self._watch_drafter(stored)
-        self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints")
+        self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
         self.step = self.first_step = self._resume()
         self.publish(self.step)
         self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, writes=world.is_leader)
@@ -149,20 +144,24 @@ class Run:
 
     def _resume(self) -> int:
         """Takes up the last checkpoint, if there is one; returns the updates done."""
-        path = latest_checkpoint(self.checkpoints.folder)
-        if path is None:
+        found = find_checkpoint(self.checkpoints.folder, self.world)
+        if found is None:
             return 0
-        checkpoint = load_checkpoint(path, torch.device("cpu") if self.is_sharded else self.world.device)
-        state, training = checkpoint.state, checkpoint.training["policy"]
-        if self.is_sharded:
-            fill(self.policy, lambda name, rows: checkpoint.policy[name][rows])
-            training = {**training, "optimizer": optimizer_slices(self.trainer.optimizer, training["optimizer"])}
-        else:
-            self.policy.load_state_dict(checkpoint.policy)
-        self.trainer.load_state_dict(training)
-        self.drafter.restore(checkpoint.drafter, state.drafter_version, checkpoint.training, path)
-        self.console.note(f"resumed after {state.step} updates from {path}")
-        return state.step
+        path, manifest = found
+        together(self.world, lambda: keep_run_id(self.out_dir, manifest.run) if self.world.is_leader else None)
+        own = load_checkpoint(path, manifest, self._tensors(), self.world)
+        self.trainer.restore(manifest.counters["policy"])
+        self.drafter.restore(manifest.counters["drafter"], own[0]["drafter"])
+        restore_tuner(self.engine.tuner, own[0]["tuner"])
+        if self.engine.drafter is not None:
+            self.engine.drafter.restore([known["drafting"] for known in own])
+        self.checkpoints.saved_step = manifest.step
+        self.console.note(f"resumed after {manifest.step} updates from {path}")
+        return manifest.step
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Returns all that trains, by name, as this rank holds it: what a checkpoint keeps and fills."""
+        return {**self.trainer.tensors(), **self.drafter.tensors()}
 
     def _track(self) -> Tracking:
         """Starts the trackers that the configuration asks for."""
@@ -183,30 +182,26 @@ class Run:
             self.engine.load_policy_parts(layer_by_layer(tensors), version)
 
     def checkpoint(self) -> None:
-        """Keeps all that the rest of the run depends on. Ranks hold the same state, or slices of it; one of them writes it."""
-        is_leader = self.world.is_leader
-        if not is_leader and not self.is_sharded:
-            return
+        """Keeps all that the rest of the run depends on; every rank calls it, and writes its part."""
         with self.timeline.span(SpanName.CHECKPOINT):
-            policy, updates = self.policy.state_dict(), self.trainer.state_dict()
-            if self.is_sharded:
-                policy, updates = (whole_state(state, keeps=is_leader) for state in (policy, updates))
-            if is_leader:
-                drafter, training = self.drafter.state()
-                state = RunState(self.step, self.drafter.version)
-                self.checkpoints.save(Checkpoint(state, policy, drafter, {"policy": updates, **training}))
+            counters = {"policy": self.trainer.counters(), "drafter": self.drafter.counters()}
+            drafting = {} if self.engine.drafter is None else self.engine.drafter.counters()
+            own = {"drafter": self.drafter.own_counters(), "tuner": counters_of(self.engine.tuner), "drafting": drafting}
+            identity = run_id(self.out_dir) if self.world.is_leader else ""
+            self.checkpoints.save(Checkpoint(self.step, identity, self._tensors(), counters, own))
 
     def save_policy(self, folder: Path) -> None:
-        """Writes the policy as a checkpoint that transformers loads. Every rank calls it, and the leader writes."""
+        """Writes the policy as a checkpoint that transformers loads; every rank calls it, and rank 0 writes."""
         config, tensors = self.policy.config, Gathered(self.policy)
-        if self.world.is_leader:
-            save_model(folder, config, tensors, dtype=self.master_dtype, source=self.model_folder)
-        else:
-            for _ in tensors.values():  # every tensor is gathered by all ranks
+        if self.is_sharded and not self.world.is_leader:
+            for _ in tensors.values():  # rank 0 gathers every tensor, and all take part
                 pass
+        write = partial(save_model, folder, config, tensors, dtype=self.master_dtype, source=self.model_folder)
+        lead(self.world, f"{folder} after {self.step} updates", write)
 
     def close(self) -> None:
         """Ends worker processes and gives up files, terminal and folder."""
+        self.checkpoints.close()
         if self.metrics is not None:
             self.metrics.close()
         self.scorers.close()

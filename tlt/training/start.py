@@ -26,6 +26,7 @@ from tlt.plan.memory import Place
 from tlt.report.console import Console, near
 from tlt.report.trackers import check_trackers
 from tlt.rl.scoring import Scorer
+from tlt.training.checkpoint import go_back_to
 from tlt.training.lock import FolderLock
 from tlt.training.loop import describe_run
 from tlt.training.problems import load_problems
@@ -48,6 +49,21 @@ def launch_ranks(config: Config, started_at: float) -> int:
         with Console() as console:
             console.note(f"starting {run.num_ranks} ranks …")  # which import torch, and are silent until they have
     return launch(description, run.num_ranks, "tlt.training.loop:main", run.threads_per_rank)
+
+
+def go_back(checkpoint: Path) -> None:
+    """Lets the run go on from this checkpoint of it, which is checked first; newer ones stay, under another name. An elastic
+    restart has gone back already."""
+    if os.environ.get("RANK", "0") != "0" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        return
+    lock = FolderLock(checkpoint.parents[1])
+    try:
+        aside = go_back_to(checkpoint)
+    finally:
+        lock.release()
+    with Console() as console:
+        for path in aside:
+            console.note(f"a newer checkpoint is kept as {near(path)}")
 
 
 def prepare(config: Config) -> Config:

@@ -11,7 +11,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -162,6 +162,15 @@ class Acceptance:
                 variance += beyond**2 * (1.001 - rate) / ((rate + 0.001) * count)
             variance_A[i] = variance / tokens_A[i] ** 2
         return tokens_A, variance_A
+
+    def counters(self) -> list[Any]:
+        """Returns (curve, verifications tried, survived) of every curve, as JSON."""
+        return [[list(curve), c.tried.tolist(), c.survived.tolist()] for curve, c in self.counts.items()]
+
+    def restore(self, counters: Sequence[Any]) -> None:
+        """Takes up what `counters` returned."""
+        self._rates.clear()
+        self.counts = {Curve(*curve): _Counts(np.array(tried), np.array(survived)) for curve, tried, survived in counters}
 
     def _counts_of(self, curve: Curve) -> _Counts:
         if curve not in self.counts:

@@ -12,8 +12,9 @@ be the best. This file knows no statistics of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -92,6 +93,18 @@ class CostModel:
             expected = self._expected_seconds if strategy == self._choice else None
             self.costs.observe(strategy, batch.num_running, batch.mean_length, outcome.seconds, weight, expected)
         self._previous = strategy
+
+    def counters(self) -> dict[str, Any]:
+        """Returns the statistics, as JSON. versions: of policy and drafter, that they are about."""
+        versions = None if self._versions is None else list(self._versions)
+        return {"acceptance": self.acceptance.counters(), "costs": self.costs.counters(), "versions": versions}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Takes up what `counters` returned."""
+        self.acceptance.restore(counters["acceptance"])
+        self.costs.restore(counters["costs"])
+        self._versions = None if counters["versions"] is None else tuple(counters["versions"])
+        self._chosen_for = None
 
     def _age(self, versions: tuple[int, int]) -> None:
         if self._versions is not None:

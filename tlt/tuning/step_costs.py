@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -145,6 +146,22 @@ class StepCosts:
         lost_A = 1.0 - weights_CA.sum(0)  # how much of the constant the data at hand leave to be guessed
         explained_A = (cross_CA * weights_CA).sum(0) - lost_A**2 / ones_C.sum()
         return mean_A, np.maximum(variance_A - explained_A, 1e-8)
+
+    def counters(self) -> dict[str, Any]:
+        """Returns the cells, as JSON."""
+        cells = [
+            [bucket, length, str(arm), cell.features.tolist(), cell.octave, cell.seconds, cell.count, cell.step]
+            for (bucket, length, arm), cell in self.cells.items()
+        ]
+        return {"num_steps": self.num_steps, "cells": cells}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Takes up what `counters` returned."""
+        self.num_steps = counters["num_steps"]
+        self.cells = {
+            (bucket, length, Strategy.parse(arm)): _Cell(np.array(features), *measured)
+            for bucket, length, arm, features, *measured in counters["cells"]
+        }
 
     def _neighbours(self, batch_size: int) -> list[_Cell]:
         """Returns the cells nearest in batch size, the latest first among equals."""

@@ -13,7 +13,8 @@ from __future__ import annotations
 import random
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from tlt.tuning.cost_model import CostModel
 from tlt.types import BatchState, StepOutcome, Strategy, StrategyTuner, UserError
@@ -84,6 +85,31 @@ class BegMab:
         if rewards is not None:  # the engine may have had to decode plainly
             mean_accepted = sum(outcome.accepted) / len(outcome.accepted) if outcome.accepted else 0.0
             rewards.append((mean_accepted + 1) * batch.num_running / outcome.seconds)
+
+    def counters(self) -> dict[str, Any]:
+        """Returns the rewards and the state of the random numbers, as JSON."""
+        version, state, gauss = self.rng.getstate()
+        rewards = [[bucket, str(arm), list(seen)] for (bucket, arm), seen in self.rewards.items()]
+        return {"rewards": rewards, "rng": [version, list(state), gauss]}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Takes up what `counters` returned."""
+        for bucket, arm, seen in counters["rewards"]:
+            if (key := (bucket, Strategy.parse(arm))) in self.rewards:
+                self.rewards[key].extend(seen)
+        version, state, gauss = counters["rng"]
+        self.rng.setstate((version, tuple(state), gauss))
+
+
+def counters_of(tuner: StrategyTuner | None) -> dict[str, Any]:
+    """Returns what a tuner has learned, as JSON; nothing of one that learns nothing."""
+    return tuner.counters() if isinstance(tuner, BegMab | CostModel) else {}
+
+
+def restore_tuner(tuner: StrategyTuner | None, counters: Mapping[str, Any]) -> None:
+    """Gives a tuner what one of its kind had learned before a restart."""
+    if isinstance(tuner, BegMab | CostModel):
+        tuner.restore(counters)
 
 
 # ── the arms ─────────────────────────────────────────────────────────────────────────────────────────────────────────

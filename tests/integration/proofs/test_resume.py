@@ -1,0 +1,91 @@
+"""A run that goes on with another number of ranks, by a command that a scheduler repeats, and from an older checkpoint by
+choice, is the run that was never interrupted."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.integration.test_run import command, records, what_the_law_fixes
+
+EVERY = ("--run.checkpoint_every", "1", "--run.keep_checkpoints", "3", "--evaluation.num_problems", "0")
+
+
+def train(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    words, environment = command(workspace, *arguments)
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=280)
+
+
+def go_on(workspace: Path, folder: Path, *arguments: str) -> None:
+    """The command that a scheduler repeats: it begins the run, and goes on with it."""
+    repeated = (str(workspace / "run.toml"), "--resume", "auto", "--run.out_dir", str(folder))
+    done = train(workspace, *repeated, *EVERY, *arguments)
+    assert done.returncode == 0, done.stderr + done.stdout
+
+
+@pytest.fixture(scope="module")
+def straight(workspace: Path) -> Path:
+    go_on(workspace, workspace / "straight", "--run.num_steps", "3")
+    return workspace / "straight"
+
+
+@pytest.fixture(scope="module")
+def moved(workspace: Path) -> Path:
+    for num_steps, num_ranks in ((1, 2), (2, 1), (3, 2)):
+        go_on(workspace, workspace / "moved", "--run.num_steps", str(num_steps), "--run.num_ranks", str(num_ranks))
+    return workspace / "moved"
+
+
+def assert_same_run(one: Path, other: Path) -> None:
+    """The same tokens; numbers but for the order in which one rank and two add up."""
+    for ours, theirs in zip(what_the_law_fixes(one), what_the_law_fixes(other), strict=True):
+        for key, value in ours.items():
+            assert value == (pytest.approx(theirs[key], abs=1e-9) if isinstance(value, float) else theirs[key]), key
+    a, b = (load_file(folder / "policy" / "model.safetensors") for folder in (one, other))
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        torch.testing.assert_close(tensor, b[name], rtol=0, atol=1e-9)
+
+
+def own(folder: Path, step: int, rank: int) -> dict[str, Any]:
+    known: dict[str, Any] = json.loads((folder / "checkpoints" / f"step-{step:08d}" / f"rank-{rank:05d}.json").read_text())
+    return known
+
+
+def test_two_ranks_then_one_then_two_are_the_run_never_interrupted(moved: Path, straight: Path) -> None:
+    assert_same_run(moved, straight)
+    checkpoints = sorted((moved / "checkpoints").iterdir())
+    assert [len(list(path.glob("*.json"))) for path in checkpoints] == [3, 2, 3], "a manifest, and a file for each rank"
+
+
+def test_what_the_tuner_has_learned_goes_on_across_restarts(moved: Path) -> None:
+    counts = [own(moved, step, 0)["tuner"]["costs"]["num_steps"] for step in (1, 2, 3)]
+    assert 0 < counts[0] < counts[1] < counts[2]
+    texts = [own(moved, step, rank)["drafting"]["ngram"]["problems"] for step, rank in ((1, 0), (1, 1), (2, 0))]
+    assert {*texts[0], *texts[1]} <= {*texts[2]}, "the one rank that was left knew what both had"
+
+
+def test_a_damaged_checkpoint_is_one_line_and_an_older_one_is_gone_on_from_by_choice(
+    workspace: Path, moved: Path, straight: Path
+) -> None:
+    shard = moved / "checkpoints" / "step-00000003" / "rank-00001.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 8
+    shard.write_bytes(data)
+    refused = train(workspace, "--resume", str(moved))
+    older = moved / "checkpoints" / "step-00000002"
+    assert refused.returncode == 2, refused.stderr
+    assert refused.stderr.strip().endswith(f"go on from the checkpoint before it: tlt train --resume {older}")
+    assert f"{shard}: is not as it was written" in refused.stderr
+    assert refused.stderr.count("\n") == 1
+    chosen = train(workspace, "--resume", str(older))
+    assert chosen.returncode == 0, chosen.stderr + chosen.stdout
+    assert "step-00000003.aside" in chosen.stdout
+    assert [record["step"] for record in records(moved)] == [0, 1, 2]
+    assert_same_run(moved, straight)

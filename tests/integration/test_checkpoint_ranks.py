@@ -1,0 +1,140 @@
+"""Shards on real ranks: three processes over gloo save and load as one, two and three ranks, replicated and sharded in turn."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tlt.distributed.waiting import lead, together
+from tlt.distributed.world import World
+from tlt.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
+from tlt.types import UserError
+
+NUM_PROCESSES = 3
+
+
+def make_tensors(value: float) -> dict[str, Tensor]:
+    """Rows that no number of ranks divides evenly, fewer rows than ranks, a column to shard along, and a scalar."""
+    shapes = {"policy.embed": (11, 4), "policy.short": (2, 3), "policy.wide": (3, 10), "policy.norm": (7,), "policy.step": ()}
+    return {
+        name: value + torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape) / 7
+        for name, shape in shapes.items()
+    }
+
+
+def shard(tensors: dict[str, Tensor], world: World) -> dict[str, Tensor]:
+    """Shards all but the scalar, as FSDP2 does, one of them along its columns; one is replicated over the mesh."""
+    mesh = DeviceMesh.from_group(world.group, "cpu")
+    placements: dict[str, Any] = {"policy.wide": Shard(1), "policy.norm": Replicate()}
+    return {
+        name: distribute_tensor(tensor, mesh, [placements.get(name, Shard(0))]) if tensor.dim() else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def save_and_load(folder: Path, world: World, again: World, is_sharded: tuple[bool, bool], value: float) -> None:
+    """Saves as the ranks of one world and loads as those of another; all processes call it."""
+    given, empty = make_tensors(value), make_tensors(-1e9)
+    if world.rank >= 0:
+        state = shard(given, world) if is_sharded[0] else given
+        save_checkpoint(folder, Checkpoint(1, "run", state, {"v": value}, {"rank": world.rank}), world)
+    dist.barrier()
+    if again.rank >= 0:
+        found = find_checkpoint(folder, again)
+        assert found is not None
+        target = shard(empty, again) if is_sharded[1] else empty
+        own = load_checkpoint(*found, target, again)
+        assert found[1].counters == {"v": value}
+        assert own[0] == {"rank": again.rank % world.world_size}
+        for name, tensor in target.items():
+            assert torch.equal(whole(tensor), given[name]), name
+            assert isinstance(tensor, DTensor) == (is_sharded[1] and tensor.dim() > 0)
+    dist.barrier()
+
+
+def check_shards(rank: int, worlds: list[World], folder: Path) -> None:
+    pairs = [(writers, readers) for writers in worlds for readers in worlds]
+    ways = ((True, True), (True, False), (False, True))
+    for number, (writers, readers) in enumerate(pairs):
+        save_and_load(folder / str(number), writers, readers, ways[(number + number // 3) % 3], float(number))
+    save_and_load(folder / "sharded", worlds[2], worlds[1], (True, True), 99.0)
+    sizes = [file.stat().st_size for file in folder.glob("sharded/step-*/*.safetensors")]
+    assert len(sizes) == 3
+    assert max(sizes) < 0.7 * sum(sizes), "every rank wrote its own"
+
+
+def check_damage(rank: int, worlds: list[World], folder: Path) -> None:
+    """What one rank finds damaged stops all of them, in the same words."""
+    world = worlds[2]
+    given = make_tensors(1.0)
+    save_checkpoint(folder, Checkpoint(1, "run", shard(given, world), {}, {}), world)
+    dist.barrier()
+    if rank == 0:
+        file = folder / "step-00000001" / "rank-00002.safetensors"
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    dist.barrier()
+    target = shard(make_tensors(0.0), world)
+    found = find_checkpoint(folder, world)
+    assert found is not None
+    with pytest.raises(UserError, match=r"rank-00002\.safetensors: is not as it was written"):
+        load_checkpoint(*found, target, world)
+    assert all(torch.equal(whole(tensor), make_tensors(0.0)[name]) for name, tensor in target.items())
+
+
+def check_waiting(rank: int, worlds: list[World], folder: Path) -> None:
+    """The leader's work outlasts every collective's time-out; what it fails of, all hear."""
+    world = worlds[2]
+    begun = time.monotonic()
+    lead(world, "slow", lambda: time.sleep(1.5))
+    assert time.monotonic() - begun > 1.4
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(UserError, match=r"^x: wrong; right it$"):
+        lead(world, "a mistake", lambda: fail(UserError("x: wrong; right it")))
+    with pytest.raises((RuntimeError, ZeroDivisionError), match="a bug"):
+        lead(world, "a bug", lambda: fail(ZeroDivisionError("a bug")))
+    with pytest.raises(UserError, match=r"^rank 1's mistake; mend it$"):
+        together(world, lambda: fail(UserError("rank 1's mistake; mend it")) if rank == 1 else None)
+    assert together(world, lambda: rank) == rank
+
+
+def run_rank(rank: int, port: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
+    store = dist.TCPStore("127.0.0.1", port, NUM_PROCESSES, is_master=rank == 0)
+    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=NUM_PROCESSES)
+    worlds = []
+    for size in range(1, NUM_PROCESSES + 1):
+        group = dist.new_group(list(range(size)))
+        mine = rank if rank < size else -1  # outside of it
+        worlds.append(World(mine, size, rank, torch.device("cpu"), dist.PrefixStore(f"of {size}", store), group))
+    for check in (check_shards, check_damage, check_waiting):
+        check(rank, worlds, Path(folder) / check.__name__)
+        dist.barrier()
+    os._exit(0)
+
+
+def test_shards_are_saved_and_loaded_by_any_number_of_ranks_and_damage_stops_all_of_them(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(run_rank, (port, str(tmp_path)), nprocs=NUM_PROCESSES)
