@@ -25,7 +25,8 @@ import torch
 from tlt.build import EngineSettings, Model, load_engine, load_model, resolve_device
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.distributed.launch import EXIT_OK, EXIT_USER_ERROR, is_rank
+from tlt.distributed.failures import EXIT_OK, EXIT_USER_ERROR
+from tlt.distributed.launch import is_rank
 from tlt.distributed.signals import StopRequest, handling_stop_signals
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats

@@ -63,7 +63,7 @@ def entry(scenario, stop):
                 taken.append(unit)
                 coordinator.finish(unit)
         epoch = shared_epoch(rank, lambda value: gather_objects(world, value))
-        say(taken=taken, epoch=epoch - (time.time() - time.perf_counter()))
+        say(taken=taken, epoch=epoch.to_unix - (time.time() - time.perf_counter()))
         del coordinator
     elif scenario == "loop":
         while not stop.is_set() and time.monotonic() < latest:

@@ -96,8 +96,8 @@ class LateWork:
     def take(self, room: int) -> list[int]:
         return [self.units.pop()] if self.units else []
 
-    def has_work(self) -> bool:
-        return bool(self.units)
+    def has_news(self, offers_help: bool = False) -> bool:
+        return bool(self.units) or self.all_done()
 
     def finish(self, unit: int) -> None:
         self.unfinished -= 1

@@ -13,12 +13,14 @@ from tlt.cli.engine import show_busy
 from tlt.cli.options import Folder, WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
+from tlt.distributed.place import Place, check_num_ranks, find_place
 from tlt.hub import Repository
-from tlt.training.lock import refuse_begun
+from tlt.training.lock import has_begun, refuse_begun
 from tlt.types import UserError
 
 MAY_CHANGE_ON_RESUME = frozenset(
     {"out_dir", "num_steps", "num_ranks", "threads_per_rank", "device", "checkpoint_every", "time_limit_minutes"}
+    | {"launcher", "max_restarts", "timeout_seconds"}
 )
 """Keys of [run] that say how long and on what a run runs, not what it computes."""
 
@@ -44,8 +46,18 @@ class TrainHelp(Train, Config):
 
 
 def run(options: Train) -> int:
-    """Checks everything that can be checked, starts the ranks, and returns the exit code of the run."""
+    """Checks everything that can be checked, starts the ranks, and returns the exit code of the run. Where this process is a
+    rank that somebody else has started, rank 0 does that for all."""
     started_at = time.time()
+    place = find_place()
+    if place is not None:
+        with show_busy():
+            from tlt.training.start import run_started_rank
+
+        def resolve(goes_on: bool) -> Config:
+            return resolve_config(options.config, options.overrides, options.resume, place, goes_on)
+
+        return run_started_rank(place, resolve, started_at)
     config = resolve_config(options.config, options.overrides, options.resume)
     with show_busy():
         from tlt.training.start import launch_ranks, prepare
@@ -53,22 +65,48 @@ def run(options: Train) -> int:
     return launch_ranks(prepare(config), started_at)
 
 
-def resolve_config(path: Path | None, overrides: Sequence[str], resume: Path | None) -> Config:
-    """Returns the configuration of a new run, or with `resume` of the run in that folder, refusing to mix the two up."""
+def resolve_config(
+    path: Path | None,
+    overrides: Sequence[str],
+    resume: Path | None,
+    place: Place | None = None,
+    goes_on: bool = False,
+) -> Config:
+    """Returns the configuration of a new run, or with `resume` of the run in that folder, refusing to mix the two up.
+
+    place: this process's where somebody else has started the ranks; that says how many they are.
+    goes_on: whether the same command has been here before, so that what it has begun is no mistake.
+    """
     if resume is None:
         if path is None:
             raise UserError("train: no configuration given; write tlt train CONFIG.toml, or --resume DIR to continue a run")
         config = load_config(path, overrides)
-        refuse_begun(config.run.out_dir)
-        return config
+        if not (goes_on and has_begun(config.run.out_dir)):
+            refuse_begun(config.run.out_dir)
+            return _with_num_ranks(config, place, is_asked="num_ranks" in config.run.model_fields_set)
+        resume = config.run.out_dir
     written = resume / "config.json"
     if not written.is_file():
         raise UserError(f"--resume: {resume} holds no run (no config.json); give the folder that the run wrote")
     config = load_config(path or written, [*overrides, "--run.out_dir", str(resume)])
+    is_asked = path is not None and "num_ranks" in config.run.model_fields_set
+    is_asked |= any(word.partition("=")[0] == "--run.num_ranks" for word in overrides)
+    config = _with_num_ranks(config, place, is_asked)
     before = load_config(written)
     config = _keep_commits(before, config)
     _refuse_changes(before, config, resume)
     return config
+
+
+def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Config:
+    """Returns the configuration with the number of ranks that were started. is_asked: whether the user has given one."""
+    if place is None:
+        return config
+    if is_asked:
+        check_num_ranks(place, config.run.num_ranks)
+    values = config.model_dump()
+    values["run"]["num_ranks"] = place.world_size
+    return Config.model_validate(values)
 
 
 def _keep_commits(before: Config, now: Config) -> Config:

@@ -9,12 +9,17 @@ from typing import IO
 from tlt.types import UserError
 
 
-def refuse_begun(folder: Path) -> None:
-    """Raises UserError where a run has begun in the folder: it has left a step, an evaluation or a checkpoint. An attempt that
-    ended before, such as one whose task was at fault, has nothing to keep."""
+def has_begun(folder: Path) -> bool:
+    """Whether a run has begun in the folder: it has left a step, an evaluation or a checkpoint. An attempt that ended before,
+    such as one whose task was at fault, has nothing to keep."""
     files = (folder / name for name in ("metrics.jsonl", "evaluations.jsonl"))
-    has_begun = any(file.is_file() and file.stat().st_size for file in files) or any(folder.glob("checkpoints/step-*"))
-    if has_begun and (folder / "config.json").exists():
+    has_left = any(file.is_file() and file.stat().st_size for file in files) or any(folder.glob("checkpoints/step-*"))
+    return has_left and (folder / "config.json").exists()
+
+
+def refuse_begun(folder: Path) -> None:
+    """Raises UserError where a run has begun in the folder."""
+    if has_begun(folder):
         raise UserError(
             f"run.out_dir: {folder} holds a run already;"
             f" continue it with tlt train --resume {folder}, or give another --run.out_dir"

@@ -23,13 +23,17 @@ from tlt.build import (
     sampling_params,
 )
 from tlt.config.schema import Config
+from tlt.distributed.place import find_place
 from tlt.distributed.work_queue import Coordinator, connect_coordinator
 from tlt.distributed.world import (
     DeviceChoice,
+    Rendezvous,
     World,
     choose_device,
     gather_objects,
     init_process_group_from_env,
+    refuse_together,
+    tell,
 )
 from tlt.drafter.folder import StoredDrafter
 from tlt.files import write_atomically
@@ -47,7 +51,7 @@ from tlt.training.drafter_side import DrafterSide, watch_drafter
 from tlt.training.evaluate import Evaluations
 from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase
-from tlt.training.problems import load_problems
+from tlt.training.problems import check_same_problems, load_problems
 
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest
@@ -109,6 +113,7 @@ class Run:
         config, world = self.config, self.world
         self.problems = load_problems(config, "train")
         self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
+        check_same_problems(world, self.problems, self.held_out)
         self.master_dtype = master_dtype(config)
         model = load_model(model_folder(config), self.master_dtype)
         self.model_folder = model.path
@@ -123,11 +128,13 @@ class Run:
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints")
         self.step = self.first_step = self._resume()
         self.publish(self.step)
-        self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, writes=world.is_leader)
+        self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, world.is_leader, partial(tell, world))
         self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
 
         self.scorers = RewardPool(reward_spec(config), config.rewards.num_workers, config.rewards.timeout_seconds)
-        coordinator = coordinator or connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
+        coordinator = coordinator or connect_coordinator(
+            world.store, world.rank, world.world_size, timeout=world.timeout_seconds
+        )
         migrates = config.rollout.migrate
         self.phase = RolloutPhase(world, self.engine, coordinator, self.scorers, decode, self.timeline, stop.is_set, migrates)
 
@@ -136,10 +143,14 @@ class Run:
         return watch_drafter(settings, stored, self.engine, self.world, self.timeline, run=str(self.out_dir), seed=seed)
 
     def _resume(self) -> int:
-        """Takes up the last checkpoint, if there is one; returns the updates done."""
-        path = latest_checkpoint(self.checkpoints.folder)
-        if path is None:
+        """Takes up the last checkpoint that the leader finds, if there is one; returns the updates done."""
+        latest = latest_checkpoint(self.checkpoints.folder) if self.world.is_leader else None
+        name = tell(self.world, None if latest is None else latest.name)
+        if name is None:
             return 0
+        path = self.checkpoints.folder / name
+        mistake = f"run.out_dir: {path} is not there; all machines must share the folder"
+        refuse_together(self.world, None if path.exists() else mistake)
         checkpoint = load_checkpoint(path, self.world.device)
         state = checkpoint.state
         self.policy.load_state_dict(checkpoint.policy)
@@ -196,13 +207,16 @@ class Run:
 
 
 def device_of(config: Config) -> DeviceChoice:
-    """Returns the kind of device that the ranks of this machine compute on. torchrun says how many they are; `tlt train` starts
-    all of them here."""
-    num_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", config.run.num_ranks))
-    return choose_device(config.run.device, num_ranks, torch.cuda.device_count())
+    """Returns the kind of device that the ranks of this machine compute on. Who has started them says how many they are; `tlt
+    train` starts all of them here."""
+    place = find_place()
+    num_ranks = config.run.num_ranks if place is None else place.local_world_size
+    has_own_gpu = place is not None and place.has_own_gpu and torch.cuda.is_available()
+    return choose_device(config.run.device, num_ranks, num_ranks if has_own_gpu else torch.cuda.device_count())
 
 
-def join_ranks(config: Config) -> World:
-    """Joins the ranks of the run that the environment describes, with the configuration's threads and device."""
+def join_ranks(config: Config, met: Rendezvous | None = None) -> World:
+    """Joins the ranks of the run that the environment describes, with the configuration's threads and device. met: the ranks,
+    where they have met already."""
     torch.set_num_threads(config.run.threads_per_rank)
-    return init_process_group_from_env(device_of(config).name)
+    return init_process_group_from_env(device_of(config).name, config.run.timeout_seconds, met)
