@@ -230,7 +230,8 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
         refuse_begun(folder)
         started_at = time.time()
         config = prepare(config)
-        is_finished = _run_here(config, started_at) if is_rank(config.run.num_ranks) else _run_ranks(config, started_at)
+        runs_here = is_rank(config.run.num_ranks) and config.run.launcher == "local"
+        is_finished = _run_here(config, started_at) if runs_here else _run_ranks(config, started_at)
     return TrainingResult(folder, tuple(read_evaluations(folder / "evaluations.jsonl")), is_finished)
 
 

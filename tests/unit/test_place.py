@@ -97,8 +97,13 @@ def test_rank_goes_before_slurm_for_torchrun_may_run_in_a_job() -> None:
 
 
 def test_a_step_goes_before_its_job_and_a_single_task_starts_its_ranks_itself() -> None:
-    step = {"SLURM_STEP_NUM_TASKS": "6", "SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_TASKS_PER_NODE": "3(x2)"}
-    assert find_place({**SLURM, **step}) == Place(5, 6, 1, 3, "a", 15000 + 4567)
+    step = {
+        "SLURM_STEP_ID": "3",
+        "SLURM_STEP_NUM_TASKS": "6",
+        "SLURM_STEP_NODELIST": "a,b",
+        "SLURM_STEP_TASKS_PER_NODE": "3(x2)",
+    }
+    assert find_place({**SLURM, **step}) == Place(5, 6, 1, 3, "a", 15000 + 4570)
     assert find_place({**SLURM, **step, "SLURM_STEP_NUM_TASKS": "1"}) is None
 
 

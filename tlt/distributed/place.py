@@ -135,14 +135,14 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
     hosts = expand_hosts(nodes)
     if not hosts:
         raise UserError("SLURM_NODELIST: SLURM_PROCID is set, but this is not; start the ranks with srun")
-    job = _slurm_number(environ, "SLURM_JOB_ID", default=0)
+    step = sum(_slurm_number(environ, name, default=0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return Place(
         rank,
         world_size,
         _slurm_number(environ, "SLURM_LOCALID"),
         _tasks_here(environ, world_size, len(hosts)),
         environ.get("MASTER_ADDR") or hosts[0],
-        _number(environ, "MASTER_PORT", default=15000 + job % 10000),  # below the ports that systems give away themselves
+        _number(environ, "MASTER_PORT", default=15000 + step % 10000),  # below the ports that systems give away themselves
         is_server=rank == 0,
         has_own_gpu=len(environ.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1,  # srun --gpus-per-task=1
         is_restart=_is_restart(environ),

@@ -24,6 +24,7 @@ from tlt.build import (
 )
 from tlt.config.schema import Config
 from tlt.distributed.place import find_place
+from tlt.distributed.ray_cluster import num_cluster_gpus
 from tlt.distributed.work_queue import Coordinator, connect_coordinator
 from tlt.distributed.world import (
     DeviceChoice,
@@ -210,6 +211,8 @@ def device_of(config: Config) -> DeviceChoice:
     """Returns the kind of device that the ranks of this machine compute on. Who has started them says how many they are; `tlt
     train` starts all of them here."""
     place = find_place()
+    if place is None and config.run.launcher == "ray":
+        return choose_device(config.run.device, config.run.num_ranks, num_cluster_gpus())
     num_ranks = config.run.num_ranks if place is None else place.local_world_size
     has_own_gpu = place is not None and place.has_own_gpu and torch.cuda.is_available()
     return choose_device(config.run.device, num_ranks, num_ranks if has_own_gpu else torch.cuda.device_count())

@@ -16,6 +16,7 @@ from tlt.config.schema import Config
 from tlt.distributed.failures import EXIT_USER_ERROR, Restarts
 from tlt.distributed.launch import is_rank, launch, run_here
 from tlt.distributed.place import Place, find_place
+from tlt.distributed.ray_cluster import RankNeeds, launch_on_ray
 from tlt.distributed.store import ABSENT, read_now
 from tlt.distributed.world import TIMEOUT_SECONDS, Rendezvous, meet_ranks
 from tlt.drafter.folder import choose_preset, load_drafter
@@ -50,9 +51,13 @@ def launch_ranks(config: Config, started_at: float) -> int:
     """Trains on ranks of their own; returns the exit code. started_at: Unix time at which the user's command began."""
     description, run = describe_run(config, started_at), config.run
     restarts = Restarts(run.max_restarts, lambda: describe_saved(run.out_dir), run.out_dir / "failures.log")
-    if not is_rank(run.num_ranks):
+    on_ray = run.launcher == "ray" and find_place() is None
+    if on_ray or not is_rank(run.num_ranks):
         with Console() as console:
             console.note(f"starting {run.num_ranks} ranks …")  # which import torch, and are silent until they have
+    if on_ray:
+        needs = RankNeeds(run.threads_per_rank, num_gpus=int(device_of(config).name == "cuda"))
+        return launch_on_ray(description, run.num_ranks, "tlt.training.loop:main", needs, run.timeout_seconds, restarts)
     return launch(description, run.num_ranks, "tlt.training.loop:main", run.threads_per_rank, restarts=restarts)
 
 
