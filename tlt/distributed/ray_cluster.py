@@ -217,8 +217,8 @@ class Attempt:
             except self._ray.exceptions.RayActorError as error:
                 self.ended[rank] = _died(error, self.hosts[rank])
                 continue
-            if report is not None:
-                self.reports.append(RankFailure(**report))
+            if report is not None:  # hosts' clocks may differ
+                self.reports.append(RankFailure(**{**report, "time": time.monotonic()}))
                 self.ended[rank] = "failed"
 
 

@@ -95,14 +95,23 @@ def _tell_description(met: Rendezvous, describe: Callable[[], str]) -> str:
             description = describe()
         except UserError:
             met.store.set("description", "")
+            _wait_until_heard(met)
             raise
         met.store.set("description", description)
         return description
     while (told := read_now(met.store, "description")) == ABSENT:
         time.sleep(WAIT_SECONDS)
     if not told:
+        met.store.add("heard", 1)
         raise LeaderRefused
     return told.decode()
+
+
+def _wait_until_heard(met: Rendezvous) -> None:
+    """Keeps the leader, whose store it may be, until the others know that they are to end. One that has died cannot."""
+    deadline = time.monotonic() + 100 * WAIT_SECONDS
+    while met.store.add("heard", 0) < met.place.world_size - 1 and time.monotonic() < deadline:
+        time.sleep(WAIT_SECONDS)
 
 
 def prepare(config: Config) -> Config:
