@@ -30,32 +30,8 @@ from tlt.distributed.work_queue import POLL_SECONDS, Coordinator, connect_coordi
 
 STEP_SECONDS = 0.02
 """An engine step."""
-NUM_PHASES = 3
 PROCESSES = 4
-TIMEOUT = 300.0
-
-
-class Timed:
-    """A store that measures each of its operations. Every 16th latency is kept."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-        self.num = 0
-        self.seconds: list[float] = []
-
-    def __getattr__(self, name: str) -> Any:
-        operation = getattr(self.store, name)
-
-        def timed(*arguments: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return operation(*arguments)
-            finally:
-                self.num += 1
-                if self.num % 16 == 0:
-                    self.seconds.append(time.perf_counter() - start)
-
-        return timed
+TIMEOUT = 900.0
 
 
 class Before(Coordinator):
@@ -89,6 +65,32 @@ class Seen:
     noticed: list[float] = field(default_factory=list)
 
 
+class Timed:
+    """A store that counts its operations; every 16th is measured."""
+
+    def __init__(self, store: Store, seen: Seen) -> None:
+        self.store, self.seen = store, seen
+
+    def __getattr__(self, name: str) -> Any:
+        operation, seen = getattr(self.store, name), self.seen
+
+        def timed(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return operation(*arguments)
+            finally:
+                seen.num_operations += 1
+                if seen.num_operations % 16 == 0:
+                    seen.latencies.append(time.perf_counter() - start)
+
+        return timed
+
+
+def phases_of(num_replicas: int) -> int:
+    """Returns the number of phases: of many replicas one tells enough."""
+    return 3 if num_replicas <= 64 else 1
+
+
 def seconds_of(unit: int, phase: int, num_units: int) -> float:
     if unit == num_units // 2:
         return 5.0
@@ -97,8 +99,10 @@ def seconds_of(unit: int, phase: int, num_units: int) -> float:
 
 def simulate(coordinator: Coordinator, num_units: int, seen: Seen) -> None:
     """Plays one replica through the phases."""
-    for phase in range(NUM_PHASES):
+    for phase in range(phases_of(coordinator.num_replicas)):
         coordinator.begin(f"rollout {phase}", num_units)
+        store: Any = Timed(coordinator._store, seen)
+        coordinator._store = store
         seen.begun.append(time.perf_counter())
         num, last, taken_at, is_empty = 0, seen.begun[-1], 0.0, False
         running: list[tuple[float, int]] = []
@@ -133,23 +137,18 @@ def simulate(coordinator: Coordinator, num_units: int, seen: Seen) -> None:
 def play(port: int, replicas: list[int], num_replicas: int, is_before: bool, results: Any) -> None:
     """Plays some of the replicas, in a process of their own."""
     server: Store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT))
-    pairs = []
-    for replica in replicas:
-        coordinator = connect_coordinator(server, replica, num_replicas, TIMEOUT)
-        store: Any = Timed(coordinator._root)
-        kind = Before if is_before else Coordinator
-        pairs.append((kind(store, replica, num_replicas, TIMEOUT), store, Seen()))
+    kind = Before if is_before else Coordinator
+    roots = [connect_coordinator(server, replica, num_replicas, TIMEOUT)._root for replica in replicas]
+    pairs = [(kind(root, r, num_replicas, TIMEOUT), Seen()) for root, r in zip(roots, replicas, strict=True)]
     server.add("ready", len(replicas))
     while server.add("ready", 0) < num_replicas:
         time.sleep(0.05)
-    threads = [threading.Thread(target=simulate, args=(c, 2 * num_replicas, seen)) for c, _, seen in pairs]
+    threads = [threading.Thread(target=simulate, args=(coordinator, 2 * num_replicas, seen)) for coordinator, seen in pairs]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for _, store, seen in pairs:
-        seen.num_operations, seen.latencies = store.num, store.seconds
-    results.put([seen for _, _, seen in pairs])
+    results.put([seen for _, seen in pairs])
 
 
 def measure(num_replicas: int, is_before: bool) -> dict[str, Any]:
@@ -168,7 +167,7 @@ def measure(num_replicas: int, is_before: bool) -> dict[str, Any]:
 
 
 def summary(everyone: list[Seen]) -> dict[str, Any]:
-    phases = range(NUM_PHASES)
+    phases = range(phases_of(len(everyone)))
     starts = [min(seen.begun[phase] for seen in everyone) for phase in phases]
     ends = [max(seen.noticed[phase] for seen in everyone) for phase in phases]
     last = [max(seen.last_finished[phase] for seen in everyone) for phase in phases]
@@ -202,8 +201,16 @@ def report_text(report: dict[str, Any]) -> str:
         )
         for m in report["measurements"]
     ]
-    columns = ("replicas", "arm", "operations/s", "ms an operation, median / 99 %", "s until all have a unit")
-    columns += ("ms until the end is noticed, median / last", "units of a replica", "Jain's index")
+    columns = (
+        "replicas",
+        "arm",
+        "operations/s",
+        "ms an operation, median / 99 %",
+        "s until all have a unit",
+        "ms until the end is noticed, median / last",
+        "units of a replica",
+        "Jain's index",
+    )
     parts = ["# The shared queue with many replicas", *provenance(report), (__doc__ or "").partition("\n\n")[2].strip()]
     return "\n\n".join([*parts, table(columns, rows)]) + "\n"
 
