@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store
 
-from tlt.distributed.store import attempt_store, meet
+from tlt.distributed.store import Attempt, attempt_store, is_over, meet
 from tlt.distributed.work_queue import Coordinator
 from tlt.types import UserError
 
@@ -36,9 +36,9 @@ def gathering(*calls: Callable[[], Any]) -> Iterator[list[Any]]:
 
 
 def meeting(store: Store, *ranks: int, world_size: int = 3, timeout: float = 30.0) -> list[Any]:
-    with gathering(*(lambda rank=rank: meet(store, rank, world_size, timeout) for rank in ranks)) as numbers:
+    with gathering(*(lambda rank=rank: meet(store, rank, world_size, timeout) for rank in ranks)) as attempts:
         pass
-    return numbers
+    return [attempt.number for attempt in attempts]
 
 
 def test_every_attempt_has_a_number_that_all_ranks_know() -> None:
@@ -61,7 +61,7 @@ def test_a_rank_that_died_while_others_waited_is_not_taken_for_the_one_in_its_pl
         waits.set()
         threading.Event().wait(0.01)
 
-    def late(rank: int) -> int:
+    def late(rank: int) -> Attempt:
         assert waits.wait(30)
         return meet(store, rank, 3, 30.0)
 
@@ -79,6 +79,21 @@ def test_a_rank_that_comes_before_the_leader_does_not_take_the_last_attempt_for_
     assert len({*meeting(store, 0, 1, 2)} - {first}) == 1
 
 
+def test_an_attempt_is_over_for_all_once_one_of_its_ranks_comes_again() -> None:
+    """Its launcher has started that one again; those on other machines would wait for the dead until their time-out."""
+    store = HashStore()
+    with gathering(*(lambda rank=rank: meet(store, rank, 2, 30.0) for rank in range(2))) as attempts:
+        pass
+    assert attempts[0] == attempts[1]
+    assert not is_over(store, attempts[0])
+    with pytest.raises(UserError, match="did not come"):
+        meet(store, 1, 2, 0.1)
+    assert is_over(store, attempts[0])
+    with gathering(*(lambda rank=rank: meet(store, rank, 2, 30.0) for rank in range(2))) as attempts:
+        pass
+    assert not is_over(store, attempts[0])
+
+
 def test_those_who_do_not_come_are_named_in_one_line() -> None:
     with gathering(*(lambda rank=rank: meet(HASH, rank, 4, 0.3) for rank in (0, 2))) as said:
         pass
@@ -94,7 +109,7 @@ def test_counters_of_an_attempt_do_not_reach_the_next_one() -> None:
     """Without the prefix the second attempt would find the units of the first handed out, and finished."""
     store = HashStore()
     for number in (1, 2):
-        replicas = [Coordinator(attempt_store(store, number), replica, 2, 30.0) for replica in range(2)]
+        replicas = [Coordinator(attempt_store(store, Attempt(number, 2)), replica, 2, 30.0) for replica in range(2)]
         for replica in replicas:
             replica.begin("rollout 0", 4)
         taken = []

@@ -5,6 +5,7 @@ no launcher and no work.
     rank 0    gathers a token of every rank ─▶ roster/N, latest = N ─▶ waits for here/N/… ─▶ go/N
                        ▲                                                     │
                        └────── N + 1, where a rank has said hello anew ◀─────┘
+    later     whoever sees that one more has said hello leaves: it was started again, and this attempt is over
 
 torchrun keeps one store through all restarts of a run, and its machines do not count restarts alike. So nothing but a token
 that a process has just drawn tells it from the one that died in its place, and nothing that an earlier attempt has left in the
@@ -14,19 +15,24 @@ store is read by a later one: everything else lies under the prefix of the attem
 from __future__ import annotations
 
 import json
+import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from tlt.distributed.place import Place
+from tlt.distributed.signals import say
 from tlt.types import UserError
 
 ABSENT = b"-"
 """The value that `read_now` gives for a key that the store does not hold."""
 POLL_SECONDS = 0.02
+WATCH_SECONDS = 1.0
 
 
 def read_now(store: Store, key: str) -> bytes:
@@ -48,6 +54,14 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
         raise UserError(f"MASTER_ADDR, MASTER_PORT: {where} {what} ({reason}); every rank needs rank 0's address") from None
 
 
+@dataclass(frozen=True)
+class Attempt:
+    """The attempt in which ranks have met. number: 1 or more.  num_hellos: how often any rank had said hello by then."""
+
+    number: int
+    num_hellos: int
+
+
 def meet(
     store: Store,
     rank: int,
@@ -55,14 +69,15 @@ def meet(
     timeout_seconds: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-) -> int:
-    """Returns the number of this attempt, 1 or more, when all ranks have come. Raises UserError that names those that have not
-    within the time-out."""
+) -> Attempt:
+    """Returns this attempt, when all ranks have come. Raises UserError that names those that have not within the time-out."""
     token, deadline = uuid.uuid4().hex, clock() + timeout_seconds
     meeting = PrefixStore("meeting", store)
+    meeting.add("hellos", 1)
     meeting.set(f"hello/{rank}", token)
     number, roster = 0, [""] * world_size
     while True:
+        num_hellos = meeting.add("hellos", 0)  # before the tokens are read: who comes after that is one too many
         if rank == 0:
             tokens = [read_now(meeting, f"hello/{other}").decode() for other in range(world_size)]
             if ABSENT.decode() not in tokens and tokens != roster:
@@ -74,17 +89,41 @@ def meet(
         if len(roster) == world_size and roster[rank] == token:
             meeting.set(f"here/{number}/{rank}", token)
             if rank == 0 and not _missing(meeting, number, roster):
-                meeting.set(f"go/{number}", token)
-            if read_now(meeting, f"go/{number}") != ABSENT:
-                return number
+                meeting.set(f"go/{number}", str(num_hellos))
+            if (go := read_now(meeting, f"go/{number}")) != ABSENT:
+                return Attempt(number, int(go))
         if clock() > deadline:
             _refuse(meeting, rank, number, roster, timeout_seconds)
         sleep(POLL_SECONDS)
 
 
-def attempt_store(store: Store, number: int) -> Store:
+def attempt_store(store: Store, attempt: Attempt) -> Store:
     """Returns the part of the store that this attempt alone reads and writes."""
-    return PrefixStore(f"attempt{number}", store)
+    return PrefixStore(f"attempt{attempt.number}", store)
+
+
+def is_over(store: Store, attempt: Attempt) -> bool:
+    """Whether a rank was started again since."""
+    return PrefixStore("meeting", store).add("hellos", 0) > attempt.num_hellos
+
+
+def leave_when_over(store: Store, attempt: Attempt) -> threading.Event:
+    """Starts a thread that ends this process, from whatever it waits for, once another attempt begins: a launcher sees those
+    die that it has started, not those on other machines. Setting the event that is returned ends the thread."""
+    connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
+    has_left = threading.Event()
+
+    def watch() -> None:
+        while not has_left.wait(WATCH_SECONDS):
+            try:
+                if is_over(connection, attempt):
+                    say("a rank was started again; this one leaves, to be started again too")
+                    os._exit(1)
+            except RuntimeError:  # the store is gone, and with it its launcher or rank 0: others see to that
+                return
+
+    threading.Thread(target=watch, name="tlt-attempt", daemon=True).start()
+    return has_left
 
 
 def _missing(meeting: Store, number: int, roster: Sequence[str]) -> list[int]:

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import socket
+import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlt.distributed.place import Place, find_place
-from tlt.distributed.store import attempt_store, meet, open_store
+from tlt.distributed.store import attempt_store, leave_when_over, meet, open_store
 from tlt.types import UserError
 
 TIMEOUT_SECONDS = 600.0
@@ -38,6 +39,7 @@ class World:
     store: this attempt's part of the c10d Store (a HashStore when this process is alone).
     group: the default process group, or None when this process is alone: then no collective communicates.
     timeout_seconds: how long a collective waits for the other ranks; infinite when this process is alone.
+    has_left: set by `shutdown`; None: nobody watches for it.
     """
 
     rank: int
@@ -47,6 +49,7 @@ class World:
     store: dist.Store
     group: dist.ProcessGroup | None
     timeout_seconds: float = math.inf
+    has_left: threading.Event | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -83,12 +86,16 @@ def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The ranks of an attempt, who have met on a store and have no process group yet. number: of the attempt, from 1 on.
-    store: this attempt's part of it."""
+    """The ranks of an attempt, who have met on a store and have no process group yet.
+
+    number: of the attempt, from 1 on.  store: this attempt's part of it.
+    has_left: to be set when this rank leaves: until then it is watched whether another attempt begins.
+    """
 
     place: Place
     number: int
     store: dist.Store
+    has_left: threading.Event
 
     @property
     def is_restart(self) -> bool:
@@ -98,10 +105,10 @@ class Rendezvous:
 def meet_ranks(place: Place, timeout_seconds: float) -> Rendezvous:
     """Waits for all ranks. Raises UserError where some do not come in time."""
     if place.world_size == 1:
-        return Rendezvous(place, 1, dist.HashStore())
+        return Rendezvous(place, 1, dist.HashStore(), threading.Event())
     store = open_store(place, timeout_seconds)
-    number = meet(store, place.rank, place.world_size, timeout_seconds)
-    return Rendezvous(place, number, attempt_store(store, number))
+    attempt = meet(store, place.rank, place.world_size, timeout_seconds)
+    return Rendezvous(place, attempt.number, attempt_store(store, attempt), leave_when_over(store, attempt))
 
 
 def init_process_group_from_env(
@@ -114,12 +121,13 @@ def init_process_group_from_env(
     device = _device_of(place, torch.device(device))
     if place.world_size == 1:
         return World(0, 1, place.local_rank, device, dist.HashStore(), None)
-    store = (met or meet_ranks(place, timeout_seconds)).store
+    met = met or meet_ranks(place, timeout_seconds)
+    store = met.store
     timeout = timedelta(seconds=timeout_seconds)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     group_store, rank, world_size = dist.PrefixStore("group", store), place.rank, place.world_size
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
-    return World(rank, world_size, place.local_rank, device, store, dist.group.WORLD, timeout_seconds)
+    return World(rank, world_size, place.local_rank, device, store, dist.group.WORLD, timeout_seconds, met.has_left)
 
 
 def _device_of(place: Place, device: torch.device) -> torch.device:
@@ -153,6 +161,8 @@ def shutdown(world: World) -> None:
     if world.group is None:
         return
     dist.barrier(world.group)
+    if world.has_left is not None:
+        world.has_left.set()
     gc.collect()
     dist.destroy_process_group(None if world.group is dist.group.WORLD else world.group)
 
