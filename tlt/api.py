@@ -25,7 +25,8 @@ import torch
 from tlt.build import EngineSettings, Model, load_engine, load_model, resolve_device
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.distributed.launch import EXIT_OK, EXIT_USER_ERROR, is_rank
+from tlt.distributed.failures import EXIT_OK, EXIT_USER_ERROR
+from tlt.distributed.launch import is_rank
 from tlt.distributed.signals import StopRequest, handling_stop_signals
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
@@ -229,7 +230,8 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
         refuse_begun(folder)
         started_at = time.time()
         config = prepare(config)
-        is_finished = _run_here(config, started_at) if is_rank(config.run.num_ranks) else _run_ranks(config, started_at)
+        runs_here = is_rank(config.run.num_ranks) and config.run.launcher == "local"
+        is_finished = _run_here(config, started_at) if runs_here else _run_ranks(config, started_at)
     return TrainingResult(folder, tuple(read_evaluations(folder / "evaluations.jsonl")), is_finished)
 
 

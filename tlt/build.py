@@ -10,7 +10,6 @@ This is the only place that does so, for the command line, the training run, the
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from tlt.config.drafter import DrafterSection
 from tlt.config.schema import Config
+from tlt.distributed.place import find_place
 from tlt.distributed.sharding import fill, mesh_of, shard
 from tlt.distributed.world import World
 from tlt.drafter.buffer import TrajectoryBuffer
@@ -75,8 +75,15 @@ def drafter_folder(config: Config) -> Path | None:
 
 
 def local_ranks(config: Config) -> int:
-    """Returns how many ranks this machine has: torchrun says so, and `tlt train` starts all of them here."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", config.run.num_ranks))
+    """Returns how many ranks this machine has: who started them says so, and `tlt train` starts all of them here."""
+    place = find_place()
+    return config.run.num_ranks if place is None else place.local_world_size
+
+
+def all_ranks(config: Config) -> int:
+    """Returns how many ranks all machines have together."""
+    place = find_place()
+    return config.run.num_ranks if place is None else place.world_size
 
 
 def load_model(path: Path, dtype: torch.dtype | None = None) -> Model:

@@ -19,6 +19,7 @@ import pytest
 
 PROGRAM = '''
 import json, os, sys, time
+from tlt.distributed.failures import Restarts
 from tlt.distributed.launch import launch
 
 
@@ -30,7 +31,7 @@ def say(**what):
 def entry(scenario, stop):
     import torch
     from tlt.distributed.world import (
-        any_rank, average_weighted, gather_objects, init_process_group_from_env, shutdown)
+        any_rank, average_weighted, gather_objects, init_process_group_from_env, refuse_together, shutdown, tell)
     from tlt.types import UserError
 
     world = init_process_group_from_env("cpu", timeout_seconds=60)
@@ -52,6 +53,12 @@ def entry(scenario, stop):
 
         say(gathered=gather_objects(world, {"rank": rank}), threads=torch.get_num_threads())
         say(any=any_rank(world, rank == 1), none=any_rank(world, False))
+        say(told=[tell(world, {"rank": rank, "pi": 0.1 + 0.2}), tell(world, None), tell(world, [])])
+        try:
+            refuse_together(world, None)
+            refuse_together(world, f"mistake {rank}" if rank == 1 else None)
+        except UserError as mistake:
+            say(refused=str(mistake))
         say(weighted=average((1.0, 3.0)), unweighted=average((0, 0)), alone=average((0, 5.0), fill=float("nan")))
         say(bf16=average((1.0, 1.0), torch.bfloat16), double=average((1.0, 1.0), torch.float64))
         say(nothing=average_weighted(world, [], 2.0))
@@ -63,7 +70,7 @@ def entry(scenario, stop):
                 taken.append(unit)
                 coordinator.finish(unit)
         epoch = shared_epoch(rank, lambda value: gather_objects(world, value))
-        say(taken=taken, epoch=epoch - (time.time() - time.perf_counter()))
+        say(taken=taken, epoch=epoch.to_unix - (time.time() - time.perf_counter()))
         del coordinator
     elif scenario == "loop":
         while not stop.is_set() and time.monotonic() < latest:
@@ -83,12 +90,19 @@ def entry(scenario, stop):
         raise ZeroDivisionError("in the middle of a step")
     elif scenario == "killed" and rank == 1:
         os.kill(os.getpid(), 9)
+    elif scenario == "killed once":
+        stale = world.store.add("units", 1 if rank == 1 else 0)  # under a prefix of its own, it is 1 in each attempt
+        gather_objects(world, "added")
+        say(units=world.store.add("units", 0))
+        if rank == 1 and not os.path.exists("killed once"):
+            open("killed once", "w").close()
+            os.kill(os.getpid(), 9)
     elif scenario == "exit" and rank == 1:
         os._exit(7)
     shutdown(world)
 
 
-def play(name, scenario, num_ranks, grace, environ):
+def play(name, scenario, num_ranks, grace, environ, num_restarts):
     """In a session of its own, with what it says in files, so that no pipe stays open; its exit code follows."""
     pid = os.fork()
     if pid == 0:
@@ -99,7 +113,7 @@ def play(name, scenario, num_ranks, grace, environ):
         code = 99
         try:
             say(started=True)
-            code = launch(scenario, num_ranks, entry, grace_seconds=grace)
+            code = launch(scenario, num_ranks, entry, grace_seconds=grace, restarts=Restarts(num_restarts))
         finally:
             sys.stderr.flush()
             os._exit(code)
@@ -185,6 +199,7 @@ class Scenario:
     num_ranks: int = 2
     grace: float = 200.0
     environ: tuple[tuple[str, str], ...] = ()
+    num_restarts: int = 0
 
 
 CTRL_C = to_group(signal.SIGINT)
@@ -197,6 +212,11 @@ SCENARIOS = {
     "killed beside one that polls": Scenario("loop", (("ready", 0.2, to_rank(0, signal.SIGKILL)),)),
     "killed while the ranks import": Scenario("loop", (("started", 0.0, kill_while_it_imports(1)),)),
     "a rank exits": Scenario("exit"),
+    "killed once, and started again": Scenario("killed once", num_restarts=3),
+    "mistake, with restarts": Scenario("mistake", num_restarts=3),
+    "sigterm, and then a death": Scenario(
+        "deaf", (("ready", 0.0, to_parent(signal.SIGTERM)), ("ready", 0.5, to_rank(1, signal.SIGKILL))), num_restarts=3
+    ),
     "sigterm to one rank": Scenario("agree", (("ready", 0.0, to_rank(1, signal.SIGTERM)),)),
     "parent killed": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGKILL)),)),
     "ctrl-c while the ranks import": Scenario("loop", (("started", 0.7, CTRL_C),)),
@@ -224,7 +244,7 @@ def play(server: subprocess.Popen[str], folder: Path, name: str, scenario: Scena
         return [json.loads(line) for line in read("out").split("\n")[:-1]]
 
     assert server.stdin is not None
-    order = [name, scenario.name, scenario.num_ranks, scenario.grace, dict(scenario.environ)]
+    order = [name, scenario.name, scenario.num_ranks, scenario.grace, dict(scenario.environ), scenario.num_restarts]
     server.stdin.write(json.dumps(order) + "\n")
     server.stdin.flush()
     outcome = Outcome()
@@ -290,6 +310,8 @@ def test_the_ranks_meet_and_the_run_succeeds(outcomes: dict[str, Outcome]) -> No
     assert outcome.of("any") == [True, True]
     assert outcome.of("none") == [False, False]
     assert all(abs(epoch) < 0.1 for epoch in outcome.of("epoch"))
+    assert outcome.of("told") == [[{"rank": 0, "pi": 0.1 + 0.2}, None, []]] * 2
+    assert [said.partition(":")[2] for said in outcome.of("refused")] == [" mistake 1"] * 2
     first, second = outcome.of("taken")
     assert sorted(first + second) == list(range(100))
 
@@ -352,6 +374,31 @@ def test_the_others_leave_at_once_when_a_rank_is_killed(outcomes: dict[str, Outc
 def test_a_rank_that_exits_by_itself_is_named_with_its_exit_code(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["a rank exits"]
     assert (outcome.code, outcome.stderr) == (1, "tlt: error: rank 1 ended without a word: exit code 7\n")
+
+
+def test_all_ranks_are_started_again_after_a_death_and_one_line_says_so(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["killed once, and started again"]
+    assert outcome.code == 0, outcome.stderr
+    assert outcome.stderr == (
+        "tlt: rank 1 ended without a word: killed by SIGKILL (out of memory?); starting again from the beginning"
+        " (restart 1 of 3)\n"
+    )
+    assert len(outcome.of("ready")) == 4
+    assert set(outcome.of("units")) == {1}
+    assert not outcome.survivors
+
+
+def test_a_users_mistake_is_not_tried_again(outcomes: dict[str, Outcome]) -> None:
+    again, once = outcomes["mistake, with restarts"], outcomes["mistake"]
+    assert (again.code, again.stderr, len(again.of("ready"))) == (2, once.stderr, 2)
+
+
+def test_nothing_is_started_again_once_the_run_was_asked_to_stop(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["sigterm, and then a death"]
+    assert outcome.code == 1
+    assert "restart" not in outcome.stderr
+    assert len(outcome.of("ready")) == 2
+    assert not outcome.survivors
 
 
 def test_a_sigterm_from_outside_asks_a_rank_to_stop(outcomes: dict[str, Outcome]) -> None:

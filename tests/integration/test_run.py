@@ -151,6 +151,46 @@ def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_weights(workspace: Path, s
     assert measured_steps(out_dir) == [0, 2, 4], "the count goes on where it was"
 
 
+def kill_a_rank_amid_the_run(words: list[str], environment: dict[str, str], out_dir: Path) -> tuple[int, str]:
+    """SIGKILL to rank 1 after two steps; returns the exit code and what was said."""
+    process = subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    metrics, deadline = out_dir / "metrics.jsonl", time.monotonic() + 120
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+        time.sleep(0.02)
+    os.kill(rank_process(process.pid, 1), signal.SIGKILL)
+    output, _ = process.communicate(timeout=240)
+    return process.returncode, output
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """The process of a rank, among the descendants of its launcher, by its environment or, where that was changed within the
+    process, by the order in which the ranks were started."""
+    children: list[int] = []
+    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command_line = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == launcher and (b"spawn_main" in command_line or b"tlt" in command_line):
+            children.append(int(folder.name))
+    return children[rank]
+
+
+def test_a_rank_that_is_killed_costs_time_and_changes_nothing(workspace: Path, speculating_run: Path) -> None:
+    out_dir = workspace / "killed"
+    words, environment = command(workspace, str(workspace / "run.toml"), "--run.out_dir", str(out_dir))
+    code, output = kill_a_rank_amid_the_run(words, environment, out_dir)
+    assert code == 0, output
+    (line,) = (line for line in output.splitlines() if "restart" in line)
+    assert line.startswith("tlt: rank 1 ended without a word: killed by SIGKILL (out of memory?); starting again from ")
+    assert line.endswith(" (restart 1 of 3)")
+    assert what_the_law_fixes(out_dir) == what_the_law_fixes(speculating_run)
+    assert same_weights(out_dir, speculating_run)
+
+
 def test_a_second_run_into_the_same_folder_is_refused_in_one_line(workspace: Path, speculating_run: Path) -> None:
     words, environment = command(workspace, str(workspace / "run.toml"), "--run.out_dir", str(speculating_run))
     refused = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=60)

@@ -11,7 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, Store, TCPStore
 
-from tlt.distributed.work_queue import HELP_SECONDS, Coordinator, ReplicaTimeout, connect_coordinator, local_coordinator
+from tlt.distributed.work_queue import (
+    CROWD_SECONDS,
+    HELP_SECONDS,
+    MAX_POLL_SECONDS,
+    POLL_SECONDS,
+    RACE_SECONDS,
+    Coordinator,
+    ReplicaTimeout,
+    connect_coordinator,
+    local_coordinator,
+)
 
 
 class Clock:
@@ -245,6 +255,112 @@ def test_a_replica_that_never_begins_the_phase_is_named() -> None:
     alone.take(1)
     with pytest.raises(ReplicaTimeout, match="replica 1, which has not begun it"):
         wait_until_done(alone, clock)
+
+
+class Counting:
+    """A store that counts what is asked of it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store, self.num_asked = store, 0
+
+    def __getattr__(self, name: str) -> object:
+        self.num_asked += 1
+        return getattr(self.store, name)
+
+
+@pytest.mark.parametrize(("num_replicas", "longest"), [(2, MAX_POLL_SECONDS), (512, 512 * CROWD_SECONDS)])
+def test_who_waits_asks_less_and_less_often_up_to_a_bound_and_anew_when_something_changes(
+    num_replicas: int, longest: float
+) -> None:
+    clock = Clock()
+    busy, idle, *_ = make_replicas(num_replicas, 2, clock, timeout=600.0)
+    units = [unit for _ in range(2) for unit in busy.take(1)]
+    store = Counting(idle._store)
+    idle._store = store
+    pauses = []
+    while clock.now < 60.0:
+        assert not idle.has_news()
+        pauses.append(idle.pause)
+        clock.sleep(idle.pause)
+    assert pauses[0] == (POLL_SECONDS if num_replicas == 2 else longest)
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == longest
+    assert store.num_asked < 4 * len(pauses), "to wait is to ask for two values, and to show signs of life now and then"
+    busy.finish(units[0])
+    clock.sleep(longest)
+    assert not idle.has_news()
+    assert idle.pause == pauses[0]
+    busy.finish(units[1])
+    clock.sleep(longest)
+    assert idle.has_news()
+    assert idle.all_done()
+
+
+def test_in_a_crowd_that_trains_between_questions_not_every_one_is_asked() -> None:
+    """Of few replicas each asks after every micro-step, as it is to be back within one."""
+    for num_replicas, num_looks in ((2, 100), (64, 1)):
+        clock = Clock()
+        busy, idle, *_ = make_replicas(num_replicas, 1, clock)
+        busy.take(1)
+        store = Counting(idle._store)
+        idle._store = store
+        assert not any(idle.has_news() for _ in range(100))
+        assert store.num_asked == 2 * num_looks
+
+
+def test_who_has_news_hears_it_again_until_it_acts() -> None:
+    first, second = make_replicas(2, 1, Clock())
+    assert first.has_news()
+    assert first.has_news()
+    first.take(1)
+    assert not first.has_news()
+    assert not second.has_news()
+
+
+def test_help_is_offered_once_while_nothing_changes_and_again_after_that() -> None:
+    clock = Clock()
+    busy, first, second = make_replicas(3, 1, clock)
+    (unit,) = busy.take(1)
+    for replica in (first, second):
+        assert not replica.has_news(offers_help=True)
+    clock.sleep(1.0)
+    assert busy.num_offers() == 2
+    for _ in range(2):
+        assert busy.accept_help() is not None
+    assert {*second.take(1), *second.take(1)} == {1, 2}
+    clock.sleep(1.0)
+    assert busy.num_offers() == 0
+    assert not first.has_news(offers_help=True)
+    clock.sleep(1.0)
+    assert busy.num_offers() == 1
+    busy.finish(unit)
+
+
+def test_a_silent_replica_is_named_in_a_crowd_too_where_each_is_looked_at_in_its_turn() -> None:
+    clock = Clock()
+    store = HashStore()
+    replicas = [Coordinator(store, replica, 64, 30.0, clock, clock.sleep) for replica in range(64)]
+    for replica in replicas:
+        replica.begin("rollout 0", 64)
+    replicas[63].take(1)
+
+    def wait() -> None:
+        while not replicas[0].all_done():
+            clock.now += 1.0
+            for replica in replicas[1:63]:
+                replica.heartbeat()
+
+    with pytest.raises(ReplicaTimeout, match="replica 0 waits for replica 63, which holds 1 unit"):
+        wait()
+    assert 30.0 < clock.now <= 36.0
+
+
+def test_who_loses_a_race_lets_others_go_first() -> None:
+    clock = Clock()
+    first, second = make_replicas(2, 8, clock)
+    first._store = Interfering(first._store, lambda: second.take(2))
+    first.take(1)
+    assert 0 < clock.now <= 2 * RACE_SECONDS
 
 
 def test_phases_do_not_mix_and_old_ones_leave_no_keys() -> None:

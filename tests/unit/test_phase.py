@@ -96,8 +96,8 @@ class LateWork:
     def take(self, room: int) -> list[int]:
         return [self.units.pop()] if self.units else []
 
-    def has_work(self) -> bool:
-        return bool(self.units)
+    def has_news(self, offers_help: bool = False) -> bool:
+        return bool(self.units) or self.all_done()
 
     def finish(self, unit: int) -> None:
         self.unfinished -= 1
@@ -147,6 +147,18 @@ def test_a_replica_at_the_limit_of_passes_waits_and_its_waiting_is_not_counted_a
     assert 0 < report.num_tokens <= 120
     assert report.is_limited
     assert report.seconds < time.perf_counter() - start - 3 * 0.02
+
+
+def test_replicas_on_hosts_whose_clocks_count_from_other_starts_are_compared_on_one() -> None:
+    """The second host was started 499,000 s later: without the shift a rollout of seconds lasts six days."""
+    here = ReplicaReport(500_000.0, 500_010.0, 500_013.0, EngineStats(), DrafterReport(1, 9, 1.0, preempted_at=500_012.5))
+    there = ReplicaReport(1000.0, 1012.0, 1013.0, EngineStats(), DrafterReport())
+    result = PhaseResult([], [], [here, there.shifted(499_000.0)])
+    assert result.seconds == pytest.approx(13.0)
+    assert result.idle_seconds == pytest.approx(2.0)
+    assert result.preemption_seconds == pytest.approx((0.5,))
+    shifted = here.shifted(-499_000.0)
+    assert (shifted.drafter.preempted_at, shifted.start) == (1012.5, 1000.0)
 
 
 def test_idle_time_before_new_work_counts_and_so_does_the_training_in_it() -> None:

@@ -16,7 +16,7 @@ import torch
 from tlt.files import dumps, write_jsonl
 from tlt.report.console import WIDTH, Console, Gain, duration
 from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test, percentile, read_metrics
-from tlt.report.timeline import Timeline, critical_path_share, merge_timelines, rank_path, read_spans, shared_epoch
+from tlt.report.timeline import Epoch, Timeline, critical_path_share, merge_timelines, rank_path, read_spans, shared_epoch
 from tlt.spans import Span
 from tlt.types import UserError
 
@@ -182,13 +182,13 @@ def test_adjacent_spans_of_one_name_become_one_and_keep_their_busy_time(tmp_path
 
 def test_the_trace_has_a_row_per_rank_on_one_axis_and_survives_a_resume(tmp_path: Path) -> None:
     for rank, epoch in ((0, 1000.0), (1, 1007.0)):
-        timeline = Timeline(rank, rank_path(tmp_path, rank), epoch)
+        timeline = Timeline(rank, rank_path(tmp_path, rank), Epoch(to_unix=epoch))
         timeline.add(Span("decode", 1.0 + rank, 2.0))
         timeline.flush()
         timeline.flush()
     with rank_path(tmp_path, 1).open("a") as file:
         file.write('["update", 100')  # torn by a kill
-    again = Timeline(1, rank_path(tmp_path, 1), 1100.0)
+    again = Timeline(1, rank_path(tmp_path, 1), Epoch(to_unix=1100.0))
     again.add(Span("update", 5.0, 6.0))
     again.flush()
     merge_timelines(tmp_path, tmp_path / "timeline.json")
@@ -213,7 +213,7 @@ def test_a_span_measures_with_the_given_clock_and_nests() -> None:
 def test_clocks_of_one_machine_need_no_offset_and_others_get_the_median() -> None:
     """Two ranks; rank 1's clock runs 40 s ahead of rank 0's, and rank 0's Unix time is 500 s ahead of its clock."""
 
-    def epochs(boot_ids: tuple[str, str]) -> list[float]:
+    def epochs(boot_ids: tuple[str, str]) -> list[Epoch]:
         rounds = itertools.count()
 
         def gather_as(rank: int) -> object:
@@ -225,8 +225,12 @@ def test_clocks_of_one_machine_need_no_offset_and_others_get_the_median() -> Non
 
         return [shared_epoch(rank, gather_as(rank)) for rank in range(2)]
 
-    assert epochs(("a", "b")) == [pytest.approx(500.0), pytest.approx(460.0)]
-    assert epochs(("a", "a")) == [pytest.approx(500.0), pytest.approx(500.0)]
+    first, second = epochs(("a", "b"))
+    assert (first.to_rank_0, second.to_rank_0) == (0.0, pytest.approx(-40.0))
+    assert (first.to_unix, second.to_unix) == (pytest.approx(500.0), pytest.approx(460.0))
+    first, second = epochs(("a", "a"))
+    assert (first.to_rank_0, second.to_rank_0) == (0.0, 0.0)
+    assert first.to_unix == second.to_unix == pytest.approx(500.0)
 
 
 def test_a_span_costs_about_a_microsecond() -> None:

@@ -128,7 +128,7 @@ def main(argument: str, stop: StopRequest) -> None:
 
 def workload(config: Config, world: World, stop: StopRequest, num_steps: int) -> dict[str, Any]:
     """Runs `num_steps` rollout phases of the configuration, each with and without speculation. The policy stays as it is."""
-    coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
+    coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
     plain: Changes = {"rollout": {"speculation": "off"}, "drafter": {"train": False}}
     runs: dict[str, Run] = {}
     for name, changes in (("on", {}), ("off", plain)):

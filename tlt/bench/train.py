@@ -114,7 +114,7 @@ def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> N
     Raises UserError where the runs in the folder did not end together."""
     started, longest = time.perf_counter(), 0.0
     path = config.run.out_dir / "turns.jsonl"
-    coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
+    coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
     runs: dict[str, Run] = {}
     with ExitStack() as stack:
         console = stack.enter_context(Console(enabled=world.is_leader))

@@ -13,13 +13,14 @@ from tlt.cli.engine import show_busy
 from tlt.cli.options import WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
+from tlt.distributed.place import Place, check_num_ranks, find_place
 from tlt.hub import Repository
 from tlt.training.lock import has_begun, refuse_begun
 from tlt.types import UserError
 
 MAY_CHANGE_ON_RESUME = {
     "run": {"out_dir", "num_steps", "num_ranks", "threads_per_rank", "device", "checkpoint_every", "keep_checkpoints"}
-    | {"time_limit_minutes"},
+    | {"time_limit_minutes", "launcher", "max_restarts", "timeout_seconds"},
     "parallel": {"policy", "checkpoint_activations", "reduce_each_micro_batch"},
 }
 """Keys, by section, that say how long and on what a run runs, not what it computes."""
@@ -50,30 +51,46 @@ class TrainHelp(Train, Config):
 
 
 def run(options: Train) -> int:
-    """Checks everything that can be checked, starts the ranks, and returns the exit code of the run."""
+    """Checks everything that can be checked, starts the ranks, and returns the exit code of the run. Where this process is a
+    rank that somebody else has started, rank 0 does that for all."""
     started_at = time.time()
-    config = resolve_config(options.config, options.overrides, options.resume)
+    place = find_place()
     with show_busy():
-        from tlt.training.start import go_back, launch_ranks, prepare
+        from tlt.training.start import go_back, launch_ranks, prepare, run_started_rank
 
-    config = prepare(config)
-    if is_checkpoint(options.resume):
-        go_back(options.resume)
-    return launch_ranks(config, started_at)
+    def resolve(goes_on: bool) -> Config:
+        config = prepare(resolve_config(options.config, options.overrides, options.resume, place, goes_on))
+        if is_checkpoint(options.resume) and not goes_on:
+            go_back(options.resume)
+        return config
+
+    if place is not None:
+        return run_started_rank(place, resolve, started_at)
+    return launch_ranks(resolve(False), started_at)
 
 
-def resolve_config(path: Path | None, overrides: Sequence[str], resume: Path | str | None) -> Config:
-    """Returns the configuration of a new run, or with `resume` of the run in that folder, refusing to mix the two up."""
+def resolve_config(
+    path: Path | None,
+    overrides: Sequence[str],
+    resume: Path | str | None,
+    place: Place | None = None,
+    goes_on: bool = False,
+) -> Config:
+    """Returns the configuration of a new run, or with `resume` of the run in that folder, refusing to mix the two up.
+
+    place: this process's where somebody else has started the ranks; that says how many they are.
+    goes_on: whether the same command has been here before, so that what it has begun is no mistake.
+    """
     if isinstance(resume, Path):
-        return continued_config(path, overrides, resume.parents[1] if is_checkpoint(resume) else resume)
+        return continued_config(path, overrides, resume.parents[1] if is_checkpoint(resume) else resume, place)
     if path is None:
         how = "write tlt train CONFIG.toml, or --resume DIR to continue a run"
         raise UserError(f"train: no configuration given; {how}")
     config = load_config(path, overrides)
-    if resume == "auto" and has_begun(config.run.out_dir):
-        return continued_config(path, overrides, config.run.out_dir)
+    if (goes_on or resume == "auto") and has_begun(config.run.out_dir):
+        return continued_config(path, overrides, config.run.out_dir, place)
     refuse_begun(config.run.out_dir)
-    return config
+    return _with_num_ranks(config, place, is_asked="num_ranks" in config.run.model_fields_set)
 
 
 def is_checkpoint(resume: Path | str | None) -> TypeGuard[Path]:
@@ -81,16 +98,30 @@ def is_checkpoint(resume: Path | str | None) -> TypeGuard[Path]:
     return isinstance(resume, Path) and resume.parent.name == "checkpoints" and resume.name.startswith("step-")
 
 
-def continued_config(path: Path | None, overrides: Sequence[str], resume: Path) -> Config:
+def continued_config(path: Path | None, overrides: Sequence[str], resume: Path, place: Place | None = None) -> Config:
     """Returns the configuration of the run in this folder, with what may change of it."""
     written = resume / "config.json"
     if not written.is_file():
         raise UserError(f"--resume: {resume} holds no run (no config.json); give the folder that the run wrote")
     config = load_config(path or written, [*overrides, "--run.out_dir", str(resume)])
+    is_asked = path is not None and "num_ranks" in config.run.model_fields_set
+    is_asked |= any(word.partition("=")[0] == "--run.num_ranks" for word in overrides)
+    config = _with_num_ranks(config, place, is_asked)
     before = load_config(written)
     config = _keep_commits(before, config)
     _refuse_changes(before, config, resume)
     return config
+
+
+def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Config:
+    """Returns the configuration with the number of ranks that were started. is_asked: whether the user has given one."""
+    if place is None:
+        return config
+    if is_asked:
+        check_num_ranks(place, config.run.num_ranks)
+    values = config.model_dump()
+    values["run"]["num_ranks"] = place.world_size
+    return Config.model_validate(values)
 
 
 def _keep_commits(before: Config, now: Config) -> Config:

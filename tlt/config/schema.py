@@ -31,7 +31,13 @@ class RunSection(Section):
     num_steps: PositiveInt = 100
     """Policy steps of the run; each generates responses, then updates the policy."""
     num_ranks: PositiveInt = 2
-    """Processes that train on this machine."""
+    """Processes that train, on all machines. What torchrun or srun have started goes before it."""
+    launcher: Literal["local", "ray"] = "local"
+    """Who starts the ranks: this machine (local), or an existing Ray cluster (ray). torchrun and srun have done it already."""
+    max_restarts: NonNegativeInt = 3
+    """Times that all ranks are started again, from what is saved, after one has died or failed; torchrun counts its own."""
+    timeout_seconds: Annotated[float, Field(ge=1)] = 600.0
+    """Seconds for which a rank waits for the others, in a collective or for a sign of life, before it gives the attempt up."""
     threads_per_rank: PositiveInt = 1
     """CPU threads of each rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -1,12 +1,12 @@
-"""Starts the ranks of a run on this machine and says why they ended. Does not know what they compute.
+"""Starts the ranks of a run on this machine, again where one has died, and says why they ended. Knows not what they compute.
 
-    tlt train ── launch ─┬─ torchrun or Slurm set RANK, or one rank is enough: the entry runs right here
-                         └─ torch's elastic agent ─┬─ rank 0: entry(argument, stop)
-                              ▲                    └─ rank 1: entry(argument, stop)
+    tlt train ── launch ─┬─ somebody has started this rank (place.py), or one is enough: the entry runs right here
+                         └─ torch's elastic agent ─┬─ rank 0: entry(argument, stop)      one agent and one store an attempt:
+                              ▲                    └─ rank 1: entry(argument, stop)      nothing old is there to be read
                               └─ Supervisor (signals.py): hears SIGINT and SIGTERM, sets `stop` in every rank
 
 The first signal only sets `stop`, which the entry polls; the agent waits. The second Ctrl-C, or the end of the grace period,
-kills the ranks at once.
+kills the ranks at once. After a signal no attempt follows.
 """
 
 from __future__ import annotations
@@ -23,31 +23,27 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from signal import Signals
 
+from tlt.distributed.failures import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_USER_ERROR,
+    Failure,
+    RankFailure,
+    Restarts,
+    find_cause,
+    how_it_ended,
+)
+from tlt.distributed.place import find_place
 from tlt.distributed.signals import SharedEvent, StopRequest, Supervisor, handling_stop_signals, listen_as_rank, say
 from tlt.types import UserError
 
-EXIT_OK = 0
-EXIT_FAILURE = 1
-EXIT_USER_ERROR = 2
-
 Entry = Callable[[str, StopRequest], object]
-
-
-@dataclass(frozen=True)
-class RankFailure:
-    """Why a rank failed, as it wrote it down itself; of several, the first in `time` mostly caused the others."""
-
-    rank: int
-    is_user_error: bool
-    message: str
-    traceback: str
-    time: float
 
 
 def launch(
@@ -57,6 +53,7 @@ def launch(
     threads_per_rank: int = 1,
     grace_seconds: float = 120.0,
     monitor_seconds: float = 0.1,
+    restarts: Restarts | None = None,
 ) -> int:
     """Runs `entry(argument, stop)` on every rank and returns the exit code of the command.
 
@@ -67,23 +64,37 @@ def launch(
     argument: any text that `entry` understands: a configuration as JSON, or JSON that holds one and what else the ranks need.
     entry: an importable function, or "package.module:function".
     grace_seconds: how long the ranks may take to finish after the first signal.
+    restarts: whether they are started again where one has failed; None: they are not.
     """
     if num_ranks < 1:
         raise UserError(f"ranks: {num_ranks} is too few; give 1 or more")
     if is_rank(num_ranks):
-        return _run_here(argument, entry)
-    return _run_agent(argument, num_ranks, entry, threads_per_rank, grace_seconds, monitor_seconds)
+        return run_here(argument, entry)
+    assert threading.current_thread() is threading.main_thread(), "signals are heard in the main thread only"
+    shared_stop = multiprocessing.get_context("spawn").Event()
+    restarts = restarts or Restarts()
+    with _quiet_agent(), _environment(threads_per_rank), Supervisor(shared_stop, num_ranks, grace_seconds) as supervisor:
+        while True:
+            ending = _attempt(argument, entry, supervisor, shared_stop, monitor_seconds)
+            if isinstance(ending, int):
+                return ending
+            if supervisor.first_signal is not None:
+                restarts.limit = 0
+            if not restarts.follows(ending):
+                return EXIT_USER_ERROR if ending.is_user_error else EXIT_FAILURE
+            supervisor.forget_ranks()
 
 
 def is_rank(num_ranks: int) -> bool:
     """Whether this process is a rank itself: the only one, or one that torchrun or Slurm has started."""
-    return num_ranks == 1 or "RANK" in os.environ
+    return num_ranks == 1 or find_place() is not None
 
 
 # -- one rank, in this process ---------------------------------------------------------------------------------------------
 
 
-def _run_here(argument: str, entry: Entry | str) -> int:
+def run_here(argument: str, entry: Entry | str) -> int:
+    """Runs the entry as the rank that this process is; returns the exit code."""
     stop = StopRequest()
     with handling_stop_signals(stop):
         try:
@@ -128,50 +139,50 @@ def _run_rank(entry: Entry | str, argument: str, report_dir: str, shared_stop: S
 # -- several ranks: the launcher ---------------------------------------------------------------------------------------------
 
 
-def _run_agent(
-    argument: str, num_ranks: int, entry: Entry | str, threads_per_rank: int, grace_seconds: float, monitor_seconds: float
-) -> int:
+def _attempt(
+    argument: str, entry: Entry | str, supervisor: Supervisor, shared_stop: SharedEvent, monitor_seconds: float
+) -> int | Failure:
+    """Starts all ranks and waits for their end. Returns the exit code of the command, or why they failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    assert threading.current_thread() is threading.main_thread(), "signals are heard in the main thread only"
-    shared_stop = multiprocessing.get_context("spawn").Event()
     report_dir = tempfile.mkdtemp(prefix="tlt-launch-")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=num_ranks,
+        nproc_per_node=supervisor.num_ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
-        max_restarts=0,
+        max_restarts=0,  # the agent's own restarts know no user's mistakes, and would share a store
         monitor_interval=monitor_seconds,
         start_method="spawn",
         signals_to_handle="SIGQUIT",  # SIGINT and SIGTERM are the supervisor's; Ctrl-\ stays the agent's
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     try:
-        with _quiet_agent(), _environment(threads_per_rank), Supervisor(shared_stop, num_ranks, grace_seconds) as supervisor:
-            try:
-                elastic_launch(config, _run_rank)(entry, argument, report_dir, shared_stop)
-            except SignalException as quit:
-                return 128 + int(quit.sigval)
-            except ChildFailedError as failed:
-                if supervisor.has_killed:
-                    return _exit_code(supervisor.first_signal)
-                exit_codes = {rank: process.exitcode for rank, process in enumerate(supervisor.processes)}
-                exit_codes |= {rank: child.exitcode for rank, child in failed.failures.items()}
-                return _report_failures(report_dir, supervisor.deaths, exit_codes)
+        elastic_launch(config, _run_rank)(entry, argument, report_dir, shared_stop)
+        return _exit_code(supervisor.first_signal)
+    except SignalException as quit:
+        return 128 + int(quit.sigval)
+    except ChildFailedError as failed:
+        if supervisor.has_killed:
             return _exit_code(supervisor.first_signal)
+        exit_codes = {rank: process.exitcode for rank, process in enumerate(supervisor.processes)}
+        exit_codes |= {rank: child.exitcode for rank, child in failed.failures.items()}
+        ended = ([rank for rank in group if exit_codes.get(rank) != EXIT_OK] for group in supervisor.deaths)
+        first = next(filter(None, ended), list(exit_codes))
+        reports = [RankFailure(**json.loads(path.read_text())) for path in Path(report_dir).glob("rank*.json")]
+        return find_cause(reports, first, lambda rank: how_it_ended(exit_codes.get(rank)))
     finally:
         shutil.rmtree(report_dir, ignore_errors=True)
 
 
 @contextmanager
 def _quiet_agent() -> Iterator[None]:
-    """Silences the agent's own account of what `_report_failures` says."""
+    """Silences the agent's own account of what `Restarts` says."""
     loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -202,38 +213,3 @@ def _environment(threads_per_rank: int) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def _report_failures(report_dir: str, deaths: Sequence[Sequence[int]], exit_codes: Mapping[int, int | None]) -> int:
-    """Prints why the run failed and returns the exit code: as a user's mistake if any rank found one, otherwise as the first
-    rank to end put it. The others' failures follow from that: of a broken connection, or the agent ended them. A rank that was
-    killed could not put it at all.
-
-    deaths: groups of ranks in the order in which they ended, see `Supervisor`.
-    """
-    reports = [RankFailure(**json.loads(path.read_text())) for path in Path(report_dir).glob("rank*.json")]
-    mistakes = [report for report in reports if report.is_user_error]
-    if mistakes:
-        say(f"error: {min(mistakes, key=_time).message}")
-        return EXIT_USER_ERROR
-    failed = ([rank for rank in group if exit_codes.get(rank) != EXIT_OK] for group in deaths)
-    first = next(filter(None, failed), list(exit_codes))
-    silent = set(first) - {report.rank for report in reports}
-    for rank in sorted(silent):
-        say(f"error: rank {rank} ended without a word: {_how_it_ended(exit_codes.get(rank))}")
-    if not silent:
-        cause = min((report for report in reports if report.rank in first), key=_time)
-        sys.stderr.write(cause.traceback)
-        say(f"error: rank {cause.rank} failed: {cause.message}")
-    return EXIT_FAILURE
-
-
-def _time(failure: RankFailure) -> float:
-    return failure.time
-
-
-def _how_it_ended(exit_code: int | None) -> str:
-    if exit_code is None or exit_code >= 0:
-        return f"exit code {exit_code}"
-    name = Signals(-exit_code).name
-    return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from torch.distributed import PrefixStore, Store
 
-from tlt.distributed.world import ABSENT, read_now
+from tlt.distributed.store import ABSENT, read_now
 
 PIECE_BYTES = 4 * 2**20
 """The Store's server refuses messages of more than 8 MiB."""

@@ -26,6 +26,8 @@ from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import Protocol
 
+from tlt.distributed.place import find_place
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REPEAT_SECONDS = 1.0
 """Two signals within this time count as one: torchrun sends its ranks the SIGINT that the terminal has sent them already."""
@@ -73,7 +75,8 @@ def handling_stop_signals(stop: StopRequest) -> Iterator[None]:
         if stop.signal is None:
             received_at = now
             stop.signal = signal.Signals(number)
-            if os.environ.get("RANK", "0") == "0":
+            place = find_place()
+            if place is None or place.is_leader:
                 say("stopping after the work under way; Ctrl-C again ends at once")
 
     previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
@@ -143,9 +146,10 @@ class Supervisor(threading.Thread):
         self.processes: list[BaseProcess] = []
         self.deaths: list[list[int]] = []
         self._shared_stop = shared_stop
-        self._num_ranks, self._grace_seconds = num_ranks, grace_seconds
+        self.num_ranks, self._grace_seconds = num_ranks, grace_seconds
         self._others = set(multiprocessing.active_children())
         self._alive: dict[int, int] = {}  # what becomes readable when a rank ends ─▶ its number
+        self._lock = threading.Lock()  # of what is known of the ranks
         self._deadline = float("inf")
         self._read, self._write = socket.socketpair()
 
@@ -171,8 +175,7 @@ class Supervisor(threading.Thread):
     def run(self) -> None:
         while True:
             ready = multiprocessing.connection.wait([self._read, *self._alive], timeout=0.1)
-            if dead := sorted(self._alive.pop(end) for end in ready if isinstance(end, int)):
-                self.deaths.append(dead)
+            self._note_deaths([end for end in ready if isinstance(end, int)])
             if self._read in ready:
                 numbers = self._read.recv(64)
                 if not numbers:
@@ -180,17 +183,29 @@ class Supervisor(threading.Thread):
                 for number in numbers:
                     if number in STOP_SIGNALS:
                         self._hear(signal.Signals(number))
-            if len(self.processes) < self._num_ranks:
+            if len(self.processes) < self.num_ranks:
                 self._find_ranks()
             if time.monotonic() > self._deadline and not self.has_killed:
                 self._kill(f"not finished after {self._grace_seconds:g} s: the ranks were killed; the step under way is lost")
 
+    def forget_ranks(self) -> None:
+        """Looks out for the ranks of another attempt. The main thread calls it, when those of the last one have ended."""
+        with self._lock:
+            self._others = set(multiprocessing.active_children())
+            self.processes, self.deaths, self._alive = [], [], {}
+
+    def _note_deaths(self, ends: list[int]) -> None:
+        with self._lock:
+            if dead := sorted(self._alive.pop(end) for end in ends if end in self._alive):
+                self.deaths.append(dead)
+
     def _find_ranks(self) -> None:
         """Finds the ranks' processes, which the agent keeps to itself: it starts them in order and numbers their names."""
-        children = set(multiprocessing.active_children()) - self._others
-        if len(children) == self._num_ranks:
-            self.processes = sorted(children, key=lambda process: int(process.name.rpartition("-")[2]))
-            self._alive = {process.sentinel: rank for rank, process in enumerate(self.processes)}
+        with self._lock:
+            children = set(multiprocessing.active_children()) - self._others
+            if len(children) == self.num_ranks:
+                self.processes = sorted(children, key=lambda process: int(process.name.rpartition("-")[2]))
+                self._alive = {process.sentinel: rank for rank, process in enumerate(self.processes)}
 
     def _hear(self, number: signal.Signals) -> None:
         if self.first_signal is None:

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 
 from torch.distributed import Store
 
-from tlt.distributed.world import ABSENT, World, gather_objects, read_now
+from tlt.distributed.store import ABSENT, read_now
+from tlt.distributed.world import World, gather_objects
 from tlt.types import UserError
 
 T = TypeVar("T")

@@ -20,15 +20,25 @@ key that may be absent is read by a compare_set that cannot match.
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from torch.distributed import HashStore, PrefixStore, Store
 
-from tlt.distributed.world import ABSENT, read_now
+from tlt.distributed.store import ABSENT, read_now
 
 POLL_SECONDS = 0.002
+IDLE_SHARE, MAX_POLL_SECONDS = 0.01, 0.01
+"""A replica that waits asks for news at intervals of this share of the time for which nothing has changed, or so often."""
+CROWD, CROWD_SECONDS = 16, 0.0002
+"""Where there are more replicas than this each of them waits so long, times their number, at least: all together ask at most
+5,000 times a second."""
+RACE_SECONDS = 0.0001
+"""About a round trip. Who has lost a race waits so long, times the number of replicas at most, before its next try: otherwise N
+replicas would need N²/2 tries to take a unit each."""
 WATCH_SECONDS = 1.0
 HELP_SECONDS = 0.02
 """A replica at work asks at most once in this time who offers help, for that costs it a round trip."""
@@ -65,6 +75,8 @@ class Coordinator:
         self._oldest_kept = 0
         self._serial = 0
         self._changes = 0
+        self._random = random.Random(replica)
+        self._asks_at, self.pause = float("-inf"), POLL_SECONDS  # seconds between two questions of one who waits
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
@@ -83,6 +95,9 @@ class Coordinator:
         self._root.set(f"at/{self.replica}", str(self._index))
         self._watched = dict.fromkeys(range(self.num_replicas), (ABSENT, self._clock()))
         self._watched_at = self._clock()
+        self._next_watched = 0
+        self._open = 0
+        self._be_attentive()
         self._beaten_at = self._asked_at = float("-inf")
         self._offers_help = False
         self._beat()
@@ -116,7 +131,9 @@ class Coordinator:
                 self._held.update(units)
                 self._beat()
                 self._retract_help()
+                self._be_attentive()
                 return units
+            self._let_others_go_first()
         return []
 
     def add_units(self, count: int) -> range:
@@ -130,6 +147,7 @@ class Coordinator:
             first, total = self._position()
             if self._move(first, total + count):
                 return range(total, total + count)
+            self._let_others_go_first()
 
     def finish(self, unit: int) -> None:
         """Counts a unit that this replica took as completed."""
@@ -152,10 +170,38 @@ class Coordinator:
     def all_done(self) -> bool:
         """Returns whether every unit is finished, those added included; once true, it stays true. It costs one round trip. At
         most once a second it also looks whether the others show signs of life, and raises `ReplicaTimeout` if one does not."""
-        if self._num_units + self._store.add("open", 0) == 0:
+        self._open = self._store.add("open", 0)
+        if self._num_units + self._open == 0:
             return True
         self._watch()
         return False
+
+    # -- waiting for work --------------------------------------------------------------------------------------------
+
+    def has_news(self, offers_help: bool = False) -> bool:
+        """Returns whether there is something to do for a replica without work: a unit, or the end of the phase. In a crowd it
+        does not ask each time, and says no meanwhile. Whoever waits calls it at intervals of `pause` seconds, which grow.
+
+        offers_help: whether it offers its help to the others where there is no news.
+        """
+        now = self._clock()
+        if now < self._asks_at:
+            return False
+        before = self._open, self._queue
+        if self.all_done() or self.has_work():
+            return True
+        if has_changed := (self._open, self._queue) != before:
+            self._quiet_since = now
+        crowd = CROWD_SECONDS * self.num_replicas if self.num_replicas > CROWD else 0.0
+        self._asks_at = now + crowd
+        self.pause = max(min(max(IDLE_SHARE * (now - self._quiet_since), POLL_SECONDS), MAX_POLL_SECONDS), crowd)
+        if offers_help and (has_changed or not self._offers_help):
+            self.offer_help()
+        return False
+
+    def _be_attentive(self) -> None:
+        """Asks for news at once."""
+        self._quiet_since, self._asks_at = self._clock(), float("-inf")
 
     def _position(self) -> tuple[int, int]:
         """Returns (next unit to hand out, number of units) as last seen."""
@@ -172,6 +218,9 @@ class Coordinator:
         wanted = f"{first}/{total}#{self.replica}.{self._serial}".encode()
         self._queue = self._store.compare_set("queue", self._queue.decode(), wanted.decode())
         return self._queue == wanted
+
+    def _let_others_go_first(self) -> None:
+        self._sleep(self._random.random() * RACE_SECONDS * self.num_replicas)
 
     def _refresh(self) -> bool:
         """Reads the queue's state; returns whether it had moved since this replica last saw it."""
@@ -255,7 +304,7 @@ class Coordinator:
         self._watched_at = now
         if not self._held:
             self.heartbeat()
-        for replica in range(self.num_replicas):
+        for replica in self._next_to_watch():
             beat = read_now(self._store, f"beat/{replica}")
             seen, since = self._watched[replica]
             if beat != seen:
@@ -267,12 +316,20 @@ class Coordinator:
                     f"sign of life for {now - since:.1f} s (time-out {self.timeout:g} s)"
                 )
 
+    def _next_to_watch(self) -> list[int]:
+        """Returns as many replicas that all have their turn ten times within the time-out: that every one looked at every other
+        once a second would be the store's main work."""
+        num = min(max(math.ceil(10 * self.num_replicas / self.timeout), 1), self.num_replicas)
+        turn = [(self._next_watched + i) % self.num_replicas for i in range(num)]
+        self._next_watched = (self._next_watched + num) % self.num_replicas
+        return turn
+
     @property
     def _label(self) -> str:
         return f"phase {self._name!r}"
 
 
-def local_coordinator(timeout: float = 600.0) -> Coordinator:
+def local_coordinator(timeout: float = float("inf")) -> Coordinator:
     """Makes the queue of a single replica: the counters live in this process."""
     return Coordinator(HashStore(), replica=0, num_replicas=1, timeout=timeout)
 

@@ -7,8 +7,11 @@ how work is shared out while they generate (work_queue.py).
 from __future__ import annotations
 
 import gc
+import json
 import math
 import os
+import socket
+import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,10 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tlt.distributed.place import Place, find_place
+from tlt.distributed.store import attempt_store, leave_when_over, meet, open_store
 from tlt.types import UserError
 
-ABSENT = b"-"
-"""The value that `read_now` gives for a key that the store does not hold."""
+TIMEOUT_SECONDS = 600.0
+"""How long ranks wait for each other where nobody says otherwise (run.timeout_seconds)."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +36,10 @@ class World:
 
     local_rank: its number on this machine.
     device: where it computes.
-    store: the c10d Store of the run (a HashStore when this process is alone).
+    store: this attempt's part of the c10d Store (a HashStore when this process is alone).
     group: the default process group, or None when this process is alone: then no collective communicates.
     timeout_seconds: how long a collective waits for the other ranks; infinite when this process is alone.
+    has_left: set by `shutdown`; None: nobody watches for it.
     """
 
     rank: int
@@ -43,6 +49,7 @@ class World:
     store: dist.Store
     group: dist.ProcessGroup | None
     timeout_seconds: float = math.inf
+    has_left: threading.Event | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -77,36 +84,71 @@ def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
     return DeviceChoice("cuda", f"{num_ranks} of {num_gpus} GPU(s)")
 
 
-def init_process_group_from_env(
-    device: str | torch.device = "cpu", timeout_seconds: float = 600.0, group_of_one: bool = False
-) -> World:
-    """Joins the ranks that the environment names (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT: torchrun's
-    convention). Without RANK this process is a world of one, and no process group is made. gloo serves tensors on the
-    CPU; NCCL serves those on a GPU. With a GPU both are set up, and objects travel over gloo.
+@dataclass(frozen=True)
+class Rendezvous:
+    """The ranks of an attempt, who have met on a store and have no process group yet.
 
+    number: of the attempt, from 1 on.  store: this attempt's part of it.
+    has_left: to be set when this rank leaves: until then it is watched whether another attempt begins.
+    """
+
+    place: Place
+    number: int
+    store: dist.Store
+    has_left: threading.Event
+
+    @property
+    def is_restart(self) -> bool:
+        return self.place.is_restart or self.number > 1
+
+
+def meet_ranks(place: Place, timeout_seconds: float) -> Rendezvous:
+    """Waits for all ranks. Raises UserError where some do not come in time."""
+    if place.world_size == 1:
+        return Rendezvous(place, 1, dist.HashStore(), threading.Event())
+    store = open_store(place, timeout_seconds)
+    attempt = meet(store, place.rank, place.world_size, timeout_seconds)
+    return Rendezvous(place, attempt.number, attempt_store(store, attempt), leave_when_over(store, attempt))
+
+
+def init_process_group_from_env(
+    device: str | torch.device = "cpu",
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    met: Rendezvous | None = None,
+    group_of_one: bool = False,
+) -> World:
+    """Joins the ranks that the environment names (place.py). Where it names none this process is a world of one, and no process
+    group is made. gloo serves tensors on the CPU; NCCL serves those on a GPU. With a GPU both are set up, and objects travel
+    over gloo.
+
+    met: the ranks, where they have met already.
     group_of_one: a process that is alone gets a group nevertheless; FSDP shards over nothing else.
     """
-    device = torch.device(device)
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if device.type == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            found = torch.cuda.device_count()
-            raise UserError(f"device: cuda for rank {local_rank} of this machine, which has {found} GPU(s); give fewer ranks")
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
+    place = (find_place() or Place(0, 1)) if met is None else met.place
+    device = _device_of(place, torch.device(device))
+    if place.world_size == 1 and not group_of_one:
+        return World(0, 1, place.local_rank, device, dist.HashStore(), None)
+    met = met or meet_ranks(place, timeout_seconds)
+    store = met.store
     timeout = timedelta(seconds=timeout_seconds)
-    if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        if not group_of_one:
-            return World(0, 1, local_rank, device, dist.HashStore(), None)
-        store, rank, world_size = dist.HashStore(), 0, 1
-    else:
-        store, rank, world_size = next(iter(dist.rendezvous("env://", timeout=timeout)))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.PrefixStore("group", store), rank=rank, world_size=world_size, timeout=timeout)
-    return World(rank, world_size, local_rank, device, store, dist.group.WORLD, timeout_seconds)
+    group_store, rank, world_size = dist.PrefixStore("group", store), place.rank, place.world_size
+    dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
+    return World(rank, world_size, place.local_rank, device, store, dist.group.WORLD, timeout_seconds, met.has_left)
 
 
-def join_process_group(device: torch.device, timeout_seconds: float = 600.0) -> World:
+def _device_of(place: Place, device: torch.device) -> torch.device:
+    """Returns the rank's device; a GPU becomes the current one. Raises UserError where the machine has none for it."""
+    if device.type != "cuda":
+        return device
+    index, found = 0 if place.has_own_gpu else place.local_rank, torch.cuda.device_count()
+    if index >= found:
+        raise UserError(f"device: cuda for rank {index} of this machine, which has {found} GPU(s); give fewer ranks")
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
+
+
+def join_process_group(device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> World:
     """Returns the world of the default process group that somebody else has made (accelerate, torchrun's own program), with a
     group and a part of its store that nobody else uses. Without one this process is a world of its own. Every rank calls it."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -126,14 +168,10 @@ def shutdown(world: World) -> None:
     if world.group is None:
         return
     dist.barrier(world.group)
+    if world.has_left is not None:
+        world.has_left.set()
     gc.collect()
     dist.destroy_process_group(None if world.group is dist.group.WORLD else world.group)
-
-
-def read_now(store: dist.Store, key: str) -> bytes:
-    """Returns a key's value, or ABSENT, without waiting for it to appear (`get` would)."""
-    value: bytes = store.compare_set(key, ABSENT.decode(), ABSENT.decode())
-    return value
 
 
 def gather_objects(world: World, value: Any) -> list[Any]:
@@ -149,6 +187,30 @@ def any_rank(world: World, is_true: bool) -> bool:
     """Returns whether it is true on any rank, the same answer on all: ranks see a signal at different times and must act on it
     together."""
     return any(gather_objects(world, is_true))
+
+
+def tell(world: World, value: Any) -> Any:
+    """Returns the leader's value on every rank: what follows from a file or from a clock is for one rank to decide. It travels
+    as JSON."""
+    if world.group is None:
+        return value
+    text = json.dumps(value).encode() if world.is_leader else b""
+    size = torch.tensor([len(text)])
+    dist.broadcast(size, src=0, group=world.group)
+    data = (
+        torch.frombuffer(bytearray(text), dtype=torch.uint8) if world.is_leader else torch.empty(int(size), dtype=torch.uint8)
+    )
+    dist.broadcast(data, src=0, group=world.group)
+    return json.loads(bytes(data.tolist()))
+
+
+def refuse_together(world: World, mistake: str | None) -> None:
+    """Raises UserError on all ranks where any has found a mistake: the first one's, with its rank and host."""
+    found = gather_objects(world, None if mistake is None else (mistake, socket.gethostname()))
+    for rank, one in enumerate(found):
+        if one is not None:
+            message, host = one
+            raise UserError(f"rank {rank} on {host}: {message}" if world.group is not None else message)
 
 
 def average_weighted(world: World, tensors: Sequence[Tensor], weight: float) -> float:

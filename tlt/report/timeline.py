@@ -11,9 +11,11 @@ Times in these files are Unix seconds of rank 0's clock, so that ranks and resum
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +30,37 @@ MERGE_GAP_SECONDS = 0.001
 
 _EPOCH_ROUNDS = 7
 """Exchanges by which ranks on different machines compare their clocks."""
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_BOOT_ID, _TIME_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/time"
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Says how a rank's monotonic clock, which counts from its machine's start, becomes comparable with that of others.
+
+    to_rank_0: seconds to add to get rank 0's monotonic clock; exactly 0 on the same machine.
+    to_unix: seconds to add to get rank 0's Unix time.
+    """
+
+    to_rank_0: float = 0.0
+    to_unix: float = 0.0
 
 
 class Timeline:
     """Records the spans of one rank.
 
-    epoch: seconds to add to `clock` for the shared axis, from `shared_epoch`; 0: the clock is the axis.
+    epoch: from `shared_epoch`; by default the clock itself is the axis.
     path: file that `flush` appends to; None: nothing is ever written. An earlier attempt's spans in it stay.
     """
 
     def __init__(
-        self, rank: int, path: str | Path | None = None, epoch: float = 0.0, clock: Callable[[], float] = time.perf_counter
+        self,
+        rank: int,
+        path: str | Path | None = None,
+        epoch: Epoch = Epoch(),
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.rank = rank
+        self.rank, self.epoch = rank, epoch
         self._path = None if path is None else Path(path)
-        self._epoch = epoch
         self._clock = clock
         self._spans: list[list[Any]] = []  # [name, start, end, busy seconds, number of spans merged]
         if self._path is not None:
@@ -83,7 +100,7 @@ class Timeline:
         """Moves what was recorded to the end of the file. Call it once a step; without a file all stays here, until `clear`."""
         if self._path is None or not self._spans:
             return
-        epoch = self._epoch
+        epoch = self.epoch.to_unix
         lines = [json.dumps([name, start + epoch, end + epoch, busy, count]) for name, start, end, busy, count in self._spans]
         with self._path.open("a", encoding="utf-8") as file:
             file.write("".join(line + "\n" for line in lines))
@@ -94,24 +111,32 @@ class Timeline:
         self._spans = []
 
 
-def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> float:
-    """Returns the seconds to add to this rank's clock to get rank 0's Unix time. Every rank calls it.
+def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
+    """Compares this rank's clock with rank 0's. Every rank calls it.
 
     gather: returns every rank's value in the order of ranks, when all have called it (a barrier). On one machine the monotonic
         clock is shared and the answer exact; between machines it is the median over rounds, as exact as the ranks leave
         `gather` together.
     """
-    boot_id = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else f"rank {rank}"
+    machine = _machine() or f"rank {rank}"
     rounds = []
     gather(None)
     for _ in range(_EPOCH_ROUNDS):
-        rounds.append(gather((boot_id, time.perf_counter(), time.time())))
-    boot_0, clock_0, wall_0 = rounds[0][0]
-    offset = 0.0
-    if any(boot != boot_0 for boot, _, _ in rounds[0]):
+        rounds.append(gather((machine, time.perf_counter(), time.time())))
+    machine_0, clock_0, wall_0 = rounds[0][0]
+    to_rank_0 = 0.0
+    if rounds[0][rank][0] != machine_0:
         differences = sorted(values[0][1] - values[rank][1] for values in rounds[1:])
-        offset = differences[len(differences) // 2]
-    return float(wall_0 - clock_0 + offset)
+        to_rank_0 = differences[len(differences) // 2]
+    return Epoch(to_rank_0, float(wall_0 - clock_0 + to_rank_0))
+
+
+def _machine() -> str:
+    """Names what the monotonic clock belongs to: a start of a machine, and in it a namespace; empty where it is unknown."""
+    if not _BOOT_ID.exists():
+        return ""
+    namespace = os.readlink(_TIME_NAMESPACE) if os.path.lexists(_TIME_NAMESPACE) else ""
+    return _BOOT_ID.read_text().strip() + namespace
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tlt.files import read_appended, write_jsonl
 from tlt.report.console import Gain
@@ -48,14 +49,18 @@ class Evaluation:
 
 
 class Evaluations:
-    """A run's evaluations so far, the same on every rank; the leader (`writes`) keeps them in a file.
+    """A run's evaluations so far, the same on every rank; the leader (`writes`) keeps them in a file, and tells the others what
+    it has read there (`tell` returns the leader's value on all of them; None: there are no others).
 
     Opening at `first_step` leaves out what an attempt did that the run has gone back behind, and a line that a kill tore.
     """
 
-    def __init__(self, path: Path, first_step: int, writes: bool) -> None:
+    def __init__(self, path: Path, first_step: int, writes: bool, tell: Callable[[Any], Any] | None = None) -> None:
         self.path, self.writes = path, writes
-        self.all = [evaluation for evaluation in read_evaluations(path) if evaluation.step <= first_step]
+        is_asked = writes or tell is None
+        self.all = [one for one in read_evaluations(path) if one.step <= first_step] if is_asked else []
+        if tell is not None:
+            self.all = [Evaluation(**line) for line in tell([*map(dataclasses.asdict, self.all)])]
         if writes and path.exists():
             write_jsonl(path, map(dataclasses.asdict, self.all))
 

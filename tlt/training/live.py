@@ -14,6 +14,7 @@ import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from tlt.engine.stats import EngineStats
 from tlt.models.hf_module import module_config, module_tensors, unwrap
 from tlt.models.hf_weights import expected_shapes
 from tlt.models.tokenizer import check_prompt
-from tlt.report.timeline import Timeline
+from tlt.report.timeline import Timeline, shared_epoch
 from tlt.rl.rewards import Key
 from tlt.training.drafter_side import DrafterSide, watch_drafter
 from tlt.training.phase import PhaseResult, RolloutPhase
@@ -102,7 +103,7 @@ class LiveRollouts:
         tensors = module_tensors(self.model, self._expected)
         policy = next(iter(tensors.values()))
         self.world = world = join_process_group(policy.device)
-        self.timeline = Timeline(world.rank)
+        self.timeline = Timeline(world.rank, epoch=shared_epoch(world.rank, partial(gather_objects, world)))
         folder = None if settings.speculation == "off" else settings.drafter
         share = settings.idle_share if world.world_size == 1 else 0.0
         with torch.random.fork_rng():  # the caller's random numbers stay as they are
@@ -111,7 +112,7 @@ class LiveRollouts:
             self.drafter = watch_drafter(
                 settings.section, stored, self.engine, world, self.timeline, run="live", seed=0, share=share
             )
-        coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
+        coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
         self._phase = RolloutPhase(world, self.engine, coordinator, Unscored(), lambda _: "", self.timeline, lambda: False)
         self._occurrences = {purpose: Occurrences() for purpose in ("rollout", "evaluation", "generate")}
         self._num_calls = 0

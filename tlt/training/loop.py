@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from tlt.config.schema import Config
 from tlt.distributed.waiting import lead
-from tlt.distributed.world import any_rank, gather_objects, shutdown
+from tlt.distributed.world import Rendezvous, gather_objects, shutdown, tell
 from tlt.models.hf_weights import StoredTensors, content_hash
 from tlt.report.console import near
 from tlt.report.timeline import merge_timelines
@@ -45,11 +45,11 @@ def describe_run(config: Config, started_at: float) -> str:
     return json.dumps({"config": config.to_json(), "started_at": started_at})
 
 
-def main(description: str, stop: StopRequest) -> None:
-    """Runs on every rank; `launch` calls it."""
+def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> None:
+    """Runs on every rank; `launch` calls it. met: the ranks, where they have met already."""
     described = json.loads(description)
     config = Config.from_json(described["config"])
-    world = join_ranks(config)
+    world = join_ranks(config, met)
     try:
         run = Run(config, world, stop, started_at=described["started_at"])
         try:
@@ -118,10 +118,10 @@ def is_due(run: Run, every: int) -> bool:
 
 
 def is_out_of_time(run: Run) -> bool:
-    """Whether another step could make the run, its last evaluation included, exceed its limit."""
+    """Whether another step could make the run, its last evaluation included, exceed its limit. The leader's clock decides."""
     limit = run.config.run.time_limit_minutes
     spent = run.seconds + run.evaluations.latest_seconds
-    return limit is not None and any_rank(run.world, spent > 60 * limit)
+    return limit is not None and bool(tell(run.world, spent > 60 * limit))
 
 
 def finish(run: Run) -> None:

@@ -26,15 +26,13 @@ from tlt.distributed.world import World, any_rank, gather_objects
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
-from tlt.rl.batch import in_order, key_of
+from tlt.rl.batch import check_complete, in_order, key_of
 from tlt.rl.rewards import Key
 from tlt.spans import SpanName
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.training.work import Work
 from tlt.types import DrafterCheck, DrafterReport, Problem, Purpose, Request, Reward, Rollout, SamplingParams
-
-POLL_SECONDS = 0.002
 
 NO_DRAFTER = DrafterSide()
 
@@ -59,7 +57,7 @@ class StopRequested(Exception):
 
 @dataclass(frozen=True)
 class ReplicaReport:
-    """Says what one replica did in a phase; times are on the host's monotonic clock.
+    """Says what one replica did in a phase; times are on rank 0's monotonic clock.
 
     gap_seconds: seconds without work before the last token.  gap_training: the part of them in which it trained the drafter.
     num_refreshes: drafters of other replicas that it took up meanwhile.  num_migrated: responses that it took over.
@@ -74,6 +72,13 @@ class ReplicaReport:
     gap_training: float = 0.0
     num_refreshes: int = 0
     num_migrated: int = 0
+
+    def shifted(self, seconds: float) -> ReplicaReport:
+        """Returns the same on another clock, which is so much ahead."""
+        times = {name: getattr(self, name) + seconds for name in ("start", "last_token", "end")}
+        preempted_at = self.drafter.preempted_at
+        drafter = replace(self.drafter, preempted_at=None if preempted_at is None else preempted_at + seconds)
+        return replace(self, drafter=drafter, **times)
 
     def idle_seconds(self, last_token_of_all: float) -> float:
         return self.gap_seconds + max(last_token_of_all - self.last_token, 0.0)
@@ -241,7 +246,8 @@ class RolloutPhase:
         result = PhaseResult(rollouts, rewards, replicas, check, groups, kept, len(rounds))
         drafter.end(rollouts, result.seconds)
         if (seconds := replica.preemption_seconds(result.last_token)) is not None:
-            self.timeline.record(SpanName.PREEMPT, result.last_token, result.last_token + seconds)
+            last_token = result.last_token - self.timeline.epoch.to_rank_0
+            self.timeline.record(SpanName.PREEMPT, last_token, last_token + seconds)
         return result
 
     def _round(
@@ -266,13 +272,16 @@ class RolloutPhase:
         gaps = (work.gap_seconds, work.gap_training)
         counts = (drafter.num_refreshes, work.num_received)
         replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, *counts)
+        replica = replica.shifted(self.timeline.epoch.to_rank_0)
         with self.timeline.span(SpanName.WAIT):
             gathered = gather_objects(self.world, (rollouts, rewards, replica))
+        asked = [(request.problem_id, request.sample_index) for group in requests for request in group]
+        check_complete(asked, [([*map(key_of, found)], [*scored]) for found, scored, _ in gathered], name)
         by_key = {key_of(rollout): rollout for found, _, _ in gathered for rollout in found}
         reward_of = {key: reward for _, rewards, _ in gathered for key, reward in rewards.items()}
         groups = []
-        for draw, asked in zip(draws, requests, strict=True):
-            keys = [(request.problem_id, request.sample_index) for request in asked]
+        for draw, group in zip(draws, requests, strict=True):
+            keys = [(request.problem_id, request.sample_index) for request in group]
             groups.append(Group(draw, tuple(by_key[key] for key in keys), tuple(reward_of[key] for key in keys)))
         return groups, [report for _, _, report in gathered]
 
@@ -310,15 +319,15 @@ class RolloutPhase:
                     queue_is_empty = True  # or nobody would offer; and what is handed over is not to be taken back
                     work.share(self.engine, num_offers)
                 drafter.refresh()
-            elif self.coordinator.all_done():
-                break
-            elif self.coordinator.has_work():
+            elif self._has_better_to_do():
+                if self.coordinator.all_done():
+                    break
                 queue_is_empty = False
             elif (session := drafter.train(self._has_better_to_do)).num_micro_steps:
                 report = report.plus(session)
-            elif not self._has_better_to_do():
+            else:
                 with self.timeline.span(SpanName.WAIT):
-                    time.sleep(POLL_SECONDS)
+                    time.sleep(self.coordinator.pause)
         return rollouts, last_token, report
 
     def _room(self, num_samples: int) -> int:
@@ -327,11 +336,7 @@ class RolloutPhase:
 
     def _has_better_to_do(self) -> bool:
         """Tells an idle replica whether to stop waiting; as long as not, it offers its help to the others."""
-        if self.should_stop() or self.coordinator.all_done() or self.coordinator.has_work():
-            return True
-        if self.migrates:
-            self.coordinator.offer_help()
-        return False
+        return self.should_stop() or self.coordinator.has_news(offers_help=self.migrates)
 
 
 def combine(rounds: Sequence[Sequence[ReplicaReport]]) -> list[ReplicaReport]:

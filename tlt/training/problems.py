@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Sequence
 
 from tlt.build import model_folder
 from tlt.config.schema import Config
 from tlt.data import DataSource, Records, read_data
+from tlt.distributed.world import World, refuse_together, tell
 from tlt.models.hf_config import load_model_config
 from tlt.models.prompts import ChatFormat, encode_prompts
 from tlt.models.tokenizer import load_tokenizer
@@ -34,6 +37,19 @@ def load_problems(config: Config, split: str) -> list[Problem]:
         Problem(prompt.problem_id, prompt.prompt_ids, {"problem_id": prompt.problem_id, **record})
         for prompt, (_, record) in zip(prompts, records, strict=True)
     ]
+
+
+def check_same_problems(world: World, *splits: Sequence[Problem]) -> None:
+    """Raises UserError on all ranks where one has read other problems than the leader: machines may hold different files under
+    the same name."""
+    digests = [_digest(problems) for problems in splits]
+    mistake = "task.data: these are other problems than on rank 0; give all machines the same files"
+    refuse_together(world, None if tell(world, digests) == digests else mistake)
+
+
+def _digest(problems: Sequence[Problem]) -> str:
+    text = json.dumps([(problem.problem_id, problem.prompt_ids) for problem in problems])
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def data_source(config: Config, split: str) -> DataSource | None:

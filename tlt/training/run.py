@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tlt.build import (
     EngineSettings,
+    all_ranks,
     build_engine,
     build_policy_trainer,
     drafter_folder,
@@ -25,15 +26,19 @@ from tlt.build import (
     sampling_params,
 )
 from tlt.config.schema import Config
+from tlt.distributed.place import find_place
+from tlt.distributed.ray_cluster import num_cluster_gpus
 from tlt.distributed.sharding import Gathered, LayoutChoice, choose_layout, layer_by_layer
 from tlt.distributed.waiting import lead, together
 from tlt.distributed.work_queue import Coordinator, connect_coordinator
 from tlt.distributed.world import (
     DeviceChoice,
+    Rendezvous,
     World,
     choose_device,
     gather_objects,
     init_process_group_from_env,
+    tell,
 )
 from tlt.drafter.folder import StoredDrafter
 from tlt.files import write_atomically
@@ -51,7 +56,7 @@ from tlt.training.drafter_side import DrafterSide, watch_drafter
 from tlt.training.evaluate import Evaluations
 from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase
-from tlt.training.problems import load_problems
+from tlt.training.problems import check_same_problems, load_problems
 from tlt.tuning.tuner import counters_of, restore_tuner
 from tlt.types import UserError, resolve_dtype
 
@@ -115,6 +120,7 @@ class Run:
         config, world = self.config, self.world
         self.problems = load_problems(config, "train")
         self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
+        check_same_problems(world, self.problems, self.held_out)
         self.master_dtype = master_dtype(config)
         model = open_model(model_folder(config), self.master_dtype)
         self.model_folder = model.path
@@ -130,11 +136,13 @@ class Run:
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
         self.step = self.first_step = self._resume()
         self.publish(self.step)
-        self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, writes=world.is_leader)
+        self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, world.is_leader, partial(tell, world))
         self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
 
         self.scorers = RewardPool(reward_spec(config), config.rewards.num_workers, config.rewards.timeout_seconds)
-        coordinator = coordinator or connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
+        coordinator = coordinator or connect_coordinator(
+            world.store, world.rank, world.world_size, timeout=world.timeout_seconds
+        )
         migrates = config.rollout.migrate
         self.phase = RolloutPhase(world, self.engine, coordinator, self.scorers, decode, self.timeline, stop.is_set, migrates)
 
@@ -216,15 +224,20 @@ class Run:
 
 
 def device_of(config: Config) -> DeviceChoice:
-    """Returns the kind of device that the ranks of this machine compute on."""
-    return choose_device(config.run.device, local_ranks(config), torch.cuda.device_count())
+    """Returns the kind of device that the ranks of this machine compute on. Who has started them says how many they are; `tlt
+    train` starts all of them here."""
+    place = find_place()
+    if place is None and config.run.launcher == "ray":
+        return choose_device(config.run.device, config.run.num_ranks, num_cluster_gpus())
+    num_ranks = local_ranks(config)
+    has_own_gpu = place is not None and place.has_own_gpu and torch.cuda.is_available()
+    return choose_device(config.run.device, num_ranks, num_ranks if has_own_gpu else torch.cuda.device_count())
 
 
 def layout_of(config: Config) -> LayoutChoice:
-    """Returns how the policy lies on the ranks of all machines; torchrun says how many they are. Raises UserError for keys that
-    contradict it."""
-    num_ranks, wanted = int(os.environ.get("WORLD_SIZE", config.run.num_ranks)), config.parallel.param_dtype
-    layout = choose_layout(config.parallel.policy, num_ranks, device_of(config).name)
+    """Returns how the policy lies on the ranks of all machines. Raises UserError for keys that contradict it."""
+    wanted = config.parallel.param_dtype
+    layout = choose_layout(config.parallel.policy, all_ranks(config), device_of(config).name)
     if not layout.is_sharded and wanted is not None and resolve_dtype(wanted) != master_dtype(config):
         raise UserError(
             f"parallel.param_dtype: {wanted} is for a sharded policy, and this one is replicated ({layout.reason}); "
@@ -233,7 +246,9 @@ def layout_of(config: Config) -> LayoutChoice:
     return layout
 
 
-def join_ranks(config: Config) -> World:
-    """Joins the ranks of the run that the environment describes, with the configuration's threads and device."""
+def join_ranks(config: Config, met: Rendezvous | None = None) -> World:
+    """Joins the ranks of the run that the environment describes, with the configuration's threads and device. met: the ranks,
+    where they have met already."""
     torch.set_num_threads(config.run.threads_per_rank)
-    return init_process_group_from_env(device_of(config).name, group_of_one=layout_of(config).is_sharded)
+    is_sharded = layout_of(config).is_sharded
+    return init_process_group_from_env(device_of(config).name, config.run.timeout_seconds, met, group_of_one=is_sharded)

@@ -3,16 +3,24 @@ trained, and then the ranks begin."""
 
 from __future__ import annotations
 
-import os
+import json
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from tlt.build import drafter_folder, local_ranks, model_folder, preset_changes, reward_spec
+from tlt.build import all_ranks, drafter_folder, local_ranks, model_folder, preset_changes, reward_spec
 from tlt.config.schema import Config
-from tlt.distributed.launch import is_rank, launch
+from tlt.distributed.failures import EXIT_USER_ERROR, Restarts
+from tlt.distributed.launch import is_rank, launch, run_here
+from tlt.distributed.place import Place, find_place
+from tlt.distributed.ray_cluster import RankNeeds, launch_on_ray
+from tlt.distributed.store import ABSENT, read_now
+from tlt.distributed.world import TIMEOUT_SECONDS, Rendezvous, meet_ranks
 from tlt.drafter.folder import choose_preset, load_drafter
 from tlt.drafter.model import DrafterShape
 from tlt.engine.memory import machine_bytes
@@ -20,17 +28,22 @@ from tlt.hub import Repository, pin_dataset, pin_model
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
+from tlt.plan import memory
 from tlt.plan.fit import Run as PlannedRun
 from tlt.plan.fit import refuse
-from tlt.plan.memory import Place
 from tlt.report.console import Console, near
 from tlt.report.trackers import check_trackers
 from tlt.rl.scoring import Scorer
 from tlt.training.checkpoint import go_back_to
 from tlt.training.lock import FolderLock
-from tlt.training.loop import describe_run
+from tlt.training.loop import describe_run, main
+from tlt.training.manifest import latest_checkpoint
 from tlt.training.problems import load_problems
 from tlt.training.run import device_of, layout_of
+from tlt.types import UserError
+
+WAIT_SECONDS = 0.1
+"""How often a rank asks whether the leader has read the configuration."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +58,72 @@ class Findings:
 def launch_ranks(config: Config, started_at: float) -> int:
     """Trains on ranks of their own; returns the exit code. started_at: Unix time at which the user's command began."""
     description, run = describe_run(config, started_at), config.run
-    if not is_rank(run.num_ranks):
+    restarts = Restarts(run.max_restarts, lambda: describe_saved(run.out_dir), run.out_dir / "failures.log")
+    on_ray = run.launcher == "ray" and find_place() is None
+    if on_ray or not is_rank(run.num_ranks):
         with Console() as console:
             console.note(f"starting {run.num_ranks} ranks …")  # which import torch, and are silent until they have
-    return launch(description, run.num_ranks, "tlt.training.loop:main", run.threads_per_rank)
+    if on_ray:
+        needs = RankNeeds(run.threads_per_rank, num_gpus=int(device_of(config).name == "cuda"))
+        return launch_on_ray(description, run.num_ranks, "tlt.training.loop:main", needs, run.timeout_seconds, restarts)
+    return launch(description, run.num_ranks, "tlt.training.loop:main", run.threads_per_rank, restarts=restarts)
+
+
+def describe_saved(folder: Path) -> str:
+    """Says where the run in a folder would go on."""
+    latest = latest_checkpoint(folder / "checkpoints")
+    return "from the beginning" if latest is None else f"from {near(latest)}"
+
+
+def run_started_rank(place: Place, resolve: Callable[[bool], Config], started_at: float) -> int:
+    """Runs one of the ranks that torchrun, srun or Kubernetes has started, with the configuration that the leader resolves, for
+    it has the files; returns the exit code.
+
+    resolve: checks and returns the configuration, given whether these ranks have been started before.
+    """
+    met = meet_ranks(place, TIMEOUT_SECONDS)
+    try:
+        description = _tell_description(met, lambda: describe_run(resolve(met.is_restart), started_at))
+    except LeaderRefused:
+        return EXIT_USER_ERROR
+    if not place.is_leader:
+        pin(Config.from_json(json.loads(description)["config"]))  # brings what this machine lacks into its cache
+    return run_here(description, partial(main, met=met))
+
+
+class LeaderRefused(Exception):
+    """Rank 0 has found a user's mistake, and says it."""
+
+
+def _tell_description(met: Rendezvous, describe: Callable[[], str]) -> str:
+    """Returns the leader's description of the run on every rank, however long it takes to come about: reading models and data,
+    downloading them. Raises LeaderRefused where there is none."""
+    if met.place.is_leader:
+        try:
+            description = describe()
+        except UserError:
+            met.store.set("description", "")
+            _wait_until_heard(met)
+            raise
+        met.store.set("description", description)
+        return description
+    while (told := read_now(met.store, "description")) == ABSENT:
+        time.sleep(WAIT_SECONDS)
+    if not told:
+        met.store.add("heard", 1)
+        raise LeaderRefused
+    return told.decode()
+
+
+def _wait_until_heard(met: Rendezvous) -> None:
+    """Keeps the leader, whose store it may be, until the others know that they are to end. One that has died cannot."""
+    deadline = time.monotonic() + 100 * WAIT_SECONDS
+    while met.store.add("heard", 0) < met.place.world_size - 1 and time.monotonic() < deadline:
+        time.sleep(WAIT_SECONDS)
 
 
 def go_back(checkpoint: Path) -> None:
-    """Lets the run go on from this checkpoint of it, which is checked first; newer ones stay, under another name. An elastic
-    restart has gone back already."""
-    if os.environ.get("RANK", "0") != "0" or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
-        return
+    """Lets the run go on from this checkpoint of it, which is checked first; newer ones stay, under another name."""
     lock = FolderLock(checkpoint.parents[1])
     try:
         aside = go_back_to(checkpoint)
@@ -69,11 +137,13 @@ def go_back(checkpoint: Path) -> None:
 def prepare(config: Config) -> Config:
     """Refuses what can be refused now, and prints the header. Returns the configuration with its names pinned."""
     config = pin(config)
-    is_first = os.environ.get("RANK", "0") == "0"  # torchrun starts this command once for every rank
+    place = find_place()
+    is_first = place is None or place.is_leader
     with Console(enabled=is_first) as console:
         with console.status("reading model and problems") if console.is_live else nullcontext():
             findings = preflight(config)
-        FolderLock(config.run.out_dir).release()
+        if is_first:
+            FolderLock(config.run.out_dir).release()
         console.header(describe(config, findings))
     return config
 
@@ -112,8 +182,8 @@ def plan_run(config: Config, model: ModelConfig, drafter: DrafterShape | None, l
     """Returns the run as a plan of its memory sees it, on the devices of this machine."""
     is_gpu, num_local = device_of(config).name == "cuda", local_ranks(config)
     device_bytes = torch.cuda.get_device_properties(0).total_memory if is_gpu else machine_bytes()
-    num_ranks = int(os.environ.get("WORLD_SIZE", num_local))
-    return PlannedRun(config, model, drafter, Place(num_ranks, num_local, is_gpu, False, device_bytes, longest_prompt))
+    num_ranks = all_ranks(config)
+    return PlannedRun(config, model, drafter, memory.Place(num_ranks, num_local, is_gpu, False, device_bytes, longest_prompt))
 
 
 def describe(config: Config, findings: Findings) -> dict[str, str]:

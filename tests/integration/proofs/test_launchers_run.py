@@ -1,0 +1,283 @@
+"""The same run under each launcher, a rank of which is killed midway: the policy is the one of the run that nobody killed, in
+float64 to the last bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.integration.test_run import command, records, same_weights, train, what_the_law_fixes
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[3]
+STEPS = ("--run.num_steps", "4", "--run.checkpoint_every", "1", "--rollout.speculation", "4x1x4")
+SRUN = '''#!/usr/bin/env python3
+"""Stands in for srun on one node: starts the tasks with the variables that srun sets, and ends all when one ends badly."""
+import os, signal, subprocess, sys, time
+
+step = os.path.join(os.environ["STAND_IN"], "steps")
+number = len(open(step).readlines()) if os.path.exists(step) else 0
+open(step, "a").write("step\\n")
+words = sys.argv[1:]
+while words[0].startswith("-"):
+    assert words.pop(0) == "--kill-on-bad-exit=1"
+num = int(os.environ["SLURM_NTASKS"])
+tasks = []
+for rank in range(num):
+    environ = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0, "SLURM_STEP_ID": number}
+    tasks.append(subprocess.Popen(words, env={**os.environ, **{name: str(value) for name, value in environ.items()}}))
+open(os.path.join(os.environ["STAND_IN"], f"tasks{number}"), "w").write(" ".join(str(task.pid) for task in tasks))
+while None in (codes := [task.poll() for task in tasks]) and not any(codes):
+    time.sleep(0.05)
+for task in tasks:
+    if task.poll() is None:
+        task.send_signal(signal.SIGTERM)
+deadline = time.time() + 60
+for task in tasks:
+    try:
+        task.wait(max(deadline - time.time(), 0))
+    except subprocess.TimeoutExpired:
+        task.kill()
+sys.exit(max(code if code >= 0 else 128 - code for code in (task.wait() for task in tasks)))
+'''
+
+
+@pytest.fixture(scope="module")
+def undisturbed(workspace: Path) -> Path:
+    return train(workspace, "undisturbed", *STEPS)
+
+
+def start(words: list[str], environment: dict[str, str], said: Path) -> subprocess.Popen[str]:
+    with said.open("a") as file:
+        return subprocess.Popen(
+            words, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+
+
+def words_of(workspace: Path, name: str) -> list[str]:
+    return ["-m", "tlt", "train", str(workspace / "run.toml"), "--run.out_dir", str(workspace / name), *STEPS]
+
+
+def wait_for_steps(out_dir: Path, num: int, process: subprocess.Popen[str], seconds: float = 300.0) -> None:
+    """Waits until the run has written so many steps, or ends before."""
+    metrics, deadline = out_dir / "metrics.jsonl", time.monotonic() + seconds
+    while not (metrics.exists() and metrics.read_text().count("\n") >= num):
+        assert process.poll() is None, "it has ended"
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.02)
+
+
+def descendants(parent: int) -> list[int]:
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(folder.name)] = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = [parent]
+    for process in found:
+        found += sorted(child for child, of in parents.items() if of == process)
+    return found
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """The process of a rank among the descendants of its launcher, by its environment."""
+    for process in descendants(launcher):
+        environ = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in environ and b"tlt" in Path(f"/proc/{process}/cmdline").read_bytes():
+            return process
+    raise AssertionError(f"no rank {rank}")
+
+
+def check(out_dir: Path, undisturbed: Path, code: int, said: str) -> None:
+    assert code == 0, said
+    assert [record["step"] for record in records(out_dir)] == [0, 1, 2, 3], said
+    assert what_the_law_fixes(out_dir) == what_the_law_fixes(undisturbed)
+    assert same_weights(out_dir, undisturbed)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# ── torchrun ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_torchrun_starts_all_ranks_again_and_the_run_goes_on(workspace: Path, undisturbed: Path) -> None:
+    """Its agent keeps one store through the restart: whatever the first attempt has left there lies under another prefix."""
+    out_dir, said = workspace / "torchrun", workspace / "torchrun.txt"
+    _, environment = command(workspace)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
+    process = start([*torchrun, *words_of(workspace, "torchrun")], environment, said)
+    wait_for_steps(out_dir, 2, process)
+    os.kill(rank_process(process.pid, 1), signal.SIGKILL)
+    check(out_dir, undisturbed, process.wait(400), said.read_text())
+    assert said.read_text().count("resumed after") == 1, said.read_text()
+
+
+def test_what_torchrun_has_started_goes_before_the_configuration(workspace: Path) -> None:
+    _, environment = command(workspace)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    words = [*torchrun, *words_of(workspace, "contradiction"), "--run.num_ranks", "3"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode != 0
+    said = [line for line in done.stderr.splitlines() if "tlt: error" in line]
+    assert len(said) == 1, "rank 0 says it, for all"
+    assert "run.num_ranks: is 3, but 2 ranks were started" in said[0]
+    assert not (workspace / "contradiction" / "metrics.jsonl").exists()
+
+
+# ── Slurm ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_slurm_script_starts_the_ranks_and_again_after_a_death(workspace: Path, undisturbed: Path) -> None:
+    out_dir, said, folder = workspace / "slurm", workspace / "slurm.txt", workspace / "stand-in"
+    folder.mkdir()
+    (folder / "srun").write_text(SRUN)
+    (folder / "srun").chmod(0o755)
+    _, environment = command(workspace)
+    paths = os.pathsep.join([str(folder), str(Path(sys.executable).parent), environment["PATH"]])
+    slurm = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(free_port())}
+    environment |= {"PATH": paths, "STAND_IN": str(folder), **slurm}
+    process = start(["bash", str(ROOT / "examples/cluster/train.sbatch"), *words_of(workspace, "slurm")[3:]], environment, said)
+    wait_for_steps(out_dir, 2, process)
+    os.kill(int((folder / "tasks0").read_text().split()[1]), signal.SIGKILL)
+    check(out_dir, undisturbed, process.wait(400), said.read_text())
+    assert "train.sbatch: the ranks ended with 137; attempt 1 of 4" in said.read_text()
+    assert (folder / "tasks1").exists()
+
+
+def test_the_slurm_script_does_not_repeat_a_mistake(workspace: Path, tmp_path: Path) -> None:
+    """Neither does it ask whether the ranks were right to end."""
+    (tmp_path / "srun").write_text("#!/bin/sh\necho started >> $STAND_IN\nexit 2\n")
+    (tmp_path / "srun").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "STAND_IN": str(tmp_path / "steps")}
+    script = str(ROOT / "examples/cluster/train.sbatch")
+    assert subprocess.run(["bash", script, "run.toml"], env=environment, check=False).returncode == 2
+    assert (tmp_path / "steps").read_text() == "started\n"
+
+
+# ── two hosts ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces and a cable between them."""
+    names = f"tlt-a-{os.getpid()}", f"tlt-b-{os.getpid()}"
+    cable = f"va{os.getpid() % 100000}", f"vb{os.getpid() % 100000}"
+
+    def ip(*words: str) -> None:
+        done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise PermissionError(done.stderr.strip())
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", cable[0], "type", "veth", "peer", "name", cable[1])
+        for name, end, address in zip(names, cable, ("10.77.3.1/24", "10.77.3.2/24"), strict=True):
+            ip("link", "set", end, "netns", name)
+            ip("-n", name, "addr", "add", address, "dev", end)
+            ip("-n", name, "link", "set", end, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
+
+
+def other_start_of_the_clock() -> list[str]:
+    """Words that give a command a monotonic clock of its own, as a host has that was started days before."""
+    words = ["unshare", "--time", "--monotonic", "499000", "--boottime", "499000", "--fork", "--kill-child"]
+    works = shutil.which("unshare") and subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0
+    return words if works else []
+
+
+def test_two_hosts_end_with_the_policy_of_one(workspace: Path, undisturbed: Path) -> None:
+    """Their monotonic clocks are six days apart, and the seconds of the phases are not."""
+    out_dir = workspace / "hosts"
+    _, environment = command(workspace)
+    try:
+        with two_hosts() as names:
+            processes = []
+            for rank, name in enumerate(names):
+                end = f"v{'ab'[rank]}{os.getpid() % 100000}"
+                torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(rank)]
+                torchrun += ["--nproc-per-node", "1", "--rdzv-backend", "static", "--master-addr", "10.77.3.1"]
+                torchrun += ["--master-port", "29511", "--max-restarts", "2", *words_of(workspace, "hosts")]
+                clock = other_start_of_the_clock() if rank else []
+                words = ["ip", "netns", "exec", name, *clock, *torchrun]
+                processes.append(start(words, {**environment, "GLOO_SOCKET_IFNAME": end}, workspace / f"host{rank}.txt"))
+            wait_for_steps(out_dir, 2, processes[0])
+            os.kill(rank_process(processes[1].pid, 1), signal.SIGKILL)
+            codes = [process.wait(400) for process in processes]
+    except (PermissionError, FileNotFoundError) as error:
+        pytest.skip(f"network namespaces cannot be made here: {error}")
+    said = "".join((workspace / f"host{rank}.txt").read_text() for rank in range(2))
+    check(out_dir, undisturbed, max(codes), said)
+    for record in records(out_dir):
+        assert 0 <= record["idle_seconds"] < 2 * record["rollout_seconds"] < 1000
+
+
+# ── Ray ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def ray_cluster(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Two Ray nodes of one CPU each, on this machine."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install 'tlt-rl[ray]'")
+    from ray.cluster_utils import Cluster
+
+    _, environment = command(workspace)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([environment["PYTHONPATH"], str(ROOT)]))
+    node = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    cluster.add_node(num_cpus=1, object_store_memory=80 * 2**20)
+    yield cluster.address
+    cluster.shutdown()
+
+
+def test_on_ray_an_actor_that_is_killed_costs_time_and_changes_nothing(
+    workspace: Path, undisturbed: Path, ray_cluster: str
+) -> None:
+    out_dir, said = workspace / "ray", workspace / "ray.txt"
+    _, environment = command(workspace)
+    environment |= {"RAY_ADDRESS": ray_cluster, "PYTHONPATH": os.environ["PYTHONPATH"]}
+    words = [sys.executable, *words_of(workspace, "ray"), "--run.launcher", "ray"]
+    process = start(words, environment, said)
+    wait_for_steps(out_dir, 2, process)
+    lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in descendants(os.getpid())}
+    actors = [pid for pid, line in lines.items() if line.exists() and line.read_bytes().startswith(b"ray::RankActor")]
+    assert len(actors) == 2, "one for each rank"
+    os.kill(max(actors), signal.SIGKILL)
+    check(out_dir, undisturbed, process.wait(400), said.read_text())
+    (line,) = (line for line in said.read_text().splitlines() if "restart 1 of 3" in line)
+    assert "ended without a word: killed on" in line
+    assert f"from {out_dir}" in line
+
+
+def test_no_ray_cluster_is_one_line(workspace: Path) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install 'tlt-rl[ray]'")
+    _, environment = command(workspace)
+    environment |= {"RAY_ADDRESS": "127.0.0.1:1", "RAY_gcs_rpc_server_connect_timeout_s": "1"}
+    words = [sys.executable, *words_of(workspace, "none"), "--run.launcher", "ray"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    assert done.returncode == 2, done.stderr
+    assert "run.launcher: ray, but no Ray cluster was found" in done.stderr

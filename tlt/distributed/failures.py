@@ -1,0 +1,125 @@
+"""Why an attempt of a run ended, and whether another one follows. Knows no processes, and not what they compute."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from signal import Signals
+
+from tlt.distributed.signals import say
+
+EXIT_OK = 0
+EXIT_FAILURE = 1
+EXIT_USER_ERROR = 2
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """Why a rank failed, as it wrote it down itself; of several, the first in `time` mostly caused the others."""
+
+    rank: int
+    is_user_error: bool
+    message: str
+    traceback: str
+    time: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why an attempt ended. causes: a line for each rank at fault, who and of what.  traceback: empty where nobody left one."""
+
+    causes: tuple[str, ...]
+    traceback: str = ""
+    is_user_error: bool = False
+
+    @property
+    def place(self) -> str | None:
+        """Returns the line of code that failed, the innermost of the traceback; None: whoever was killed could not say it."""
+        frames = re.findall(r'^ +File "(.+)", line (\d+), in (.+)$', self.traceback, re.MULTILINE)
+        return ":".join(frames[-1]) if frames else None
+
+
+def find_cause(reports: Collection[RankFailure], first: Collection[int], how: Callable[[int], str]) -> Failure:
+    """Returns why an attempt failed: as a user's mistake if any rank found one, otherwise as the ranks that ended first put it.
+    The others' failures follow from that: of a broken connection, or because they were ended. A rank that was killed could not
+    put it at all.
+
+    first: the ranks that ended first.  how: says of a rank how its process ended.
+    """
+    mistakes = [report for report in reports if report.is_user_error]
+    if mistakes:
+        return Failure((min(mistakes, key=_time).message,), is_user_error=True)
+    silent = sorted(set(first) - {report.rank for report in reports})
+    if silent:
+        return Failure(tuple(f"rank {rank} ended without a word: {how(rank)}" for rank in silent))
+    cause = min((report for report in reports if report.rank in first), key=_time)
+    return Failure((f"rank {cause.rank} failed: {cause.message}",), cause.traceback)
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """Returns in words what the exit code of a process says."""
+    if exit_code is None or exit_code >= 0:
+        return f"exit code {exit_code}"
+    name = Signals(-exit_code).name
+    return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
+
+
+class Restarts:
+    """Decides whether the ranks are started again, and says so in one line.
+
+    A user's mistake would come again, and so would an error at the line of code where the last attempt failed, unless something
+    was saved in between.
+
+    limit: of restarts in all.  progress: says where another attempt would go on.  log: file that tracebacks are appended to.
+    """
+
+    def __init__(
+        self, limit: int = 0, progress: Callable[[], str] = lambda: "from the beginning", log: Path | None = None
+    ) -> None:
+        self.limit, self.num_done = limit, 0
+        self._progress, self._log = progress, log
+        self._last: tuple[str, str] | None = None  # (line of code, where the attempt that failed there would have gone on)
+
+    def follows(self, failure: Failure) -> bool:
+        """Returns whether another attempt follows, and says where it goes on, or why none does."""
+        if failure.is_user_error or self.limit == 0:
+            _tell(failure)
+            return False
+        progress = self._progress()
+        same = None if failure.place is None else (failure.place, progress)
+        if self.num_done == self.limit:
+            _tell(failure, f"not started again: run.max_restarts is {self.limit}")
+            return False
+        if same is not None and same == self._last:
+            _tell(failure, f"not started again: it failed there before, and nothing was saved since ({progress})")
+            return False
+        self._last = same
+        self.num_done += 1
+        written = self._write(failure)
+        say(f"{'; '.join(failure.causes)}; starting again {progress} (restart {self.num_done} of {self.limit}{written})")
+        return True
+
+    def _write(self, failure: Failure) -> str:
+        """Appends the traceback to the log; returns where it is."""
+        if not failure.traceback:
+            return ""
+        if self._log is None or not self._log.parent.is_dir():
+            sys.stderr.write(failure.traceback)
+            return ""
+        with self._log.open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {'; '.join(failure.causes)}\n{failure.traceback}\n")
+        return f", traceback in {self._log}"
+
+
+def _tell(failure: Failure, why: str | None = None) -> None:
+    sys.stderr.write(failure.traceback)
+    for cause in failure.causes:
+        say(f"error: {cause}" + (f"; {why}" if why else ""))
+
+
+def _time(failure: RankFailure) -> float:
+    return failure.time

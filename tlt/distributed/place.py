@@ -1,0 +1,181 @@
+"""Who this process is among the ranks, as whoever started it has written into the environment. Reads that alone: it joins
+nobody and starts nothing.
+
+    torchrun, Kubernetes, Ray, tlt train   RANK · WORLD_SIZE · LOCAL_RANK · LOCAL_WORLD_SIZE · MASTER_ADDR · MASTER_PORT
+    srun, where RANK is absent             SLURM_PROCID · SLURM_NTASKS · SLURM_LOCALID · SLURM_NODELIST …
+
+What the launcher says is the truth: WORLD_SIZE is the number of ranks. Where two of its words contradict each other, or the
+user's configuration, that is one line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tlt.types import UserError
+
+ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
+"""Variables in which launchers count how often they have started the same ranks again."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Says which of the ranks a process is.
+
+    local_rank, local_world_size: its number among the ranks of its machine, and how many they are.
+    master_addr, master_port: where the ranks meet.  is_server: whether this one opens that port, for the launcher has not.
+    has_own_gpu: whether the launcher shows each rank one GPU, its own.
+    is_restart: whether the launcher has started these ranks before.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int = 0
+    local_world_size: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    is_server: bool = False
+    has_own_gpu: bool = False
+    is_restart: bool = False
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+
+def find_place(environ: Mapping[str, str] = os.environ) -> Place | None:
+    """Returns this process's place; None: nobody has started it as a rank, so it is on its own or starts the ranks itself. A
+    step of Slurm's with one task is no rank: `tlt train` starts them all there. Raises UserError for what cannot be."""
+    if "RANK" in environ:
+        place = _torchrun_place(environ)
+    elif "SLURM_PROCID" in environ and _slurm_number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", default=1) > 1:
+        place = _slurm_place(environ)
+    else:
+        return None
+    for name, value, limit_name, limit in (
+        ("rank", place.rank, "ranks", place.world_size),
+        ("local rank", place.local_rank, "ranks of its machine", place.local_world_size),
+    ):
+        if not 0 <= value < limit:
+            raise UserError(f"{_source(environ)}: {name} {value}, but there are {limit} {limit_name}; start all ranks alike")
+    if place.local_world_size > place.world_size:
+        of_machine, of_all = place.local_world_size, place.world_size
+        raise UserError(f"{_source(environ)}: {of_machine} ranks on this machine, but {of_all} in all; start all ranks alike")
+    return place
+
+
+def check_num_ranks(place: Place | None, num_ranks: int) -> None:
+    """Raises UserError where the user asks for another number of ranks than the launcher has started."""
+    if place is not None and place.world_size != num_ranks:
+        raise UserError(
+            f"run.num_ranks: is {num_ranks}, but {place.world_size} ranks were started (WORLD_SIZE or SLURM_NTASKS); "
+            f"remove it, or give --run.num_ranks {place.world_size}"
+        )
+
+
+def _source(environ: Mapping[str, str]) -> str:
+    return "RANK, WORLD_SIZE, LOCAL_RANK" if "RANK" in environ else "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID"
+
+
+def _number(environ: Mapping[str, str], name: str, default: int | None = None, because: str = "RANK is") -> int:
+    text = environ.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None:
+        raise UserError(f"{name}: {because} set, but this is not; set both, or neither")
+    if not text.isdigit():
+        raise UserError(f"{name}: {text!r} is no number; give one, or unset it")
+    return int(text)
+
+
+def _torchrun_place(environ: Mapping[str, str]) -> Place:
+    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    local_rank, local_world_size = 0, 1
+    if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:  # neither: a process to a machine, as Kubernetes starts them
+        local_rank = _number(environ, "LOCAL_RANK", because="LOCAL_WORLD_SIZE is")
+        local_world_size = _number(environ, "LOCAL_WORLD_SIZE", because="LOCAL_RANK is")
+    address, port = "127.0.0.1", 0
+    if world_size > 1:
+        if not (address := environ.get("MASTER_ADDR", "")):
+            raise UserError("MASTER_ADDR: RANK is set, but this is not; give the host of rank 0")
+        port = _number(environ, "MASTER_PORT")
+    return Place(
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        address,
+        port,
+        is_server=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        has_own_gpu=environ.get("TLT_OWN_GPU") == "1",
+        is_restart=_is_restart(environ),
+    )
+
+
+def _is_restart(environ: Mapping[str, str]) -> bool:
+    return any(environ.get(name, "0") not in ("", "0") for name in ATTEMPTS)
+
+
+# -- Slurm -----------------------------------------------------------------------------------------------------------------
+
+
+def _slurm_number(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
+    name = next((name for name in names if name in environ), names[-1])
+    return _number(environ, name, default, because="SLURM_PROCID is")
+
+
+def _slurm_place(environ: Mapping[str, str]) -> Place:
+    """Reads what srun sets for every task. A step's own variables go before those of the job."""
+    rank = _slurm_number(environ, "SLURM_PROCID")
+    world_size = _slurm_number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST") or environ.get("SLURM_JOB_NODELIST") or ""
+    hosts = expand_hosts(nodes)
+    if not hosts:
+        raise UserError("SLURM_NODELIST: SLURM_PROCID is set, but this is not; start the ranks with srun")
+    step = sum(_slurm_number(environ, name, default=0) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    return Place(
+        rank,
+        world_size,
+        _slurm_number(environ, "SLURM_LOCALID"),
+        _tasks_here(environ, world_size, len(hosts)),
+        environ.get("MASTER_ADDR") or hosts[0],
+        _number(environ, "MASTER_PORT", default=15000 + step % 10000),  # below the ports that systems give away themselves
+        is_server=rank == 0,
+        has_own_gpu=len(environ.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1,  # srun --gpus-per-task=1
+        is_restart=_is_restart(environ),
+    )
+
+
+def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> int:
+    """Returns the tasks on this machine, from a list such as "4(x2),3": two machines with 4 and one with 3."""
+    text = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if text is None:
+        return num_tasks if num_hosts == 1 else -(-num_tasks // num_hosts)
+    counts: list[int] = []
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        counts += [int(number)] * int(times or 1)
+    node = _slurm_number(environ, "SLURM_NODEID", default=0)
+    if sum(counts) != num_tasks or node >= len(counts):
+        raise UserError(f"SLURM_TASKS_PER_NODE: {text} does not make SLURM_NTASKS = {num_tasks}; start the ranks with srun")
+    return counts[node]
+
+
+def expand_hosts(nodelist: str) -> list[str]:
+    """Returns the hosts of a list as Slurm writes it: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7 and login."""
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):
+        names = [""]
+        for text, numbers in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item):
+            endings = [text] if text else [number for part in numbers.split(",") for number in _numbers(part)]
+            names = [name + ending for name in names for ending in endings]
+        hosts += names
+    return hosts
+
+
+def _numbers(part: str) -> list[str]:
+    """Returns the numbers of "01-03", with as many digits as the first, or of "7"."""
+    first, _, last = part.partition("-")
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]

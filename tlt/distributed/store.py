@@ -1,0 +1,141 @@
+"""The c10d Store as ranks find it: opened, read without waiting, and met on, so that all agree which attempt theirs is. Knows
+no launcher and no work.
+
+    rank r    hello/r = its token                    ─▶ waits for a roster with its token ─▶ here/N/r ─▶ waits for go/N
+    rank 0    gathers a token of every rank ─▶ roster/N, latest = N ─▶ waits for here/N/… ─▶ go/N
+                       ▲                                                     │
+                       └────── N + 1, where a rank has said hello anew ◀─────┘
+    later     whoever sees that one more has said hello leaves: it was started again, and this attempt is over
+
+torchrun keeps one store through all restarts of a run, and its machines do not count restarts alike. So nothing but a token
+that a process has just drawn tells it from the one that died in its place, and nothing that an earlier attempt has left in the
+store is read by a later one: everything else lies under the prefix of the attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from tlt.distributed.place import Place
+from tlt.distributed.signals import say
+from tlt.types import UserError
+
+ABSENT = b"-"
+"""The value that `read_now` gives for a key that the store does not hold."""
+POLL_SECONDS = 0.02
+WATCH_SECONDS = 1.0
+
+
+def read_now(store: Store, key: str) -> bytes:
+    """Returns a key's value, or ABSENT, without waiting for it to appear (`get` would)."""
+    value: bytes = store.compare_set(key, ABSENT.decode(), ABSENT.decode())
+    return value
+
+
+def open_store(place: Place, timeout_seconds: float) -> Store:
+    """Returns the store of the launcher, or of rank 0, which opens it then. Raises UserError where nobody answers there."""
+    where, timeout = f"{place.master_addr}:{place.master_port}", timedelta(seconds=timeout_seconds)
+    try:
+        return TCPStore(
+            place.master_addr, place.master_port, is_master=place.is_server, timeout=timeout, wait_for_workers=False
+        )
+    except RuntimeError as error:  # torch's DistError is one
+        what = "cannot be opened" if place.is_server else f"nobody answered within {timeout_seconds:g} s"
+        reason = str(error).splitlines()[0]
+        raise UserError(f"MASTER_ADDR, MASTER_PORT: {where} {what} ({reason}); every rank needs rank 0's address") from None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """The attempt in which ranks have met. number: 1 or more.  num_hellos: how often any rank had said hello by then."""
+
+    number: int
+    num_hellos: int
+
+
+def meet(
+    store: Store,
+    rank: int,
+    world_size: int,
+    timeout_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Attempt:
+    """Returns this attempt, when all ranks have come. Raises UserError that names those that have not within the time-out."""
+    token, deadline = uuid.uuid4().hex, clock() + timeout_seconds
+    meeting = PrefixStore("meeting", store)
+    meeting.add("hellos", 1)
+    meeting.set(f"hello/{rank}", token)
+    number, roster = 0, [""] * world_size
+    while True:
+        num_hellos = meeting.add("hellos", 0)  # before the tokens are read: who comes after that is one too many
+        if rank == 0:
+            tokens = [read_now(meeting, f"hello/{other}").decode() for other in range(world_size)]
+            if ABSENT.decode() not in tokens and tokens != roster:
+                number, roster = meeting.add("number", 1), tokens
+                meeting.set(f"roster/{number}", json.dumps(roster))
+                meeting.set("latest", str(number))
+        elif (latest := read_now(meeting, "latest")) != ABSENT and int(latest) > number:
+            number, roster = int(latest), json.loads(meeting.get(f"roster/{int(latest)}"))
+        if len(roster) == world_size and roster[rank] == token:
+            meeting.set(f"here/{number}/{rank}", token)
+            if rank == 0 and not _missing(meeting, number, roster):
+                meeting.set(f"go/{number}", str(num_hellos))
+            if (go := read_now(meeting, f"go/{number}")) != ABSENT:
+                return Attempt(number, int(go))
+        if clock() > deadline:
+            _refuse(meeting, rank, number, roster, timeout_seconds)
+        sleep(POLL_SECONDS)
+
+
+def attempt_store(store: Store, attempt: Attempt) -> Store:
+    """Returns the part of the store that this attempt alone reads and writes."""
+    return PrefixStore(f"attempt{attempt.number}", store)
+
+
+def is_over(store: Store, attempt: Attempt) -> bool:
+    """Whether a rank was started again since."""
+    return PrefixStore("meeting", store).add("hellos", 0) > attempt.num_hellos
+
+
+def leave_when_over(store: Store, attempt: Attempt) -> threading.Event:
+    """Starts a thread that ends this process, from whatever it waits for, once another attempt begins: a launcher sees those
+    die that it has started, not those on other machines. Setting the event that is returned ends the thread."""
+    connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
+    has_left = threading.Event()
+
+    def watch() -> None:
+        while not has_left.wait(WATCH_SECONDS):
+            try:
+                if is_over(connection, attempt):
+                    say("a rank was started again; this one leaves, to be started again too")
+                    os._exit(1)
+            except RuntimeError:  # the store is gone, and with it its launcher or rank 0: others see to that
+                return
+
+    threading.Thread(target=watch, name="tlt-attempt", daemon=True).start()
+    return has_left
+
+
+def _missing(meeting: Store, number: int, roster: Sequence[str]) -> list[int]:
+    """Returns the ranks that have not answered to the roster."""
+    return [rank for rank, token in enumerate(roster) if read_now(meeting, f"here/{number}/{rank}").decode() != token]
+
+
+def _refuse(meeting: Store, rank: int, number: int, roster: Sequence[str], timeout_seconds: float) -> None:
+    said = [read_now(meeting, f"hello/{other}") != ABSENT for other in range(len(roster))]
+    absent = [other for other, has_said in enumerate(said) if not has_said] or _missing(meeting, number, roster)
+    names = ", ".join(map(str, absent[:8])) + (" …" if len(absent) > 8 else "")
+    raise UserError(
+        f"ranks: {len(absent)} of {len(roster)} did not come within {timeout_seconds:g} s (rank {names}; rank {rank} waited); "
+        "start all of them, or raise run.timeout_seconds"
+    )
