@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -76,7 +76,8 @@ class Part:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """least: what the caches need at least, for one response of full length; more are read again where memory is spent."""
+    """least: what the caches need at least. An automatic budget takes what is left, so this is one response of full length; what
+    rollout.kv_gib gives is theirs."""
 
     parts: tuple[Part, ...]
     least: int
@@ -92,7 +93,7 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """The peak with caches for one response alone: with less, the run cannot go on."""
+        """The peak with the least caches: with less, the run cannot go on."""
         caches = next(part for part in self.parts if part.name == CACHES)
         smallest = replace(caches, num_bytes=min(caches.num_bytes, self.least))
         return MemoryPlan(tuple(smallest if part is caches else part for part in self.parts), self.least).peak[1]
@@ -123,9 +124,9 @@ class Subject:
     drafter: DrafterShape | None
     place: Place
 
-    @cached_property
+    @property
     def num_parameters(self) -> int:
-        return sum(shape.numel() for shape in expected_shapes(self.model).values())
+        return count_parameters(self.model)
 
     @property
     def num_slices(self) -> int:
@@ -185,16 +186,25 @@ class Subject:
 
     @property
     def drafter_parameters(self) -> int:
-        if self.drafter is None:
-            return 0
-        with _META:
-            return sum(p.numel() for p in DraftModel(self.drafter).parameters() if p.requires_grad)
+        return 0 if self.drafter is None else count_drafter(self.drafter)
 
     def copied_numbers(self, sizes: tuple[int, ...]) -> int:
         """Numbers that the engine holds twice: in float32 on a CPU, small matrices have a copy in oneDNN's layout."""
         if self.place.is_gpu or self.engine_dtype != torch.float32:
             return 0
         return sum(size for size in sizes if size < cpu_kernels.MIN_PRODUCTS)
+
+
+@lru_cache
+def count_parameters(model: ModelConfig) -> int:
+    return sum(shape.numel() for shape in expected_shapes(model).values())
+
+
+@lru_cache
+def count_drafter(drafter: DrafterShape) -> int:
+    """Returns the drafter's parameters that are trained."""
+    with _META:
+        return sum(p.numel() for p in DraftModel(drafter).parameters() if p.requires_grad)
 
 
 # ── always ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -251,7 +261,7 @@ def captured_size(s: Subject) -> int:
 
 
 def _caches(s: Subject, standing: int) -> tuple[Part, int]:
-    """Returns the caches, and what they need at least."""
+    """Returns the caches, and what they need at least. standing: bytes of what lies there always."""
     least, each = slot_bytes(s, s.longest), slot_bytes(s, s.longest)
     wanted, limit, why = s.num_slots * each, None, "as much as all want"
     if (given := s.config.rollout.kv_gib) is not None:
@@ -264,7 +274,8 @@ def _caches(s: Subject, standing: int) -> tuple[Part, int]:
     if limit is not None and limit < wanted:
         held = max(limit // each, 1)
         how = f"{why}: {held} of {s.num_slots} sequences of {s.longest} tokens × {kib(each / s.longest)} at once"
-    return Part(CACHES, wanted if limit is None else max(min(wanted, limit), least), ("rollout", "idle"), how), least
+    taken = wanted if limit is None else max(min(wanted, limit), least)
+    return Part(CACHES, taken, ("rollout", "idle"), how), least if given is None else taken
 
 
 def _rollout(s: Subject, caches: int) -> Iterator[Part]:
