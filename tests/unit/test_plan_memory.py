@@ -23,7 +23,8 @@ from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.plan.fit import GIB, Run, judge, refuse
-from tlt.plan.memory import PHASES, MemoryPlan, Place, Subject, activations_per_token, slot_bytes
+from tlt.plan.memory import PHASES, MemoryPlan, activations_per_token, slot_bytes
+from tlt.plan.subject import Place, Subject
 from tlt.training.start import preflight
 from tlt.types import UserError
 
@@ -66,9 +67,8 @@ def test_weights_gradients_moments_and_keys_are_those_of_the_probes(
         machine = replace(GPU, num_ranks=ranks, num_local=8)
         run = make_run(model, machine, **{"parallel.policy": policy})
         plan = run.plan()
-        assert sum(part(plan, kind) for kind in ("weights", "optimizer", "gradients")) / 1e9 == pytest.approx(
-            expected, rel=0.01
-        )
+        found = sum(part(plan, kind) for kind in ("weights", "optimizer", "gradients")) / 1e9
+        assert found == pytest.approx(expected, rel=0.01)
         assert part(plan, "engine") / 1e9 == pytest.approx(engine, rel=0.01)
         subject = Subject(run.config, model, None, run.place)
         assert slot_bytes(subject, 1024) / 1024 == kv_kib * 1024

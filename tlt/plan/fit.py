@@ -15,7 +15,8 @@ from tlt.config.schema import Config
 from tlt.distributed.sharding import choose_layout
 from tlt.drafter.model import DrafterShape
 from tlt.models.decoder import ModelConfig
-from tlt.plan.memory import MemoryPlan, Place, Subject, activations_per_token, plan_memory, slot_bytes
+from tlt.plan.memory import MemoryPlan, activations_per_token, plan_memory, slot_bytes
+from tlt.plan.subject import Place, Subject
 from tlt.types import UserError
 
 GIB = 2**30

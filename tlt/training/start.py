@@ -22,7 +22,7 @@ from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
 from tlt.plan.fit import Run as PlannedRun
 from tlt.plan.fit import refuse
-from tlt.plan.memory import Place
+from tlt.plan.subject import Place
 from tlt.report.console import Console, near
 from tlt.report.trackers import check_trackers
 from tlt.rl.scoring import Scorer
