@@ -253,6 +253,17 @@ def test_a_mixed_batch_draws_what_each_row_draws_alone_bit_for_bit(dtype: torch.
         assert torch.equal(alone[1][0], logprobs[row])
 
 
+@pytest.mark.parametrize("sequences_at_a_time", [1, 3, 100])
+def test_many_logits_are_drawn_from_part_by_part_bit_for_bit(sequences_at_a_time: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(len(PARAMS), 6, VOCAB, generator=torch.Generator().manual_seed(5)) * 2
+    keys = keys_tensor([(i, 1, 2, 3) for i in range(len(PARAMS))])
+    noise = gumbel_noise(keys, torch.arange(6).expand(len(PARAMS), -1), VOCAB)
+    expected = sample(logits, noise, BatchParams(PARAMS))
+    monkeypatch.setattr("tlt.speculative.sampling.VALUES_PER_PART", sequences_at_a_time * 6 * VOCAB + 1)
+    for part, whole in zip(sample(logits, noise, BatchParams(PARAMS)), expected, strict=True):
+        assert torch.equal(part, whole)
+
+
 def test_logits_in_bf16_are_drawn_from_in_float32() -> None:
     logits = torch.randn(2, 30, VOCAB, generator=torch.Generator().manual_seed(5)).bfloat16()
     noise, params = torch.zeros(logits.shape), BatchParams([SamplingParams(temperature=0.3), SamplingParams(top_p=0.5)])

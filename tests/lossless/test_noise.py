@@ -10,6 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -331,14 +332,22 @@ def test_engines_of_every_dtype_draw_with_the_same_noise(dtype: torch.dtype) -> 
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(0, 6), st.sampled_from([1, 2, 5, 40]), st.sampled_from([1, 64, 1 << 10]), st.integers(0, 1 << 30))
+@given(
+    st.integers(0, 6),
+    st.sampled_from([1, 2, 5, 40]),
+    st.sampled_from([1, 64, 1 << 10]),
+    st.sampled_from([0, 1, 3, 40]),
+    st.integers(0, 1 << 30),
+)
 def test_blocks_hold_the_laws_noise_whatever_enters_leaves_and_advances(
-    max_depth: int, max_slots: int, block_elements: int, seed: int
+    max_depth: int, max_slots: int, block_elements: int, num_blocks: int, seed: int
 ) -> None:
-    """80 admissions, removals (the last slot moves), advances of any size, jumps back and aborts, in any order."""
+    """80 admissions, removals (the last slot moves), advances of any size, jumps back and aborts, in any order; with memory for
+    the blocks of all sequences, or of some, or of none."""
     vocab, rng = 5, random.Random(seed)
     with patch.object(noise_module, "_BLOCK_ELEMENTS", block_elements):
         blocks = NoiseBlocks(vocab, max_slots, max_depth, torch.device("cpu"))
+    blocks.max_blocks = min(num_blocks, max_slots)
     running: list[tuple[Request, int]] = []
     for index in range(80):
         action = rng.choices(["admit", "remove", "rows", "abort"], [5, 2, 5, 0.1])[0]
@@ -362,3 +371,28 @@ def test_blocks_hold_the_laws_noise_whatever_enters_leaves_and_advances(
             expected[[request.params.temperature == 0 for request, _ in running]] = 0.0
             assert torch.equal(blocks.rows(positions, depth), expected)
             running = [(request, max(0, position + rng.randint(-1, depth + 1))) for request, position in running]
+
+
+@pytest.mark.parametrize("values", [1, 7, 61, 200, 5000])
+def test_noise_made_a_part_at_a_time_is_bit_for_bit_the_same_and_its_memory_bounded(
+    values: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A refill of all blocks at once once took 28 bytes for each of their values."""
+    made: list[int] = []
+
+    def watched(*args: Any) -> torch.Tensor:
+        noise = gumbel_noise(*args)
+        made.append(noise.numel())
+        return noise
+
+    def rows() -> torch.Tensor:
+        blocks = NoiseBlocks(61, 7, 4, torch.device("cpu"))
+        for slot in range(7):
+            blocks.admit(slot, replace(REQUEST, sample_index=slot))
+        return blocks.rows([3, 50, 7, 0, 1000, 12, 9], 4)
+
+    expected = rows()
+    monkeypatch.setattr(noise_module, "REFILL_BYTES", 28 * values)
+    monkeypatch.setattr(noise_module, "gumbel_noise", watched)
+    assert torch.equal(rows(), expected)
+    assert max(made) <= max(values, 61), "one position at least"

@@ -14,7 +14,7 @@ from pydantic import ConfigDict
 
 from tlt.cli.options import Drafter, Options, Seed, StopTexts
 from tlt.config.schema import SamplingSection
-from tlt.config.section import PositiveInt
+from tlt.config.section import PositiveFloat, PositiveInt
 from tlt.hub import Repository, resolve_model
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
@@ -56,6 +56,8 @@ class EngineOptions(Options):
     """Device that the engine computes on; auto takes a GPU where there is one."""
     max_batch_size: PositiveInt = 64
     """Sequences that are decoded at a time."""
+    kv_gib: PositiveFloat | None = None
+    """GiB for keys, values and the drafter's caches. None: four fifths of what is free on a GPU, half of a machine's memory."""
     threads: PositiveInt = 1
     """CPU threads to compute with."""
 
@@ -79,7 +81,8 @@ class EngineOptions(Options):
         from tlt.build import EngineSettings
 
         dtype, device = resolve_dtype(self.dtype), self.choose_device()
-        return EngineSettings(speculation, dtype=dtype, device=device, max_batch_size=self.max_batch_size)
+        slots, kv_gib = self.max_batch_size, self.kv_gib
+        return EngineSettings(speculation, dtype=dtype, device=device, max_batch_size=slots, kv_gib=kv_gib)
 
     def choose_device(self) -> torch.device:
         """Returns the device that `auto` means on this machine."""

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from tlt.plan.fit import Run, Verdict
-    from tlt.plan.memory import MemoryPlan, Place
+    from tlt.plan.memory import MemoryPlan
+    from tlt.plan.subject import Place
 
 GIB = 2**30
 
@@ -78,7 +79,7 @@ def find_machine(config: Config, options: PlanMemory) -> Place:
 
     from tlt.build import local_ranks
     from tlt.engine.memory import machine_bytes
-    from tlt.plan.memory import Place
+    from tlt.plan.subject import Place
 
     has_gpu = torch.cuda.is_available()
     is_gpu = config.run.device == "cuda" or (config.run.device == "auto" and (has_gpu or options.device_gib is not None))

@@ -15,7 +15,8 @@ from tlt.config.schema import Config
 from tlt.distributed.sharding import choose_layout
 from tlt.drafter.model import DrafterShape
 from tlt.models.decoder import ModelConfig
-from tlt.plan.memory import MemoryPlan, Place, Subject, activations_per_token, plan_memory, slot_bytes
+from tlt.plan.memory import MemoryPlan, activations_per_token, plan_memory, slot_bytes
+from tlt.plan.subject import Place, Subject
 from tlt.types import UserError
 
 GIB = 2**30
@@ -133,18 +134,13 @@ def _changes(run: Run) -> Iterator[dict[str, Any]]:
         yield {"run.dtype": "bfloat16"}
     if place.num_ranks > 1 and config.parallel.param_dtype is None:
         yield {"parallel.policy": "fsdp", "parallel.param_dtype": "bfloat16"}
-    for shorter in _halves(config.sampling.max_tokens):
+    for divisor in (2, 4, 8, 16):
+        shorter = config.sampling.max_tokens // divisor
         micro_batch = min(config.algorithm.tokens_per_micro_batch, shorter + place.longest_prompt)
         change = {"sampling.max_tokens": shorter, "algorithm.tokens_per_micro_batch": micro_batch}
-        if shorter <= 256 or run.changed(change).fits:
+        if shorter and run.changed(change).fits:
             yield change
             return
-
-
-def _halves(number: int) -> Iterator[int]:
-    while number > 1:
-        number //= 2
-        yield number
 
 
 def _written(changes: dict[str, Any]) -> str:

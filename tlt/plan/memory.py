@@ -13,55 +13,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Literal
 
 import torch
 
-from tlt.build import master_dtype, preset_changes
+from tlt.build import preset_changes
 from tlt.config.schema import Config
 from tlt.drafter.hybrid import drafter_kinds
 from tlt.drafter.losses import DEFAULT_PRESET, PRESETS
-from tlt.drafter.model import DrafterShape, DraftModel, PackedDrafter, training_capture
+from tlt.drafter.model import DrafterShape, PackedDrafter, training_capture
 from tlt.drafter.pair_cache import PairCache
 from tlt.engine.memory import CPU_SHARE, GPU_SHARE
 from tlt.engine.noise import KEPT_BYTES, REFILL_BYTES, NoiseBlocks
-from tlt.models import cpu_kernels
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf_weights import expected_shapes
 from tlt.models.kv_cache import GROUP_BYTES, PREFILL_TOKENS, Cache
 from tlt.models.packed import PackedTransformer
+from tlt.plan.subject import META, Place, Subject
 from tlt.rl.logprobs import LOGITS_PER_CHUNK
 from tlt.speculative.sampling import VALUES_PER_PART
 from tlt.tuning.tuner import default_arms
-from tlt.types import Strategy, resolve_dtype
+from tlt.types import Strategy
 
 Phase = Literal["rollout", "idle", "update", "save"]
 PHASES: tuple[Phase, ...] = ("rollout", "idle", "update", "save")
-
-_META = torch.device("meta")
-
-
-@dataclass(frozen=True)
-class Place:
-    """The ranks and what each computes on, as far as memory goes.
-
-    num_ranks: of the whole run.  num_local: on one machine.  is_sharded: whether the policy lies in slices over all of them.
-    device_bytes: of a GPU, or of a machine that computes on its CPU; None: unknown.
-    longest_prompt: tokens.
-    """
-
-    num_ranks: int
-    num_local: int
-    is_gpu: bool
-    is_sharded: bool
-    device_bytes: int | None
-    longest_prompt: int
-
-    @property
-    def rank_bytes(self) -> int | None:
-        """Memory that a rank has for itself."""
-        return self.device_bytes if self.is_gpu or self.device_bytes is None else self.device_bytes // self.num_local
 
 
 @dataclass(frozen=True)
@@ -76,7 +50,8 @@ class Part:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """least: what the caches need at least, for one response of full length; more are read again where memory is spent."""
+    """least: what the caches need at least: one response of full length where their budget is automatic and takes what is left,
+    else what rollout.kv_gib gives them."""
 
     parts: tuple[Part, ...]
     least: int
@@ -92,7 +67,7 @@ class MemoryPlan:
 
     @property
     def needed(self) -> int:
-        """The peak with caches for one response alone: with less, the run cannot go on."""
+        """The peak with the least caches: with less, the run cannot go on."""
         caches = next(part for part in self.parts if part.name == CACHES)
         smallest = replace(caches, num_bytes=min(caches.num_bytes, self.least))
         return MemoryPlan(tuple(smallest if part is caches else part for part in self.parts), self.least).peak[1]
@@ -112,89 +87,6 @@ def plan_memory(config: Config, model: ModelConfig, drafter: DrafterShape | None
     caches, least = _caches(subject, sum(part.num_bytes for part in standing))
     parts = [*standing, caches, *_rollout(subject, caches.num_bytes), *_idle(subject), *_update(subject), *_save(subject)]
     return MemoryPlan(tuple(part for part in parts if part.num_bytes or part is caches), least)
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The sizes that all parts are made of. Sizes of types are in bytes."""
-
-    config: Config
-    model: ModelConfig
-    drafter: DrafterShape | None
-    place: Place
-
-    @cached_property
-    def num_parameters(self) -> int:
-        return sum(shape.numel() for shape in expected_shapes(self.model).values())
-
-    @property
-    def num_slices(self) -> int:
-        """Ranks over which weights, gradients and moments are cut."""
-        return self.place.num_ranks if self.place.is_sharded else 1
-
-    @property
-    def engine_dtype(self) -> torch.dtype:
-        return resolve_dtype(self.config.run.dtype)
-
-    @property
-    def master(self) -> int:
-        """Size of a weight that is trained."""
-        return master_dtype(self.config).itemsize
-
-    @property
-    def computed(self) -> int:
-        """Size of an activation of the update."""
-        given = self.config.parallel.param_dtype
-        return resolve_dtype(given).itemsize if given is not None and self.place.is_sharded else self.master
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest response with its prompt."""
-        return min(self.place.longest_prompt + self.config.sampling.max_tokens, self.model.max_positions)
-
-    @property
-    def num_responses(self) -> int:
-        """Responses of a step, or of an evaluation where those are more."""
-        rollout, evaluation = self.config.rollout, self.config.evaluation
-        step = rollout.problems_per_step * rollout.samples_per_problem
-        return max(step, evaluation.num_problems * evaluation.samples_per_problem)
-
-    @property
-    def num_slots(self) -> int:
-        return min(self.config.rollout.max_batch_size, self.num_responses)
-
-    @property
-    def trains_drafter(self) -> bool:
-        return self.drafter is not None and self.config.drafter.train
-
-    @property
-    def rope(self) -> int:
-        """Numbers in the tables of rotary positions."""
-        return 2 * self.model.max_positions * self.model.head_dim
-
-    @property
-    def layer_matrices(self) -> tuple[int, ...]:
-        """Sizes of a layer's matrices as the engine packs them."""
-        c = self.model
-        attention, mlp = c.num_heads * c.head_dim, c.intermediate_size
-        return tuple(c.hidden_size * width for width in (c.num_qkv * c.head_dim, attention, 2 * mlp, mlp))
-
-    @property
-    def largest_matrix(self) -> int:
-        return max(self.model.vocab_size * self.model.hidden_size, *self.layer_matrices)
-
-    @property
-    def drafter_parameters(self) -> int:
-        if self.drafter is None:
-            return 0
-        with _META:
-            return sum(p.numel() for p in DraftModel(self.drafter).parameters() if p.requires_grad)
-
-    def copied_numbers(self, sizes: tuple[int, ...]) -> int:
-        """Numbers that the engine holds twice: in float32 on a CPU, small matrices have a copy in oneDNN's layout."""
-        if self.place.is_gpu or self.engine_dtype != torch.float32:
-            return 0
-        return sum(size for size in sizes if size < cpu_kernels.MIN_PRODUCTS)
 
 
 # ── always ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -231,12 +123,12 @@ def _standing(s: Subject) -> Iterator[Part]:
 
 def slot_bytes(s: Subject, length: int) -> int:
     """Returns the bytes of a running sequence with room for `length` tokens, as the engine's budget counts them."""
-    cache = Cache(s.model, s.model.num_layers, s.engine_dtype, _META, s.num_slots)
+    cache = Cache(s.model, s.model.num_layers, s.engine_dtype, META, s.num_slots)
     if s.drafter is None or s.config.rollout.speculation == "off":
         return cache.slot_bytes(length)
     shape = replace(s.model, max_positions=1)  # whose tables nobody reads
-    target = PackedTransformer(replace(shape, num_layers=1), s.engine_dtype, _META)
-    packed = PackedDrafter(replace(s.drafter, layer=replace(s.drafter.layer, max_positions=1)), s.engine_dtype, _META)
+    target = PackedTransformer(replace(shape, num_layers=1), s.engine_dtype, META)
+    packed = PackedDrafter(replace(s.drafter, layer=replace(s.drafter.layer, max_positions=1)), s.engine_dtype, META)
     pairs = PairCache(packed, target, captured_size(s), s.config.drafter.feature_window, s.num_slots)
     return cache.slot_bytes(length) + pairs.slot_bytes(length)
 
@@ -251,7 +143,7 @@ def captured_size(s: Subject) -> int:
 
 
 def _caches(s: Subject, standing: int) -> tuple[Part, int]:
-    """Returns the caches, and what they need at least."""
+    """Returns the caches, and what they need at least. standing: bytes of what lies there always."""
     least, each = slot_bytes(s, s.longest), slot_bytes(s, s.longest)
     wanted, limit, why = s.num_slots * each, None, "as much as all want"
     if (given := s.config.rollout.kv_gib) is not None:
@@ -264,7 +156,8 @@ def _caches(s: Subject, standing: int) -> tuple[Part, int]:
     if limit is not None and limit < wanted:
         held = max(limit // each, 1)
         how = f"{why}: {held} of {s.num_slots} sequences of {s.longest} tokens × {kib(each / s.longest)} at once"
-    return Part(CACHES, wanted if limit is None else max(min(wanted, limit), least), ("rollout", "idle"), how), least
+    taken = wanted if limit is None else max(min(wanted, limit), least)
+    return Part(CACHES, taken, ("rollout", "idle"), how), least if given is None else taken
 
 
 def _rollout(s: Subject, caches: int) -> Iterator[Part]:
@@ -281,7 +174,7 @@ def _rollout(s: Subject, caches: int) -> Iterator[Part]:
     )
     if s.config.sampling.temperature > 0:
         depth = Strategy.MAX_DEPTH if s.config.rollout.speculation != "off" else 0
-        blocks = NoiseBlocks(c.vocab_size, s.num_slots, depth, _META)
+        blocks = NoiseBlocks(c.vocab_size, s.num_slots, depth, META)
         kept = blocks.max_blocks * blocks.width * c.vocab_size * 4
         refill = min(REFILL_BYTES, 28 * s.num_slots * blocks.width * c.vocab_size)
         yield Part(
@@ -318,7 +211,7 @@ def _idle(s: Subject) -> Iterator[Part]:
     training = 4 * (tokens * (steps * layer + logits) + s.drafter_parameters + rows)
     how = f"{tokens} tokens × {steps} unrolled steps, {vocabulary} logits each"
     yield Part("drafter's training", training, ("idle",), how)
-    recomputed = Cache(s.model, s.model.num_layers, s.engine_dtype, _META, 1).slot_bytes(s.longest)
+    recomputed = Cache(s.model, s.model.num_layers, s.engine_dtype, META, 1).slot_bytes(s.longest)
     yield Part("features recomputed", recomputed, ("idle",), f"keys and values of one response of {s.longest} tokens")
 
 

@@ -28,7 +28,7 @@ from tlt.hub import Repository, pin_dataset, pin_model
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
-from tlt.plan import memory
+from tlt.plan import subject
 from tlt.plan.fit import Run as PlannedRun
 from tlt.plan.fit import refuse
 from tlt.report.console import Console, near
@@ -183,7 +183,7 @@ def plan_run(config: Config, model: ModelConfig, drafter: DrafterShape | None, l
     is_gpu, num_local = device_of(config).name == "cuda", local_ranks(config)
     device_bytes = torch.cuda.get_device_properties(0).total_memory if is_gpu else machine_bytes()
     num_ranks = all_ranks(config)
-    return PlannedRun(config, model, drafter, memory.Place(num_ranks, num_local, is_gpu, False, device_bytes, longest_prompt))
+    return PlannedRun(config, model, drafter, subject.Place(num_ranks, num_local, is_gpu, False, device_bytes, longest_prompt))
 
 
 def describe(config: Config, findings: Findings) -> dict[str, str]:
