@@ -3,6 +3,7 @@ clipped, and gradients are reduced once, every weight is equal to the last bit."
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -35,7 +36,7 @@ from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_weights import StoredTensors, save_model
 from tlt.models.packed import PackedTransformer
 from tlt.rl import logprobs
-from tlt.rl.update import PolicyTrainer
+from tlt.rl.update import NonFiniteUpdate, PolicyTrainer
 
 LLAMA = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)
 UNTIED = replace(LLAMA, tie_embeddings=False)
@@ -55,6 +56,10 @@ EXACT: dict[str, tuple[ModelConfig, dict[str, Any]]] = {
     "KL in the loss": (UNTIED, KL),
     "KL in the loss, minibatches": (LLAMA, {**KL, "minibatches": 2}),
     "KL in the reward": (UNTIED, {**KL, "name": "rloo", "epochs": 2}),
+    "KL in the reward, three responses": (
+        UNTIED,
+        {**KL, "name": "rloo", "num_problems": 1, "num_samples": 3, "tokens_per_micro_batch": 1},
+    ),
     "gspo": (UNTIED, {"name": "gspo", "clip_low": 0.2, "clip_high": 0.2, "minibatches": 2}),
     "a rank without work": (UNTIED, {"num_samples": 2, "num_problems": 1, "minibatches": 2}),
     "a rank without work for some minibatch": (LLAMA, {"num_samples": 2, "num_problems": 2, "minibatches": 3, **KL}),
@@ -69,7 +74,7 @@ class Ranks:
         self.world, self.mesh = world, mesh_of(world)
 
     def model(self, config: ModelConfig, dtype: torch.dtype = torch.float64, **options: Any) -> Transformer:
-        return Transformer(config, **options).to(dtype).initialize(0, std=0.15)
+        return Transformer(config, **options).to(dtype).initialize(0, std=0.05)
 
     def sharded(self, config: ModelConfig, param_dtype: torch.dtype | None = None, **options: Any) -> Transformer:
         source = self.model(config, **options)
@@ -91,10 +96,12 @@ class Ranks:
         return PolicyTrainer(model, settings, optimizer, SAMPLING, 10, self.world.group, reference, each)
 
     def updates(self, trainer: PolicyTrainer, steps: range = range(2), **batch: int) -> list[dict[str, Any]]:
-        """Metrics of updates, whose rollouts come to each rank in another order."""
+        """Metrics of updates, whose rollouts come to each rank in another order. The engine's logprobs are about right, so that
+        a dummy's, which are 0, would show in the gap."""
         found = []
         for step in steps:
             rollouts, rewards = shuffled(make_batch(step, **batch), 10 + self.world.rank)
+            rollouts = [replace(rollout, logprobs=(-math.log(61),) * len(rollout.token_ids)) for rollout in rollouts]
             found.append({**vars(trainer.update(rollouts, rewards, step)), "seconds": 0.0})
         return found
 
@@ -123,7 +130,7 @@ def compare(
     results = []
     for make in (lambda model: model, ranks.cut):
         model = make(ranks.model(config))
-        reference = make(ranks.model(config).initialize(7, std=0.15)) if "kl_coefficient" in algorithm else None
+        reference = make(ranks.model(config).initialize(7, std=0.05)) if "kl_coefficient" in algorithm else None
         trainer = ranks.trainer(model, reference, optimizer, each, **algorithm)
         metrics = ranks.updates(trainer, num_problems=num_problems, num_samples=num_samples)
         results.append((weights(model), metrics))
@@ -155,6 +162,7 @@ def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
     results["published"] = published(ranks)
     results["loaded"] = loaded(ranks, folder)
     results["resumed"] = resumed(ranks)
+    results["refused"] = refused(ranks)
     torch.save(results, folder / f"rank{rank}.pt")
     dist.barrier()
     os._exit(0)
@@ -244,6 +252,20 @@ def resumed(ranks: Ranks) -> float:
     return apart(weights(other), weights(model))
 
 
+def refused(ranks: Ranks) -> tuple[str, bool, bool]:
+    """An update that is not finite: its message, whether the weights are as before, whether gradients are left."""
+    source = ranks.model(UNTIED)
+    with torch.no_grad():
+        source.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
+    model = ranks.cut(source)
+    try:
+        ranks.updates(ranks.trainer(model, None, FREE, each=True), range(4, 5))
+    except NonFiniteUpdate as error:
+        same = all(torch.equal(tensor, source.state_dict()[name]) for name, tensor in weights(model).items())
+        return str(error), same, any(p.grad is not None for p in model.parameters())
+    return "", False, False
+
+
 @pytest.fixture(scope="module", params=[1, 2])
 def ranks_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     num_ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
@@ -251,7 +273,7 @@ def ranks_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
     command = [sys.executable, __file__]
     ranks = [subprocess.Popen([*command, str(rank), str(num_ranks), str(folder)], env=environment) for rank in range(num_ranks)]
     try:
-        assert [process.wait(timeout=240) for process in ranks] == [0] * num_ranks
+        assert [process.wait(timeout=280) for process in ranks] == [0] * num_ranks
     finally:
         for process in ranks:
             process.kill()
@@ -314,8 +336,15 @@ def test_a_rank_reads_its_slices_of_a_checkpoint_and_no_more(ranks_results: list
         assert found["read"] == found["local"] == pytest.approx(found["all"] / len(ranks_results), rel=0.02)
 
 
-def test_an_update_goes_on_from_whole_tensors_that_are_cut_again(ranks_results: list[dict[str, Any]]) -> None:
+def test_an_update_goes_on_from_whole_tensors_that_are_cut_again_and_from_slices(ranks_results: list[dict[str, Any]]) -> None:
     assert [results["resumed"] for results in ranks_results] == [0] * len(ranks_results)
+
+
+def test_an_update_that_is_not_finite_is_refused_on_all_ranks_and_spoils_no_slice(ranks_results: list[dict[str, Any]]) -> None:
+    for results in ranks_results:
+        message, is_unchanged, has_gradients = results["refused"]
+        assert "step 5: loss nan" in message
+        assert (is_unchanged, has_gradients) == (True, False)
 
 
 # ── without ranks ────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -18,15 +18,8 @@ from tlt.models.hf_weights import content_hash, load_tensors
 pytestmark = pytest.mark.slow
 
 SHORT = ("--run.num_steps", "3")
-UNCLIPPED = (
-    *SHORT,
-    "--optimizer.clip_grad_norm",
-    "1e9",
-    "--algorithm.minibatches",
-    "2",
-    "--algorithm.tokens_per_micro_batch",
-    "128",
-)
+MINIBATCHES = ("--algorithm.minibatches", "2", "--algorithm.tokens_per_micro_batch", "128")
+UNCLIPPED = (*SHORT, *MINIBATCHES, "--optimizer.clip_grad_norm", "1e9")
 SHARDED = ("--parallel.policy", "fsdp")
 ONCE = (*SHARDED, "--parallel.reduce_each_micro_batch", "false")
 KL = ("--algorithm.kl_coefficient", "0.1")
