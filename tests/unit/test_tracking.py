@@ -17,7 +17,7 @@ from tlt.config.load import load_config
 from tlt.report import trackers
 from tlt.report.metrics import NAN, StepRecord
 from tlt.report.trackers import Library, TrackedRun, WandbTracker, check_trackers
-from tlt.report.tracking import Patience, Tracking, run_id, step_values, track
+from tlt.report.tracking import Patience, Tracking, keep_run_id, run_id, step_values, track
 from tlt.types import UserError
 
 FAKES = """
@@ -364,3 +364,11 @@ def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, str(folder / "home"))
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
+
+
+def test_a_run_keeps_the_id_that_its_checkpoint_knows_and_refuses_another(tmp_path: Path) -> None:
+    keep_run_id(tmp_path, "12ab34cd")
+    assert run_id(tmp_path) == "12ab34cd"
+    keep_run_id(tmp_path, "12ab34cd")
+    with pytest.raises(UserError, match=r"is run 12ab34cd by its tracking.json, but its checkpoint is of run ffff;"):
+        keep_run_id(tmp_path, "ffff")

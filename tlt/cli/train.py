@@ -33,7 +33,7 @@ class Train(WithOverrides):
 
     A continued run: tlt train --resume DIR [--run.num_steps N]
 
-    Either, for schedulers that repeat a command: tlt train CONFIG --resume auto [--section.key VALUE ...]
+    Either of the two, for schedulers: tlt train CONFIG --resume auto
 
     Every key of the configuration is listed below; `none` unsets an optional one.
     """

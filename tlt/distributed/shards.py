@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -72,8 +73,15 @@ class StoredTensor:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the pieces cover the tensor."""
-        return sum(_volume(shape) for _, _, shape in self.pieces) == _volume(self.shape)
+        """Whether the pieces lie within the tensor, and are as large as it is."""
+        return all(self._holds(offset, shape) for _, offset, shape in self.pieces) and (
+            sum(math.prod(shape) for _, _, shape in self.pieces) == math.prod(self.shape)
+        )
+
+    def _holds(self, offset: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        if not len(offset) == len(shape) == len(self.shape):
+            return False
+        return all(0 <= start < start + size <= whole for start, size, whole in zip(offset, shape, self.shape, strict=True))
 
 
 # ── who writes what ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -136,10 +144,6 @@ def is_first_copy(tensor: DTensor) -> bool:
 
 def _num_rows(tensor: Tensor) -> int:
     return tensor.shape[0] if tensor.dim() else 1
-
-
-def _volume(shape: Sequence[int]) -> int:
-    return int(torch.Size(shape).numel())
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -52,8 +52,8 @@ class Waiting:
 
 
 def connect_waiting(world: World, patience: float = PATIENCE_SECONDS) -> Waiting:
-    """Returns a process's way to wait, on a connection of its own where there are several."""
-    store: Store = world.store if world.group is None else world.store.clone()  # type: ignore[attr-defined]  # not in stubs
+    """Returns a process's way to wait, on a connection of its own."""
+    store: Store = world.store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
     return Waiting(store, patience)
 
 
@@ -62,7 +62,7 @@ def lead(world: World, name: str, work: Callable[[], None]) -> None:
 
     name: of this work, which no other work of these ranks has.
     """
-    if world.group is None:
+    if world.world_size == 1:
         work()
         return
     waiting, key = connect_waiting(world), f"lead/{name}"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tlt.cli.train import resolve_config
+from tlt.cli.options import parse_options
+from tlt.cli.train import Train, is_checkpoint, resolve_config
 from tlt.types import UserError
 
 
@@ -45,3 +46,36 @@ def test_a_resumed_run_keeps_the_number_of_steps_by_which_its_learning_rate_ends
     with pytest.raises(UserError, match=rf"num_steps is 500 .* has 100, .*schedule is {schedule}"):
         resolve_config(None, ["--run.num_steps", "500"], resume=Path("out"))
     assert resolve_config(None, [], resume=Path("out")).run.num_steps == 100
+
+
+@pytest.mark.usefixtures("here")
+def test_one_command_begins_a_run_and_goes_on_with_it(model: Path) -> None:
+    path = write_run(model)
+    begun = resolve_config(path, ["--run.seed", "4"], resume="auto")
+    assert begun == resolve_config(path, ["--run.seed", "4"], resume=None)
+    Path("out").mkdir()
+    Path("out/config.json").write_text(begun.to_json())
+    assert resolve_config(path, ["--run.seed", "5"], resume="auto").run.seed == 5, (
+        "nothing has begun: the mistake may be mended"
+    )
+    Path("out/metrics.jsonl").write_text("{}\n")
+    assert resolve_config(path, ["--run.seed", "4"], resume="auto") == begun
+    machine = ["--run.seed", "4", "--run.num_ranks", "1", "--run.keep_checkpoints", "5"]
+    assert resolve_config(path, machine, resume="auto").run.keep_checkpoints == 5
+    with pytest.raises(UserError, match=r"run\.seed is 0 but the run in .*out has 4"):
+        resolve_config(path, [], resume="auto")
+    with pytest.raises(UserError, match="no configuration given"):
+        resolve_config(None, [], resume="auto")
+
+
+@pytest.mark.usefixtures("here")
+def test_a_checkpoint_names_the_run_that_it_is_of(model: Path) -> None:
+    path = write_run(model)
+    config = resolve_config(path, [], resume=None)
+    Path("out").mkdir()
+    Path("out/config.json").write_text(config.to_json())
+    assert resolve_config(None, [], resume=Path("out/checkpoints/step-00000010")) == config
+    options = parse_options("train", Train, ["--resume", "auto"])
+    assert options.resume == "auto"
+    assert not is_checkpoint(options.resume)
+    assert parse_options("train", Train, ["--resume", "./auto"]).resume == Path("auto"), "a folder of that name"
