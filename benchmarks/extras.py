@@ -63,6 +63,16 @@ trainer = GRPOTrainer(
 trainer.train()
 assert any("tlt/draft_acceptance_rate" in entry for entry in trainer.state.log_history), trainer.state.log_history
 """
+RAY = """
+import os, subprocess, sys
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args=dict(num_cpus=2, object_store_memory=80 * 2**20))
+words = ["tlt", "train", "countdown", *sys.argv[1:], "--run.launcher", "ray"]
+code = subprocess.run(words, env={**os.environ, "RAY_ADDRESS": cluster.address}).returncode
+cluster.shutdown()
+sys.exit(code)
+"""
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,7 @@ USES: dict[str, Use] = {
         {},
         ["responses.jsonl"],
     ),
+    "ray": Use([f"python on_ray.py {STEP}"], {"on_ray.py": RAY}),
     "trl": Use(["python with_trl.py"], {"with_trl.py": TRL}, []),
 }
 """Extra → how it is used; "" is the wheel without any. Every folder also holds `copy`, what `tlt init countdown` gives."""

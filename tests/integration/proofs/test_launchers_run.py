@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -59,18 +59,26 @@ def undisturbed(workspace: Path) -> Path:
     return train(workspace, "undisturbed", *STEPS)
 
 
-def start(words: list[str], environment: dict[str, str], said: Path) -> subprocess.Popen[str]:
+@contextmanager
+def started(words: list[str], environment: dict[str, str], said: Path) -> Iterator[subprocess.Popen[str]]:
+    """Starts a command, and ends it with all it has started, whatever becomes of the test."""
     with said.open("a") as file:
-        return subprocess.Popen(
-            words, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+        given = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(words, env=environment, text=True, **given)
+    try:
+        yield process
+    finally:
+        for one in descendants(process.pid) if process.poll() is None else []:
+            with suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        process.wait()
 
 
 def words_of(workspace: Path, name: str) -> list[str]:
     return ["-m", "tlt", "train", str(workspace / "run.toml"), "--run.out_dir", str(workspace / name), *STEPS]
 
 
-def wait_for_steps(out_dir: Path, num: int, process: subprocess.Popen[str], seconds: float = 300.0) -> None:
+def wait_for_steps(out_dir: Path, num: int, process: subprocess.Popen[str], seconds: float = 600.0) -> None:
     """Waits until the run has written so many steps, or ends before."""
     metrics, deadline = out_dir / "metrics.jsonl", time.monotonic() + seconds
     while not (metrics.exists() and metrics.read_text().count("\n") >= num):
@@ -123,10 +131,10 @@ def test_torchrun_starts_all_ranks_again_and_the_run_goes_on(workspace: Path, un
     out_dir, said = workspace / "torchrun", workspace / "torchrun.txt"
     _, environment = command(workspace)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
-    process = start([*torchrun, *words_of(workspace, "torchrun")], environment, said)
-    wait_for_steps(out_dir, 2, process)
-    os.kill(rank_process(process.pid, 1), signal.SIGKILL)
-    check(out_dir, undisturbed, process.wait(400), said.read_text())
+    with started([*torchrun, *words_of(workspace, "torchrun")], environment, said) as process:
+        wait_for_steps(out_dir, 2, process)
+        os.kill(rank_process(process.pid, 1), signal.SIGKILL)
+        check(out_dir, undisturbed, process.wait(400), said.read_text())
     assert said.read_text().count("resumed after") == 1, said.read_text()
 
 
@@ -154,10 +162,11 @@ def test_the_slurm_script_starts_the_ranks_and_again_after_a_death(workspace: Pa
     paths = os.pathsep.join([str(folder), str(Path(sys.executable).parent), environment["PATH"]])
     slurm = {"SLURM_NTASKS": "2", "SLURM_NODELIST": "localhost", "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_ID": str(free_port())}
     environment |= {"PATH": paths, "STAND_IN": str(folder), **slurm}
-    process = start(["bash", str(ROOT / "examples/cluster/train.sbatch"), *words_of(workspace, "slurm")[3:]], environment, said)
-    wait_for_steps(out_dir, 2, process)
-    os.kill(int((folder / "tasks0").read_text().split()[1]), signal.SIGKILL)
-    check(out_dir, undisturbed, process.wait(400), said.read_text())
+    words = ["bash", str(ROOT / "examples/cluster/train.sbatch"), *words_of(workspace, "slurm")[3:]]
+    with started(words, environment, said) as process:
+        wait_for_steps(out_dir, 2, process)
+        os.kill(int((folder / "tasks0").read_text().split()[1]), signal.SIGKILL)
+        check(out_dir, undisturbed, process.wait(400), said.read_text())
     assert "train.sbatch: the ranks ended with 137; attempt 1 of 4" in said.read_text()
     assert (folder / "tasks1").exists()
 
@@ -213,7 +222,7 @@ def test_two_hosts_end_with_the_policy_of_one(workspace: Path, undisturbed: Path
     out_dir = workspace / "hosts"
     _, environment = command(workspace)
     try:
-        with two_hosts() as names:
+        with two_hosts() as names, ExitStack() as stack:
             processes = []
             for rank, name in enumerate(names):
                 end = f"v{'ab'[rank]}{os.getpid() % 100000}"
@@ -222,14 +231,14 @@ def test_two_hosts_end_with_the_policy_of_one(workspace: Path, undisturbed: Path
                 torchrun += ["--master-port", "29511", "--max-restarts", "2", *words_of(workspace, "hosts")]
                 clock = other_start_of_the_clock() if rank else []
                 words = ["ip", "netns", "exec", name, *clock, *torchrun]
-                processes.append(start(words, {**environment, "GLOO_SOCKET_IFNAME": end}, workspace / f"host{rank}.txt"))
+                said, cable = workspace / f"host{rank}.txt", {"GLOO_SOCKET_IFNAME": end}
+                processes.append(stack.enter_context(started(words, {**environment, **cable}, said)))
             wait_for_steps(out_dir, 2, processes[0])
             os.kill(rank_process(processes[1].pid, 1), signal.SIGKILL)
             codes = [process.wait(400) for process in processes]
     except (PermissionError, FileNotFoundError) as error:
         pytest.skip(f"network namespaces cannot be made here: {error}")
-    said = "".join((workspace / f"host{rank}.txt").read_text() for rank in range(2))
-    check(out_dir, undisturbed, max(codes), said)
+    check(out_dir, undisturbed, max(codes), "".join((workspace / f"host{rank}.txt").read_text() for rank in range(2)))
     for record in records(out_dir):
         assert 0 <= record["idle_seconds"] < 2 * record["rollout_seconds"] < 1000
 
@@ -260,13 +269,13 @@ def test_on_ray_an_actor_that_is_killed_costs_time_and_changes_nothing(
     _, environment = command(workspace)
     environment |= {"RAY_ADDRESS": ray_cluster, "PYTHONPATH": os.environ["PYTHONPATH"]}
     words = [sys.executable, *words_of(workspace, "ray"), "--run.launcher", "ray"]
-    process = start(words, environment, said)
-    wait_for_steps(out_dir, 2, process)
-    lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in descendants(os.getpid())}
-    actors = [pid for pid, line in lines.items() if line.exists() and line.read_bytes().startswith(b"ray::RankActor")]
-    assert len(actors) == 2, "one for each rank"
-    os.kill(max(actors), signal.SIGKILL)
-    check(out_dir, undisturbed, process.wait(400), said.read_text())
+    with started(words, environment, said) as process:
+        wait_for_steps(out_dir, 2, process)
+        lines = {pid: Path(f"/proc/{pid}/cmdline") for pid in descendants(os.getpid())}
+        actors = [pid for pid, line in lines.items() if line.exists() and line.read_bytes().startswith(b"ray::RankActor")]
+        assert len(actors) == 2, "one for each rank"
+        os.kill(max(actors), signal.SIGKILL)
+        check(out_dir, undisturbed, process.wait(400), said.read_text())
     (line,) = (line for line in said.read_text().splitlines() if "restart 1 of 3" in line)
     assert "ended without a word: killed on" in line
     assert f"from {out_dir}" in line
