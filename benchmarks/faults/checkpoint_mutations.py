@@ -6,7 +6,7 @@
                                                                                └ else                              a failure
     where it was detected: the user chooses step 10 ─▶ the same three questions
 
-    python -m benchmarks.faults.checkpoint_mutations --out benchmarks/results/checkpoint-mutations.json [--num 1000] [--seed 0]
+    python -m benchmarks.faults.checkpoint_mutations --out benchmarks/results/checkpoint-mutations.json --num 2000 --seed 7
 
 A forged manifest is one whose digest was brought up to date with the edit. What the manifest alone says, the counters, the
 run's id and the package's version, is left out of that: only a secret key could protect it.
