@@ -105,6 +105,22 @@ def test_the_next_commands_make_problems_and_answer_them_with_the_drafter_where_
     assert "drafter" not in next_commands(make_config(tmp_path), {"policy": Path("run/policy")})[1]
 
 
+def test_the_next_commands_ask_in_chat_where_the_run_did(tmp_path: Path) -> None:
+    words = [
+        "--task.chat",
+        "true",
+        "--task.system_prompt",
+        "Be brief.",
+        "--model.chat_template_kwargs.enable_thinking",
+        "false",
+    ]
+    _, generate = next_commands(load_config(RECIPE / "quickstart.toml", words), {"policy": Path("run/policy")})
+    said = shlex.split(generate)
+    assert said[said.index("--chat") + 1] == "true"
+    assert said[said.index("--system-prompt") + 1] == "Be brief."
+    assert json.loads(said[said.index("--chat-template-kwargs") + 1]) == {"enable_thinking": False}
+
+
 def test_the_next_commands_name_the_data_that_the_held_out_problems_were_read_from(tmp_path: Path) -> None:
     (tmp_path / "test.jsonl").write_text("{}\n")
     words = ["--evaluation.data", str(tmp_path / "test.jsonl"), "--evaluation.columns", '{prompt = "a b"}']

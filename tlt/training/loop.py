@@ -15,7 +15,7 @@ import shlex
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tlt.config.schema import Config
 from tlt.distributed.waiting import lead
@@ -148,20 +148,28 @@ def write_products(run: Run) -> None:
 def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
     """Returns commands that use what the run has made: held-out problems of its task, and the policy's responses to them."""
     source = data_source(config, "test") or (data_source(config, "train") if config.task.name == "data" else None)
-    task = f"tlt task {shlex.quote(config.task.name)} --num 8 --out problems.jsonl"
     if source is not None:
         name = near(source.name) if source.name.exists() else str(source.name)
         given = {"data": name, "subset": source.subset, "split": source.split, "columns": dict(source.columns)}
     else:
         given = {"split": "test", "options": config.task.options}
-    for option, value in given.items():
-        if value:
-            task += f" --{option} {shlex.quote(value if isinstance(value, str) else json.dumps(value))}"
-    policy = shlex.quote(near(products["policy"]))
-    generate = f"tlt generate {policy} --prompts problems.jsonl --out responses.jsonl --max-tokens {config.sampling.max_tokens}"
+    task = f"tlt task {shlex.quote(config.task.name)} --num 8 --out problems.jsonl{_options(given)}"
+    asked = {
+        "max-tokens": str(config.sampling.max_tokens),
+        "chat": "true" if config.task.chat else None,
+        "system-prompt": config.task.system_prompt,
+        "chat-template-kwargs": config.model.chat_template_kwargs,
+    }
     if "drafter" in products:
-        generate += f" --speculation adaptive --drafter {shlex.quote(near(products['drafter']))}"
-    return [task, generate]
+        asked |= {"speculation": "adaptive", "drafter": near(products["drafter"])}
+    policy = shlex.quote(near(products["policy"]))
+    return [task, f"tlt generate {policy} --prompts problems.jsonl --out responses.jsonl{_options(asked)}"]
+
+
+def _options(given: Mapping[str, Any]) -> str:
+    """Returns options as one types them; those without a value are left out."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in given.items() if value}
+    return "".join(f" --{name} {shlex.quote(text)}" for name, text in texts.items())
 
 
 def stop_early(run: Run, where: str) -> None:
