@@ -199,7 +199,7 @@ def _truncates(config: Config) -> bool:
 
 def _idle(s: Subject) -> Iterator[Part]:
     """The drafter's training (drafter/trainer.py): float32, all unrolled steps in one backward pass."""
-    if s.drafter is None or not s.trains_drafter:
+    if s.drafter is None or not s.trains_drafter or s.place.num_ranks == 1:  # a rank alone is never idle
         return
     settings, c = s.config.drafter, s.drafter.layer
     preset = PRESETS[settings.preset or DEFAULT_PRESET[s.drafter.method]]

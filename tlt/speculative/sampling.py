@@ -11,7 +11,6 @@ This file knows logits and keys; it knows no model and no tree.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import torch
@@ -97,10 +96,9 @@ class BatchParams:
 
     def rows(self, first: int, end: int) -> BatchParams:
         """Returns those of the sequences first .. end - 1."""
-        part = copy.copy(self)
+        part = object.__new__(BatchParams)
         for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(part, name, value[first:end])
+            setattr(part, name, value[first:end] if isinstance(value, Tensor) else value)
         return part
 
     def scale(self, logits_BNV: Tensor) -> Tensor:
