@@ -24,16 +24,17 @@ import torch
 from benchmarks.growth import child, endless_copy
 from tlt.bench.report import environment, number, provenance, table, write_report
 from tlt.cli.plan import PlanMemory, read_run
+from tlt.config.load import load_config
 from tlt.drafter.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import save_model
 from tlt.recipes import find_recipe
+from tlt.training.problems import load_problems
 
 GIB = 2**30
 TOLERANCE = 0.15
-PROMPT_TOKENS = 80
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,9 @@ def run_shape(shape: Shape, measured: float | None = None) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         overrides = words(shape, folder)
-        options = PlanMemory(config=find_recipe("math"), overrides=tuple(overrides), prompt_tokens=PROMPT_TOKENS)
+        problems = load_problems(load_config(find_recipe("math"), overrides), "train")
+        longest = max(len(problem.prompt_ids) for problem in problems)
+        options = PlanMemory(config=find_recipe("math"), overrides=tuple(overrides), prompt_tokens=longest)
         plan = read_run(options).plan()
         phase, planned = plan.peak
         measured = measure(shape, overrides) if measured is None else measured

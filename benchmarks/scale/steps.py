@@ -24,7 +24,8 @@ from tlt.bench.report import environment, number, provenance, table, write_repor
 
 LIMIT_MIB = 16.0
 KEYS = {
-    "run.num_ranks": 1, "run.time_limit_minutes": "none", "run.checkpoint_every": 25, "run.device": "cpu", "evaluation.num_problems": 0, "task.num_problems": 256,
+    "run.num_ranks": 1, "run.time_limit_minutes": "none", "run.checkpoint_every": 25, "run.device": "cpu",
+    "evaluation.num_problems": 0, "task.num_problems": 256,
     "rollout.problems_per_step": 2, "rollout.samples_per_problem": 4, "sampling.max_tokens": 96,
     "drafter.ngram_tokens": 4000, "drafter.buffer_mib": 8, "rewards.num_workers": 0,
 }  # fmt: skip
