@@ -157,7 +157,7 @@ def main() -> None:
     known = json.loads(options.out.with_suffix(".json").read_text())["runs"] if options.replan else []
     before = {run["shape"]: run["measured_gib"] for run in known}
     report: dict[str, Any] = {
-        "command": f"python -m benchmarks.scale.memory --out {options.out}",
+        "command": f"python -m benchmarks.scale.memory{' --replan' if options.replan else ''} --out {options.out}",
         "environment": environment(),
         "runs": [],
     }
