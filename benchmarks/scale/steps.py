@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     options = parser.parse_args()
     command = f"python -m benchmarks.scale.steps --steps {options.steps} --config {options.config} --out {options.out}"
-    report = {"command": command, "environment": environment(), "run": measure(options.steps, options.config)}
+    report: dict[str, Any] = {"command": command, "environment": environment(), "run": measure(options.steps, options.config)}
     write_report(options.out, report, to_markdown(report))
     print(json.dumps({key: value for key, value in report["run"].items() if key != "by_step"}))
     if report["run"]["growth_mib"] > LIMIT_MIB:
