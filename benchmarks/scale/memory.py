@@ -24,16 +24,17 @@ import torch
 from benchmarks.growth import child, endless_copy
 from tlt.bench.report import environment, number, provenance, table, write_report
 from tlt.cli.plan import PlanMemory, read_run
+from tlt.config.load import load_config
 from tlt.drafter.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import save_model
 from tlt.recipes import find_recipe
+from tlt.training.problems import load_problems
 
 GIB = 2**30
 TOLERANCE = 0.15
-PROMPT_TOKENS = 80
 
 
 @dataclass(frozen=True)
@@ -102,20 +103,27 @@ def words(shape: Shape, folder: Path) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key}", str(value).lower() if value is True else str(value))]
 
 
-def run_shape(shape: Shape) -> dict[str, Any]:
-    """Returns what was planned for a shape and what its rank took, in GiB."""
+def measure(shape: Shape, overrides: list[str]) -> float:
+    """Returns the largest resident set of a rank that trains so, in GiB."""
+    command = [sys.executable, "-m", "benchmarks.scale.memory", "--child", "tlt", "train", "math", *overrides]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{shape.name}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return int(done.stdout.split()[-1]) / 1024
+
+
+def run_shape(shape: Shape, measured: float | None = None) -> dict[str, Any]:
+    """Returns what was planned for a shape and what its rank took, in GiB. measured: by an earlier run; None: it is run."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         overrides = words(shape, folder)
-        options = PlanMemory(config=find_recipe("math"), overrides=tuple(overrides), prompt_tokens=PROMPT_TOKENS)
+        problems = load_problems(load_config(find_recipe("math"), overrides), "train")
+        longest = max(len(problem.prompt_ids) for problem in problems)
+        options = PlanMemory(config=find_recipe("math"), overrides=tuple(overrides), prompt_tokens=longest)
         plan = read_run(options).plan()
         phase, planned = plan.peak
-        command = [sys.executable, "-m", "benchmarks.scale.memory", "--child", "tlt", "train", "math", *overrides]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-        if done.returncode:
-            sys.exit(f"{shape.name}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
-    measured = int(done.stdout.split()[-1]) / 1024
+        measured = measure(shape, overrides) if measured is None else measured
     parts = {part.name: part.num_bytes / GIB for part in plan.parts if not part.phases or phase in part.phases}
     return {
         "shape": shape.name,
@@ -143,16 +151,19 @@ def main() -> None:
         prog="python -m benchmarks.scale.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES), help="which, by the first word")
+    parser.add_argument("--replan", action="store_true", help="plans anew, and takes what was measured from OUT.json")
     parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     options = parser.parse_args()
+    known = json.loads(options.out.with_suffix(".json").read_text())["runs"] if options.replan else []
+    before = {run["shape"]: run["measured_gib"] for run in known}
     report: dict[str, Any] = {
-        "command": f"python -m benchmarks.scale.memory --out {options.out}",
+        "command": f"python -m benchmarks.scale.memory{' --replan' if options.replan else ''} --out {options.out}",
         "environment": environment(),
         "runs": [],
     }
     for shape in SHAPES:
         if shape.name.split(",")[0] in options.shapes:
-            report["runs"].append(run_shape(shape))
+            report["runs"].append(run_shape(shape, before.get(shape.name)))
             print(json.dumps(report["runs"][-1]), flush=True)
             write_report(options.out, report, to_markdown(report))
     if any(abs(run["ratio"] - 1) > TOLERANCE for run in report["runs"]):

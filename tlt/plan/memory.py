@@ -161,25 +161,23 @@ def _caches(s: Subject, standing: int) -> tuple[Part, int]:
 
 
 def _rollout(s: Subject, caches: int) -> Iterator[Part]:
+    """What is kept beside the caches, and the most that is taken for a moment: one of these at a time."""
     c, size = s.model, s.engine_dtype.itemsize
-    yield Part("caches growing", min(GROUP_BYTES, caches // 2), ("rollout",), "a group of layers stands twice for a moment")
-    tokens = min(PREFILL_TOKENS, max(s.longest, s.num_slots * s.place.longest_prompt))
-    width = 4 * c.intermediate_size + 3 * c.hidden_size + (c.num_qkv + c.num_heads) * c.head_dim + captured_size(s)
-    reading = tokens * width * size
-    rows = s.num_slots + max((min(s.num_slots, 8) * arm.budget for arm in _arms(s)), default=0)
-    values, bytes_each = rows * c.vocab_size, 60 if _truncates(s.config) else 12
-    sampling = values * (size + 4) + min(values, VALUES_PER_PART) * bytes_each
-    yield Part(
-        "a forward", max(reading, sampling), ("rollout",), f"{tokens} tokens read at once, or {rows} rows of logits sampled"
-    )
+    refill = 0
     if s.config.sampling.temperature > 0:
         depth = Strategy.MAX_DEPTH if s.config.rollout.speculation != "off" else 0
         blocks = NoiseBlocks(c.vocab_size, s.num_slots, depth, META)
         kept = blocks.max_blocks * blocks.width * c.vocab_size * 4
         refill = min(REFILL_BYTES, 28 * s.num_slots * blocks.width * c.vocab_size)
-        yield Part(
-            "noise", min(kept, KEPT_BYTES) + refill, ("rollout",), f"{blocks.max_blocks} blocks of {blocks.width} positions"
-        )
+        yield Part("noise", min(kept, KEPT_BYTES), ("rollout",), f"{blocks.max_blocks} blocks of {blocks.width} positions")
+    tokens = min(PREFILL_TOKENS, max(s.longest, s.num_slots * s.place.longest_prompt))
+    width = 4 * c.intermediate_size + 3 * c.hidden_size + (c.num_qkv + c.num_heads) * c.head_dim + captured_size(s)
+    rows = s.num_slots + max((min(s.num_slots, 8) * arm.budget for arm in _arms(s)), default=0)
+    values, bytes_each = rows * c.vocab_size, 60 if _truncates(s.config) else 12
+    sampling = values * (size + 4) + min(values, VALUES_PER_PART) * bytes_each
+    growing = min(GROUP_BYTES, caches // 2)
+    how = f"{tokens} tokens read, or {rows} rows of logits sampled, or a group of layers grown, or noise made"
+    yield Part("a step", max(tokens * width * size, sampling, growing, refill), ("rollout",), how)
 
 
 def _arms(s: Subject) -> tuple[Strategy, ...]:
@@ -199,7 +197,7 @@ def _truncates(config: Config) -> bool:
 
 def _idle(s: Subject) -> Iterator[Part]:
     """The drafter's training (drafter/trainer.py): float32, all unrolled steps in one backward pass."""
-    if s.drafter is None or not s.trains_drafter:
+    if s.drafter is None or not s.trains_drafter or s.place.num_ranks == 1:  # a rank alone is never idle
         return
     settings, c = s.config.drafter, s.drafter.layer
     preset = PRESETS[settings.preset or DEFAULT_PRESET[s.drafter.method]]
