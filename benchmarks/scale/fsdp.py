@@ -240,15 +240,14 @@ def markdown(report: Mapping[str, Any]) -> str:
         ]
         for row in report["runs"]
     ]
-    lines = [
-        "# The sharded update against the replicated one",
-        *provenance(report),
-        f"## {report['num_updates']} updates of the Countdown model, float64",
-        table(["ranks", "sharded update", "equal tensors", "weights", "losses", "norms (relative)", "MB a rank"], updates),
-        "Weights, losses and norms: largest difference. MB: weights and both moments, replicated → sharded.",
-        "## Whole runs, each against the replicated run on as many ranks (the last: on two)",
-        table(["sharded run", "steps", "same tokens and rewards", "losses", "equal tensors", "weights"], runs),
-    ]
+    lines = ["# The sharded update against the replicated one", *provenance(report)]
+    if updates:
+        columns = ["ranks", "sharded update", "equal tensors", "weights", "losses", "norms (relative)", "MB a rank"]
+        lines += [f"## {report['num_updates']} updates of the Countdown model, float64", table(columns, updates)]
+        lines += ["Weights, losses and norms: largest difference. MB: weights and both moments, replicated → sharded."]
+    if runs:
+        columns = ["sharded run", "steps", "same tokens and rewards", "losses", "equal tensors", "weights"]
+        lines += ["## Whole runs, each against the replicated run on as many ranks (the last: on two)", table(columns, runs)]
     return "\n\n".join(lines) + "\n"
 
 
@@ -256,13 +255,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="results are written to OUT.json and OUT.md")
     parser.add_argument("--updates", type=int, default=5, help="updates of each variant")
+    parser.add_argument("--parts", default="updates,runs", help="what to measure")
     options = parser.parse_args()
+    parts = options.parts.split(",")
     with tempfile.TemporaryDirectory(prefix="fsdp-") as scratch:
         folder = Path(scratch)
-        updates = [row for num_ranks in (1, 2) for row in measure_updates(num_ranks, options.updates, folder)]
-        runs = measure_runs(folder)
+        numbers = (1, 2) if "updates" in parts else ()
+        updates = [row for num_ranks in numbers for row in measure_updates(num_ranks, options.updates, folder)]
+        runs = measure_runs(folder) if "runs" in parts else []
     report = {
-        "command": f"python -m benchmarks.scale.fsdp --updates {options.updates}",
+        "command": f"python -m benchmarks.scale.fsdp --updates {options.updates} --parts {options.parts}",
         "environment": environment(),
         "num_updates": options.updates,
         "updates": updates,
