@@ -230,8 +230,8 @@ def read_into(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor],
     must have been compared, and the files' digests. Files are read, not mapped: one that is removed later leaves the disk."""
     wanted: dict[str, list[tuple[str, Box]]] = {}
     for name in tensors:
-        for file, offset, shape in stored[name].pieces:
-            wanted.setdefault(file, []).append((name, (offset, shape)))
+        for file_name, offset, shape in stored[name].pieces:
+            wanted.setdefault(file_name, []).append((name, (offset, shape)))
     locals_of = {name: local_box(tensor) for name, tensor in tensors.items()}
     for file_name, pieces in wanted.items():
         with (folder / file_name).open("rb") as file:
