@@ -18,10 +18,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # as torch's own checkpoints do
@@ -198,7 +197,7 @@ def read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for path in files:
         with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+            header, _ = _read_header(file)
         pieces = json.loads(header.pop("__metadata__")["pieces"])
         for name, described in header.items():
             whole, offset = pieces[name]
@@ -206,6 +205,12 @@ def read_headers(files: Sequence[Path]) -> dict[str, StoredTensor]:
             before = found[name].pieces if name in found else ()
             found[name] = StoredTensor(described["dtype"], tuple(whole), (*before, piece))
     return found
+
+
+def _read_header(file: BinaryIO) -> tuple[dict[str, Any], int]:
+    """Returns the header of a safetensors file, and the byte at which its values begin."""
+    length = int.from_bytes(file.read(8), "little")
+    return json.loads(file.read(length)), 8 + length
 
 
 # ── reading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -221,21 +226,33 @@ def files_for(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor])
 
 @torch.no_grad()
 def read_into(tensors: Mapping[str, Tensor], stored: Mapping[str, StoredTensor], folder: Path) -> None:
-    """Copies what this process has of each tensor out of the files, in place. Their names, shapes and types must have been
-    compared, and the files' digests."""
+    """Copies what this process has of each tensor out of the files, in place, a piece at a time. Their names, shapes and types
+    must have been compared, and the files' digests. Files are read, not mapped: one that is removed later leaves the disk."""
     wanted: dict[str, list[tuple[str, Box]]] = {}
     for name in tensors:
-        for file, offset, shape in stored[name].pieces:
-            wanted.setdefault(file, []).append((name, (offset, shape)))
+        for file_name, offset, shape in stored[name].pieces:
+            wanted.setdefault(file_name, []).append((name, (offset, shape)))
     locals_of = {name: local_box(tensor) for name, tensor in tensors.items()}
-    for file, pieces in wanted.items():
-        with safe_open(folder / file, framework="pt") as opened:
+    for file_name, pieces in wanted.items():
+        with (folder / file_name).open("rb") as file:
+            header, begin = _read_header(file)
             for name, piece in pieces:
                 local, box = locals_of[name]
                 common = common_box(box, piece)
                 if common is not None:
-                    source = opened.get_slice(name)[_window(common, piece)] if local.dim() else opened.get_tensor(name)
-                    local[_window(common, box)].copy_(source)
+                    start = begin + header[name]["data_offsets"][0]
+                    local[_window(common, box)].copy_(_read_window(file, start, local.dtype, piece, common))
+
+
+def _read_window(file: BinaryIO, start: int, dtype: torch.dtype, piece: Box, common: Box) -> Tensor:
+    """Returns a box of a piece that begins at this byte; no other rows of the piece are read."""
+    window, shape = _window(common, piece), piece[1]
+    rows = window[0] if window else slice(0, 1)
+    row_bytes = dtype.itemsize * math.prod(shape[1:])
+    file.seek(start + rows.start * row_bytes)
+    data = bytearray(file.read((rows.stop - rows.start) * row_bytes))
+    values = torch.frombuffer(data, dtype=dtype)
+    return values.view(-1, *shape[1:])[:, *window[1:]] if window else values[0]
 
 
 def common_box(a: Box, b: Box) -> Box | None:
