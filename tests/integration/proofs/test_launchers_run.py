@@ -251,7 +251,6 @@ def ray_cluster(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
     """Two Ray nodes of one CPU each, on this machine."""
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed: pip install 'tlt-rl[ray]'")
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "300")  # a busy machine; Ray reads it when it is imported
     from ray.cluster_utils import Cluster
 
     _, environment = command(workspace)
