@@ -19,7 +19,7 @@ import pytest
 
 from tests.integration.test_run import command, records, same_weights, train, what_the_law_fixes
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 ROOT = Path(__file__).parents[3]
 STEPS = ("--run.num_steps", "4", "--run.checkpoint_every", "1", "--rollout.speculation", "4x1x4")
@@ -134,7 +134,7 @@ def test_torchrun_starts_all_ranks_again_and_the_run_goes_on(workspace: Path, un
     with started([*torchrun, *words_of(workspace, "torchrun")], environment, said) as process:
         wait_for_steps(out_dir, 2, process)
         os.kill(rank_process(process.pid, 1), signal.SIGKILL)
-        check(out_dir, undisturbed, process.wait(400), said.read_text())
+        check(out_dir, undisturbed, process.wait(600), said.read_text())
     assert said.read_text().count("resumed after") == 1, said.read_text()
 
 
@@ -166,7 +166,7 @@ def test_the_slurm_script_starts_the_ranks_and_again_after_a_death(workspace: Pa
     with started(words, environment, said) as process:
         wait_for_steps(out_dir, 2, process)
         os.kill(int((folder / "tasks0").read_text().split()[1]), signal.SIGKILL)
-        check(out_dir, undisturbed, process.wait(400), said.read_text())
+        check(out_dir, undisturbed, process.wait(600), said.read_text())
     assert "train.sbatch: the ranks ended with 137; attempt 1 of 4" in said.read_text()
     assert (folder / "tasks1").exists()
 
@@ -235,7 +235,7 @@ def test_two_hosts_end_with_the_policy_of_one(workspace: Path, undisturbed: Path
                 processes.append(stack.enter_context(started(words, {**environment, **cable}, said)))
             wait_for_steps(out_dir, 2, processes[0])
             os.kill(rank_process(processes[1].pid, 1), signal.SIGKILL)
-            codes = [process.wait(400) for process in processes]
+            codes = [process.wait(600) for process in processes]
     except (PermissionError, FileNotFoundError) as error:
         pytest.skip(f"network namespaces cannot be made here: {error}")
     check(out_dir, undisturbed, max(codes), "".join((workspace / f"host{rank}.txt").read_text() for rank in range(2)))
@@ -275,7 +275,7 @@ def test_on_ray_an_actor_that_is_killed_costs_time_and_changes_nothing(
         actors = [pid for pid, line in lines.items() if line.exists() and line.read_bytes().startswith(b"ray::RankActor")]
         assert len(actors) == 2, "one for each rank"
         os.kill(max(actors), signal.SIGKILL)
-        check(out_dir, undisturbed, process.wait(400), said.read_text())
+        check(out_dir, undisturbed, process.wait(600), said.read_text())
     (line,) = (line for line in said.read_text().splitlines() if "restart 1 of 3" in line)
     assert "ended without a word: killed on" in line
     assert f"from {out_dir}" in line
