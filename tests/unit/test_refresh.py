@@ -136,7 +136,7 @@ def test_runs_side_by_side_have_mailboxes_of_their_own(monkeypatch: pytest.Monke
     monkeypatch.setattr("tlt.training.drafter_side.connect_mailbox", lambda store, name: names.append(name))
     for folder in ("a", "b"):
         settings = SimpleNamespace(refresh_during_rollout=True, refresh_seconds=1.0)
-        world: Any = SimpleNamespace(store=None, group=object())
+        world: Any = SimpleNamespace(store=None, group=object(), world_size=2)
         assert connect_refresh(settings, world, Path("runs") / folder, learned=None) is not None
     assert len(set(names)) == 2
 

@@ -294,7 +294,7 @@ def assert_same_metrics(result: dict[str, Any], tolerance: float) -> None:
 def test_sharded_weights_equal_replicated_ones_to_the_last_bit(ranks_results: list[dict[str, Any]], name: str) -> None:
     for results in ranks_results:
         assert results[name]["weights"] == 0
-        assert results[name]["moved"] > 1e-3
+        assert results[name]["moved"] > 1e-4  # without an advantage by weight decay alone
         assert_same_metrics(results[name], tolerance=0)
     assert (results[name]["metrics"][0]["grad_norm"] == 0) == (name == "no response with an advantage")
 
