@@ -98,7 +98,8 @@ USES: dict[str, Use] = {
         [f"tlt train math {STEP} --task.name reasoning-gym:chain_sum --task.options {{}} --task.num_problems 20"], {}
     ),
     "verifiers": Use(
-        [f"tlt train math {STEP} --task.name verifiers:sums --task.options {{}} --task.num_problems 20"], {"sums.py": TASKSET}
+        [f"PYTHONPATH=. tlt train math {STEP} --task.name verifiers:sums --task.options {{}} --task.num_problems 20"],
+        {"sums.py": TASKSET},
     ),
     "wandb": Use([f"tlt train countdown {STEP} --tracking.use wandb"], {}, ["run/wandb/offline-run-*/run-*.wandb"]),
     "tensorboard": Use([f"tlt train countdown {STEP} --tracking.use tensorboard"], {}, ["run/tensorboard/events.*"]),
