@@ -98,7 +98,7 @@ USES: dict[str, Use] = {
         [f"tlt train math {STEP} --task.name reasoning-gym:chain_sum --task.options {{}} --task.num_problems 20"], {}
     ),
     "verifiers": Use(
-        [f"PYTHONPATH=. tlt train math {STEP} --task.name verifiers:sums --task.options {{}} --task.num_problems 20"],
+        [f"tlt train math {STEP} --task.name verifiers:sums --task.options {{}} --task.num_problems 20"],
         {"sums.py": TASKSET},
     ),
     "wandb": Use([f"tlt train countdown {STEP} --tracking.use wandb"], {}, ["run/wandb/offline-run-*/run-*.wandb"]),
@@ -152,7 +152,7 @@ def to_markdown(report: Mapping[str, Any]) -> str:
             " · ".join(f"`{command}`" for command in USES[row["extra"]].commands).replace(f" {STEP}", " …"),
             f"{row['install_seconds']:.0f}",
             f"{row['use_seconds']:.0f}",
-            row["failure"] or "works",
+            " ".join(row["failure"].split())[:200] or "works",
         )
         for row in report["rows"]
     ]

@@ -29,13 +29,19 @@ def get_object(place: str, spec: str) -> Any:
     module_name, colon, attribute = spec.partition(":")
     if not (module_name and colon and attribute):
         raise UserError(f"{place}: is no 'package.module:object'; give one")
-    if module_name.partition(".")[0] != "tlt" and (here := str(Path.cwd())) not in sys.path:
-        sys.path.append(here)  # last: what lies here hides no installed module
+    if module_name.partition(".")[0] != "tlt":
+        see_working_directory()
     module = _import(place, module_name)
     try:
         return getattr(module, attribute)
     except AttributeError:
         raise UserError(f"{place}: {module.__file__} has no {attribute!r}; correct the name") from None
+
+
+def see_working_directory() -> None:
+    """Lets Python seek modules in the working directory, too; last, so that what lies there hides no installed module."""
+    if (here := str(Path.cwd())) not in sys.path:
+        sys.path.append(here)
 
 
 def _import(place: str, module_name: str) -> ModuleType:

@@ -1,6 +1,6 @@
 """Tasksets of verifiers (`verifiers.v1`, 0.4) as tasks: those of one turn of text, whose rewards read the conversation alone.
 
-    --task.name verifiers:my-taskset        as verifiers' own loader finds it: an installed package, or a module on PYTHONPATH
+    --task.name verifiers:my-taskset        as verifiers' own loader finds it: a package, or a module that lies here
 
 A taskset that wants more (tools, a runtime or container, set-up, judges) is refused; nothing of it is left out in silence.
 """
@@ -14,13 +14,14 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tlt.plugins import describe
+from tlt.plugins import describe, see_working_directory
 from tlt.tasks.splits import check_split, split_of
 from tlt.types import UserError
 
 
 def make_task(name: str) -> Verifiers:
     """Returns the task of the taskset called `name`. Raises UserError."""
+    see_working_directory()
     try:
         from verifiers.v1.utils.loaders import taskset_class
     except ModuleNotFoundError as error:
