@@ -17,8 +17,11 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import load_file, save_file
 
 from tlt.bench.report import environment, number, provenance, table, write_report
 from tlt.config.load import load_config
@@ -34,17 +37,32 @@ PROMPT_ROOM = 256
 """Positions left for the prompt."""
 
 
-def endless_copy(model: Path, folder: Path, window: int) -> Path:
-    """Copies a checkpoint whose responses end at their limit alone: its stop token is one that it never writes."""
+def endless_copy(model: Path, folder: Path, window: int, num_layers: int | None = None) -> Path:
+    """Copies a checkpoint whose responses end at their limit alone: its stop token is one that it never writes. num_layers: of
+    its first layers that stay; None: all."""
     shutil.copytree(model, folder)
-    for name, changes in (
-        ("config.json", {"max_position_embeddings": window}),
-        ("generation_config.json", {"eos_token_id": unused_token(folder)}),
-    ):
-        path = folder / name
-        values = json.loads(path.read_text()) if path.exists() else {}
-        path.write_text(json.dumps({**values, **changes}))
+    stop = {"eos_token_id": unused_token(folder)}
+    change_json(folder / "config.json", lambda values: {"max_position_embeddings": window})
+    change_json(folder / "generation_config.json", lambda values: stop)
+    if num_layers is not None:
+        fewer = {"num_hidden_layers": num_layers}
+        change_json(folder / "config.json", lambda v: fewer | {k: v[k][:num_layers] for k in ("layer_types",) if k in v})
+        (weights,) = folder.glob("*.safetensors")
+        kept = {name: tensor for name, tensor in load_file(weights).items() if layer_of(name) < num_layers}
+        save_file(kept, weights, metadata={"format": "pt"})
     return folder
+
+
+def change_json(path: Path, changes: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Changes values of a JSON file; one that does not exist is made."""
+    values = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**values, **changes(values)}))
+
+
+def layer_of(name: str) -> int:
+    """Returns the number of the layer that a tensor belongs to, -1 where it is none's."""
+    parts = name.split(".")
+    return int(parts[2]) if parts[1] == "layers" else -1
 
 
 def unused_token(model: Path) -> int:
@@ -53,12 +71,13 @@ def unused_token(model: Path) -> int:
     return pad
 
 
-def run_step(config: Path, arm: str, context: int, num_problems: int, folder: Path) -> dict[str, Any]:
+def run_step(options: argparse.Namespace, arm: str, context: int, folder: Path) -> dict[str, Any]:
     """Trains for one step in processes of its own and returns what it took."""
-    model = endless_copy(load_config(str(config), {}).model.path, folder / "model", context + PROMPT_ROOM)
+    config = options.config
+    model = endless_copy(load_config(str(config), {}).model.path, folder / "model", context + PROMPT_ROOM, options.layers)
     amounts = {
         "model.path": model, "run.out_dir": folder / "run", "run.num_steps": 1, "run.checkpoint_every": 0,
-        "rollout.problems_per_step": num_problems, "rollout.samples_per_problem": 2, "sampling.max_tokens": context,
+        "rollout.problems_per_step": options.problems, "rollout.samples_per_problem": 2, "sampling.max_tokens": context,
         "evaluation.num_problems": 0,
     }  # fmt: skip
     overrides = [word for key, value in amounts.items() for word in (f"--{key}", str(value))]
@@ -67,16 +86,7 @@ def run_step(config: Path, arm: str, context: int, num_problems: int, folder: Pa
     if done.returncode:
         sys.exit(f"context {context}, {arm}: exit code {done.returncode}\n{done.stderr}")
     step = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    kept = (
-        "num_responses",
-        "num_tokens",
-        "rollout_seconds",
-        "update_seconds",
-        "step_seconds",
-        "accept_length",
-        "strategy_seconds",
-    )
-    return {"context": context, "arm": arm, **{key: step[key] for key in kept}, "peak_mib": int(done.stdout.split()[-1])}
+    return {"context": context, "arm": arm, **{key: step[key] for key in KEPT}, "peak_mib": int(done.stdout.split()[-1])}
 
 
 def child(command: list[str]) -> int:
@@ -112,14 +122,15 @@ def to_markdown(report: dict[str, Any]) -> str:
 def measure(options: argparse.Namespace) -> None:
     contexts = [int(context) for context in options.contexts.split(",")]
     report: dict[str, Any] = {
-        "command": f"python -m benchmarks.growth {options.config} --contexts {options.contexts} --problems {options.problems}",
+        "command": f"python -m benchmarks.growth {options.config} --contexts {options.contexts} --problems {options.problems}"
+        + (f" --layers {options.layers}" if options.layers is not None else ""),
         "environment": environment(),
         "runs": [],
     }
     for context in contexts:
         for arm in ARMS:
             with tempfile.TemporaryDirectory() as folder:
-                report["runs"].append(run_step(options.config, arm, context, options.problems, Path(folder)))
+                report["runs"].append(run_step(options, arm, context, Path(folder)))
             print(json.dumps(report["runs"][-1]), flush=True)
             write_report(options.out, report, to_markdown(report))
 
@@ -133,6 +144,7 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="the configuration of a run")
     parser.add_argument("--contexts", default="1024,4096,16384", help="tokens of every response")
     parser.add_argument("--problems", type=int, default=2, help="problems of the step, two responses each")
+    parser.add_argument("--layers", type=int, help="take the model's first layers alone: what a layer costs stays the same")
     parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     measure(parser.parse_args())
 
