@@ -1,8 +1,8 @@
 r"""Pretrains the small model for word problems on their solutions, from nothing (`recipes/pretrain.py`).
 
-    python -m recipes.math.train_base --out /tmp/words --minutes 32 --threads 1
-    python -m recipes.math.train_base --init /tmp/words --out /tmp/some --sums 0.5 --lr 1e-3 --minutes 12 --threads 1
-    python -m recipes.math.train_base --init /tmp/some --out recipes/math/base --sums 0.6 --lr 2e-3 --minutes 14 --threads 1
+    python -m recipes.math.train_base --out words --minutes 32 --threads 1
+    python -m recipes.math.train_base --init words --out some --sums 0.5 --lr 1e-3 --minutes 12 --threads 1
+    python -m recipes.math.train_base --init some --out recipes/math/base --sums 0.6 --lr 2e-3 --minutes 14 --threads 1
 
 Documents `<|user|>Mia has 12 apples. …<|assistant|>12+7=19. 19-4=15. The answer is \boxed{15}.<|end|>` are drawn from the train
 split. A share of the solutions is terse: the answer alone, which the model gets wrong more often than after working it out. So

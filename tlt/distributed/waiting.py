@@ -74,7 +74,7 @@ def lead(world: World, name: str, work: Callable[[], None]) -> None:
     outcome = (False, "")
     try:
         work()
-    except BaseException as error:
+    except BaseException as error:  # Ctrl-C, too: the others have to hear of it
         outcome = (isinstance(error, UserError), str(error) or repr(error))
         raise
     finally:

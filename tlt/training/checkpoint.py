@@ -173,7 +173,7 @@ class CheckpointWriter:
             commit(partial, share, reports)
             remove_older(self.folder, share.step, self.keep)
             failure = ""
-        except BaseException as error:
+        except BaseException as error:  # whatever it is, the other ranks wait for its end
             failure = str(error)
             shutil.rmtree(partial, ignore_errors=True)
             raise
