@@ -1,5 +1,5 @@
-"""Seeded kills of ranks and launchers at all moments of a run: each run ends by itself, with the policy of the run never killed, in
-float64 to the last bit, and generates no response twice that stands in a journal.
+"""Seeded kills of ranks and launchers at all moments of a run: each run ends by itself, with the policy of the run never
+killed, in float64 to the last bit, and generates no response twice that stands in a journal.
 
     one run that nobody disturbs ─▶ how often each function is called
     run by run: some kills, one an attempt ─▶ the launcher starts all ranks again; where it was killed itself, this script does
@@ -41,9 +41,12 @@ from tlt.models.hf_weights import save_model
 BASE = Path(__file__).parents[2] / "recipes" / "countdown" / "base"
 TIMEOUT_SECONDS = 1800.0
 """Of a run with all its kills: one that takes longer hangs."""
+KILLS_OF_A_RUN = 8
 LEADERS = {"record", "manifest", "removing older", "products", "evaluation"}
 """Moments that rank 0 alone comes to, or does something in."""
 LAUNCHER_SHARE, ANYWHERE_SHARE = 0.1, 0.2
+EARLY = 0.1
+"""Share of a run in which an attempt is killed: with eight kills most of them come about before the run ends."""
 FIXED = ("step", "reward_mean", "solve_rate", "num_tokens", "response_tokens", "loss", "grad_norm", "entropy")
 """What the law fixes of a step's record."""
 TASK = """
@@ -59,7 +62,7 @@ TASK = Digits()
 """
 RUN = """
 [run]
-num_steps = 5
+num_steps = 12
 num_ranks = 2
 dtype = "float64"
 checkpoint_every = 2
@@ -142,22 +145,22 @@ def difference(folder: Path, whole: Path) -> str:
 
 
 def draw(rng: random.Random, calls: Sequence[Mapping[str, int]], seconds: float) -> Kill:
-    """Returns a kill at random, the same chance for every moment. calls: by rank, how often each moment comes in a whole run, of
-    which an attempt may do a part. seconds: of training in a whole run."""
+    """Returns a kill at random, the same chance for every moment, early in an attempt, which may have little left to do. calls:
+    by rank, how often each moment comes in a whole run.  seconds: of training in a whole run."""
     chance = rng.random()
     if chance < LAUNCHER_SHARE:
-        return Kill(ANYWHERE, LAUNCHER, seconds=rng.uniform(0, seconds / 2))
+        return Kill(ANYWHERE, LAUNCHER, seconds=rng.uniform(0, EARLY * seconds))
     if chance < LAUNCHER_SHARE + ANYWHERE_SHARE:
-        return Kill(ANYWHERE, rng.randrange(2), seconds=rng.uniform(0, seconds / 2))
+        return Kill(ANYWHERE, rng.randrange(2), seconds=rng.uniform(0, EARLY * seconds))
     moment = rng.choice(sorted(MOMENTS))
     rank = 0 if moment in LEADERS else rng.randrange(2)
-    return Kill(moment, rank, rng.randint(1, max(calls[rank].get(moment, 1) // 3, 1)))
+    return Kill(moment, rank, rng.randint(1, max(int(EARLY * calls[rank].get(moment, 1)), 1)))
 
 
 def measure(options: argparse.Namespace) -> int:
     rng = random.Random(options.seed)
     report: dict[str, Any] = {
-        "command": f"python -m benchmarks.faults.kills --kills {options.kills} --per-run {options.per_run} --seed {options.seed}",
+        "command": f"python -m benchmarks.faults.kills --kills {options.kills} --seed {options.seed}",
         "environment": environment(),
         "kills": [],
         "runs": [],
@@ -173,7 +176,7 @@ def measure(options: argparse.Namespace) -> int:
         calls = [json.loads((workspace / "whole" / f"calls-{rank}.json").read_text()) for rank in range(2)]
         number_of_run = 0
         while len(report["kills"]) < options.kills:
-            num = min(options.per_run, options.kills - len(report["kills"]))
+            num = min(KILLS_OF_A_RUN, options.kills - len(report["kills"]))
             plan = [draw(rng, calls, seconds) for _ in range(num)]
             folder = f"run-{number_of_run}"
             number_of_run += 1
@@ -218,8 +221,8 @@ def to_markdown(report: dict[str, Any]) -> str:
     same = sum(run["outcome"] == "same" for run in runs)
     twice = sum(len(run["twice"]) for run in runs)
     text = (
-        f"{len(report['kills'])} kills in {len(runs)} runs. {same} runs ended by themselves with the metrics and the weights of the "
-        f"run never killed, to the last bit. Responses of a journal that were generated again: {twice}."
+        f"{len(report['kills'])} kills in {len(runs)} runs. {same} runs ended by themselves with the metrics and the weights "
+        f"of the run never killed, to the last bit. Responses of a journal that were generated again: {twice}."
     )
     columns = ["killed in", "kills", "recovery, s (median)", "(most)"]
     return "\n\n".join(["# Kills at all moments", *provenance(report), text, table(columns, rows)]) + "\n"
@@ -230,7 +233,6 @@ def main() -> None:
         prog="python -m benchmarks.faults.kills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--per-run", type=int, default=8, help="most kills of one run")
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     sys.exit(measure(parser.parse_args()))

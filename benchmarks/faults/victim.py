@@ -1,9 +1,9 @@
 """A small run whose ranks die where a plan says: the processes that kills.py kills.
 
-    python -m benchmarks.faults.victim FOLDER      FOLDER/plan.json: the kills, one after the other, each in an attempt of its own
+    python -m benchmarks.faults.victim FOLDER      FOLDER/plan.json: the kills, each in an attempt of its own
 
-A kill is a SIGKILL that a rank sends itself, or its launcher, when it calls a function for the so-many-th time in an attempt, or
-so many seconds after it has begun to train. In the journal it comes in the middle of a record, which is torn then.
+A kill is a SIGKILL that a rank sends itself, or its launcher, when it calls a function for the so-many-th time in an attempt,
+or so many seconds after it has begun to train. In the journal it comes in the middle of a record, which is torn then.
 
 FOLDER/events.jsonl   {"kill": number, "at": Unix time} · {"ready": Unix time} when an attempt begins to train
                       {"twice": …} for a response that stands in a journal and is to be generated nevertheless
