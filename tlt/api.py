@@ -36,7 +36,7 @@ from tlt.models.prompts import encode_prompts, make_requests
 from tlt.models.tokenizer import Tokenizer
 from tlt.tasks.base import Task
 from tlt.training.evaluate import Evaluation, read_evaluations
-from tlt.training.lock import refuse_begun
+from tlt.training.lock import forget_journal, refuse_begun
 from tlt.training.loop import describe_run, main
 from tlt.training.start import launch_ranks, prepare
 from tlt.types import FinishReason, Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
@@ -230,6 +230,7 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
         refuse_begun(folder)
         started_at = time.time()
         config = prepare(config)
+        forget_journal(folder)
         runs_here = is_rank(config.run.num_ranks) and config.run.launcher == "local"
         is_finished = _run_here(config, started_at) if runs_here else _run_ranks(config, started_at)
     return TrainingResult(folder, tuple(read_evaluations(folder / "evaluations.jsonl")), is_finished)

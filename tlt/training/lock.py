@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +16,16 @@ def has_begun(folder: Path) -> bool:
     files = (folder / name for name in ("metrics.jsonl", "evaluations.jsonl"))
     has_left = any(file.is_file() and file.stat().st_size for file in files) or any(folder.glob("checkpoints/step-*"))
     return has_left and (folder / "config.json").exists()
+
+
+def has_journal(folder: Path) -> bool:
+    """Returns whether an attempt of the run in the folder has left responses, as it may have before it has begun."""
+    return any(folder.glob("journal/step-*/*"))
+
+
+def forget_journal(folder: Path) -> None:
+    """Removes the responses of an attempt that is not gone on with."""
+    shutil.rmtree(folder / "journal", ignore_errors=True)
 
 
 def refuse_begun(folder: Path) -> None:
