@@ -31,13 +31,9 @@ def run(config: str, folder: Path, num_steps: int, every: int) -> dict[str, Any]
     seconds of a step. every: steps between checkpoints; 0: neither checkpoints nor journal."""
     amounts = {
         "run.out_dir": folder, "run.num_steps": num_steps, "run.checkpoint_every": every, "run.time_limit_minutes": "none",
-        "evaluation.num_problems": 0, "run.journal": bool(every),
+        "evaluation.num_problems": 0, "run.journal": json.dumps(bool(every)),
     }  # fmt: skip
-    words = [
-        word
-        for key, value in amounts.items()
-        for word in (f"--{key}", str(value).lower() if isinstance(value, bool) else str(value))
-    ]
+    words = [word for key, value in amounts.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "tlt", "train", config, *words]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -46,14 +42,8 @@ def run(config: str, folder: Path, num_steps: int, every: int) -> dict[str, Any]
     for spans in read_spans(folder).values():
         steps = [span for span in spans if span.name == SpanName.STEP]
         saved = [span.end - span.start for span in spans if span.name == SpanName.CHECKPOINT and span.start < steps[-1].start]
-        written = [
-            sum(
-                span.end - span.start
-                for span in spans
-                if span.name == SpanName.JOURNAL and step.start <= span.start <= step.end
-            )
-            for step in steps
-        ]
+        journal = [span for span in spans if span.name == SpanName.JOURNAL]
+        written = [sum(one.end - one.start for one in journal if step.start <= one.start <= step.end) for step in steps]
         ranks.append({"steps": [span.end - span.start for span in steps], "checkpoints": saved, "journal": written})
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     size = sum(file.stat().st_size for file in max((folder / "checkpoints").glob("step-*")).iterdir())
@@ -103,11 +93,8 @@ def main() -> None:
     summary = summarize(runs)
     report = {"command": command, "environment": environment(), "summary": summary, "runs": runs}
     rows = [[key, f"{value:.3g}" if isinstance(value, float) else json.dumps(value)] for key, value in summary.items()]
-    write_report(
-        arguments.out,
-        report,
-        "\n\n".join(["# What checkpoints and the journal cost", *provenance(report), table(["", ""], rows)]) + "\n",
-    )
+    text = ["# What checkpoints and the journal cost", *provenance(report), table(["", ""], rows)]
+    write_report(arguments.out, report, "\n\n".join(text) + "\n")
     print(json.dumps(summary))
 
 
