@@ -62,7 +62,7 @@ TASK = Digits()
 """
 RUN = """
 [run]
-num_steps = 12
+num_steps = {num_steps}
 num_ranks = 2
 dtype = "float64"
 checkpoint_every = 2
@@ -93,7 +93,7 @@ samples_per_problem = 2
 """
 
 
-def make_workspace(folder: Path) -> None:
+def make_workspace(folder: Path, num_steps: int = 12) -> None:
     """Writes a random policy, its drafter, a task and a configuration."""
     tokens = load_model_config(BASE).vocab_size
     shape = ModelConfig("llama", tokens, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=256)
@@ -101,7 +101,7 @@ def make_workspace(folder: Path) -> None:
     save_model(folder / "model", shape, policy.state_dict(), dtype=torch.float32, source=BASE)
     save_drafter(folder / "drafter", DraftModel(drafter_shape(shape)).initialize(0), torch.float32)
     (folder / "digits.py").write_text(TASK)
-    (folder / "run.toml").write_text(RUN)
+    (folder / "run.toml").write_text(RUN.format(num_steps=num_steps))
 
 
 def run_with(workspace: Path, name: str, plan: Sequence[Kill]) -> dict[str, Any]:
