@@ -7,7 +7,8 @@ killed, in float64 to the last bit, and generates no response twice that stands 
 
     python -m benchmarks.faults.kills --kills 200 --seed 11 --out benchmarks/results/kills
 
-Recovery is the time from a kill to when the next attempt goes on to train: starting processes, importing, loading, reading.
+Recovery is the time from a kill to when the next attempt goes on to train: meeting, loading, reading the journal. Ranks are
+forked here from a launcher that has imported all; in `tlt train`, which spawns them, importing comes on top of it.
 """
 
 from __future__ import annotations

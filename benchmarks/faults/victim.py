@@ -27,10 +27,13 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from torch.distributed.launcher import api as launcher
+
 from tlt.config.load import load_config
 from tlt.distributed.failures import Restarts
 from tlt.distributed.launch import launch
 from tlt.distributed.signals import StopRequest
+from tlt.models.tokenizer import load_tokenizer
 from tlt.training import journal, loop
 from tlt.training.journal_file import Record, read_records
 from tlt.training.start import describe_saved
@@ -79,11 +82,20 @@ class Kill:
 
 def run(folder: Path) -> int:
     """Runs, or continues, the run in `folder` by its plan; returns the exit code."""
+    fork_ranks()
+    load_tokenizer(folder.parent / "model")  # which imports much
     kills = read_plan(folder)
     config = load_config(folder.parent / "run.toml", {"run.out_dir": folder / "run"})
     restarts = Restarts(len(kills) + EXTRA_RESTARTS, lambda: describe_saved(config.run.out_dir))
     argument = json.dumps({"folder": str(folder), "description": loop.describe_run(config, time.time())})
     return launch(argument, config.run.num_ranks, "benchmarks.faults.victim:main", restarts=restarts)
+
+
+def fork_ranks() -> None:
+    """Lets the launcher fork ranks, which have imported all then, where it spawns them else: most of what an attempt takes is
+    importing. All that follows is as in `tlt train`."""
+    make = launcher.LaunchConfig
+    launcher.LaunchConfig = lambda **given: make(**{**given, "start_method": "fork"})  # type: ignore[assignment, misc]
 
 
 def read_plan(folder: Path) -> list[Kill]:

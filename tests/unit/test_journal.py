@@ -21,7 +21,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.report.timeline import Timeline
 from tlt.training.checkpoint import Saved
 from tlt.training.dynamic import DynamicSampling
-from tlt.training.journal import FileJournal, Recalled, find_phases
+from tlt.training.journal import FileJournal, Recalled, choose, find_phases
 from tlt.training.journal_file import Record, read_records
 from tlt.training.lock import forget_journal, has_journal
 from tlt.training.phase import RolloutPhase
@@ -159,6 +159,27 @@ def test_what_another_phase_or_another_prompt_was_answered_does_not_count(tmp_pa
     recalled = open_journal(tmp_path).begin("rollout 0", other)
     assert recalled.requests == other
     assert not recalled.rollouts
+
+
+def test_what_runs_when_the_user_stops_the_run_is_written_to_its_last_token(tmp_path: Path) -> None:
+    requests = ask(1)
+    journal = open_journal(tmp_path)
+    journal.begin("rollout 0", requests)
+    journal.note_running([Running(requests[0][0], 17)], at_once=True)
+    journal.note_running([Running(requests[0][1], 0)], at_once=True)
+    ((begun, untouched),) = open_journal(tmp_path).begin("rollout 0", requests).requests
+    assert begun == Running(requests[0][0], 17).to_request()
+    assert untouched == requests[0][1]
+
+
+def test_a_stretch_that_does_not_follow_the_one_before_it_is_left_out() -> None:
+    def part(first: int, *token_ids: int) -> tuple[Path, Record]:
+        about = {"kind": "part", "phase": "rollout 0", "key": ("p0", 0), "first": first, "prompt": 0}
+        return Path("file"), Record(about, token_ids, tuple(float(-t) for t in token_ids))
+
+    (chosen,) = choose([part(0, 1, 2), part(3, 4, 5), part(2, 3), part(9, 9)])
+    assert chosen.token_ids == (1, 2, 3)
+    assert not choose([part(4, 5)]), "its beginning is nowhere"
 
 
 # ── whose it is ──────────────────────────────────────────────────────────────────────────────────────────────────────

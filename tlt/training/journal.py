@@ -71,8 +71,8 @@ class Journal:
         rank calls it with the same arguments."""
         return Recalled(requests)
 
-    def note_running(self, responses: Sequence[Unfinished]) -> None:
-        """Takes note of the responses in the making. It is called after every engine step."""
+    def note_running(self, responses: Sequence[Unfinished], at_once: bool = False) -> None:
+        """Takes note of the responses in the making, after every engine step. at_once: of each new token of them."""
 
     def note_finished(self, rollout: Rollout) -> None:
         """Takes note of a response that has ended here."""
@@ -121,14 +121,14 @@ class FileJournal(Journal):
         told = tell_bytes(self.world, b"".join(record.encode() for record in chosen))
         return recall(requests, [record for _, record in read_records(BytesIO(told))])
 
-    def note_running(self, responses: Sequence[Unfinished]) -> None:
+    def note_running(self, responses: Sequence[Unfinished], at_once: bool = False) -> None:
         self._num_steps += 1
-        if self._num_steps % _STEPS:
+        if self._num_steps % _STEPS and not at_once:
             return
         for response in responses:
             key = key_of(response.request)
             first = self._written.get(key, 0)
-            if response.num_tokens - first >= RUNNING_TOKENS:
+            if response.num_tokens - first >= (1 if at_once else RUNNING_TOKENS):
                 so_far = response.to_request()
                 stretch = so_far.token_ids[first:], so_far.logprobs[first:]
                 self._append("part", key, *stretch, first=first, prompt=fingerprint(so_far.prompt_ids))

@@ -36,7 +36,7 @@ NO_DRAFTER = DrafterSide()
 
 
 class StopRequested(Exception):
-    """The user asked the run to stop. What the phase generated is dropped: the law gives it again, token for token."""
+    """The user asked the run to stop. What the phase generated stands in the journal; without one, the law gives it again."""
 
 
 class RolloutPhase:
@@ -146,6 +146,7 @@ class RolloutPhase:
         ended.recall(recalled, self.world.rank, self.world.world_size)
         last_token, report = self._generate(work, ended, drafter)
         if any_rank(self.world, self.should_stop()):
+            self.receivers.journal.note_running(self.engine.running, at_once=True)
             self.engine.abort()
             self.coordinator.abandon()
             self.receivers.scorers.abandon()

@@ -207,6 +207,7 @@ class Run:
     def checkpoint(self) -> None:
         """Keeps all that the rest of the run depends on; every rank calls it, and writes its part."""
         with self.timeline.span(SpanName.CHECKPOINT):
+            self.checkpoints.wait()  # this one follows the one before
             counters = {"policy": self.trainer.counters(), "drafter": self.drafter.counters(), "follows": self._saved().digest}
             drafting = {} if self.engine.drafter is None else self.engine.drafter.counters()
             own = {"drafter": self.drafter.own_counters(), "tuner": counters_of(self.engine.tuner), "drafting": drafting}
