@@ -23,7 +23,7 @@ from tlt.training.checkpoint import Saved
 from tlt.training.dynamic import DynamicSampling
 from tlt.training.journal import FileJournal, Recalled, choose, find_phases
 from tlt.training.journal_file import Record, read_records
-from tlt.training.lock import forget_journal, has_journal
+from tlt.training.lock import can_go_on, forget_journal
 from tlt.training.phase import RolloutPhase
 from tlt.training.result import PhaseResult
 from tlt.training.work import Receivers
@@ -51,6 +51,12 @@ def answer(request: Request, num_tokens: int = 5) -> Rollout:
     token_ids = tuple(rng.randrange(1, 50) for _ in range(num_tokens))
     logprobs = tuple(-rng.random() for _ in token_ids)
     return Rollout(request.problem_id, request.sample_index, request.prompt_ids, token_ids, logprobs, "stop", 7)
+
+
+def records_in(folder: Path) -> list[Record]:
+    (path,) = folder.rglob("replica-*")
+    with path.open("rb") as file:
+        return [record for _, record in read_records(file)]
 
 
 class Running:
@@ -106,7 +112,7 @@ def test_a_running_response_goes_on_where_it_was_written_last(tmp_path: Path) ->
     journal.begin("rollout 0", requests)
     request = requests[0][0]
     note_running(journal, Running(request, 999))
-    assert not has_journal(tmp_path.parent), "999 tokens are not worth a record"
+    assert not [*tmp_path.iterdir()], "999 tokens are not worth a record"
     whole = Running(request, 3500).to_request()
     for num_tokens in (1100, 1500, 2400, 3500):  # 1,100 and 2,400 and 3,500 are written: each 1,000 more, or beyond
         so_far = Running(request, num_tokens)
@@ -115,6 +121,7 @@ def test_a_running_response_goes_on_where_it_was_written_last(tmp_path: Path) ->
     ((begun, untouched),) = open_journal(tmp_path).begin("rollout 0", requests).requests
     assert begun == whole
     assert untouched == requests[0][1]
+    assert [len(record.token_ids) for record in records_in(tmp_path)] == [0, 1100, 1300, 1100], "each token is written once"
 
 
 def test_stretches_are_joined_within_a_file_alone_and_the_longest_counts(tmp_path: Path) -> None:
@@ -247,11 +254,12 @@ def test_attempts_write_files_of_their_own_also_where_an_older_one_is_gone(tmp_p
 def test_an_attempt_that_is_not_gone_on_with_leaves_nothing(tmp_path: Path) -> None:
     journal = open_journal(tmp_path / "journal")
     journal.begin("rollout 0", ask(1))
-    assert not has_journal(tmp_path), "nothing was generated"
+    (tmp_path / "config.json").touch()
+    assert not can_go_on(tmp_path), "nothing was generated"
     journal.note_finished(answer(ask(1)[0][0]))
-    assert has_journal(tmp_path)
+    assert can_go_on(tmp_path)
     forget_journal(tmp_path)
-    assert not has_journal(tmp_path)
+    assert not can_go_on(tmp_path)
 
 
 # ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -394,6 +402,9 @@ def test_after_a_death_the_phase_ends_as_it_would_have_and_generates_none_of_it_
     whole, engine, _ = run_phase(tmp_path / "whole")
     with pytest.raises(Killed):
         run_phase(tmp_path / "killed", kill_after)
+    if kill_after >= 35:
+        kinds = {record.about["kind"] for record in records_in(tmp_path / "killed")}
+        assert kinds == {"journal", "part", "response", "reward"}
     again, engine_again, _ = run_phase(tmp_path / "killed")
     assert [*map(tokens_of, again.rollouts)] == [*map(tokens_of, whole.rollouts)]
     for one, other in zip(again.rollouts, whole.rollouts, strict=True):  # what is read again rounds otherwise

@@ -15,7 +15,7 @@ from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.place import Place, check_num_ranks, find_place
 from tlt.hub import Repository
-from tlt.training.lock import forget_journal, has_begun, has_journal, refuse_begun
+from tlt.training.lock import can_go_on, forget_journal, refuse_begun
 from tlt.types import UserError
 
 MAY_CHANGE_ON_RESUME = {
@@ -89,7 +89,7 @@ def resolve_config(
         how = "write tlt train CONFIG.toml, or --resume DIR to continue a run"
         raise UserError(f"train: no configuration given; {how}")
     config = load_config(path, overrides)
-    if (goes_on or resume == "auto") and (has_begun(config.run.out_dir) or has_journal(config.run.out_dir)):
+    if (goes_on or resume == "auto") and can_go_on(config.run.out_dir):
         return continued_config(path, overrides, config.run.out_dir, place)
     refuse_begun(config.run.out_dir)
     return _with_num_ranks(config, place, is_asked="num_ranks" in config.run.model_fields_set)

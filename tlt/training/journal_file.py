@@ -55,7 +55,7 @@ def read_record(file: BinaryIO) -> Record | None:
     if len(frame) == _FRAME.size:
         length, checksum = _FRAME.unpack(frame)
         payload = file.read(length)
-        if length and len(payload) == length and crc32(payload) == checksum:
+        if len(payload) == length and crc32(payload) == checksum:
             try:
                 return Record.decode(payload)
             except ValueError:

@@ -18,9 +18,10 @@ def has_begun(folder: Path) -> bool:
     return has_left and (folder / "config.json").exists()
 
 
-def has_journal(folder: Path) -> bool:
-    """Returns whether an attempt of the run in the folder has left responses, as it may have before it has begun."""
-    return any(folder.glob("journal/step-*/*"))
+def can_go_on(folder: Path) -> bool:
+    """Returns whether there is something to go on from in the folder: a run that has begun, or responses of one that had not
+    come so far."""
+    return has_begun(folder) or any(folder.glob("journal/step-*/*"))
 
 
 def forget_journal(folder: Path) -> None:
