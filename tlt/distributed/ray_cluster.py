@@ -67,7 +67,7 @@ def connect() -> Any:
 
 
 def _reach(address: str) -> None:
-    """Raises ConnectionError where nobody listens at HOST:PORT: Ray itself would try for minutes. Any other address is Ray's."""
+    """Raises ConnectionError where nobody listens at HOST:PORT: Ray itself would try for minutes. Others are Ray's to read."""
     host, _, port = address.rpartition(":")
     if host and "/" not in host and port.isdigit():
         try:
