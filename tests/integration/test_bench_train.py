@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.integration.test_run import PATIENCE
 from tlt.bench.report import with_changes
 from tlt.bench.train import OFF, Plan, launch_runs
 from tlt.bench.train_report import read_turns
@@ -45,7 +46,7 @@ def test_the_command_compares_whole_runs_on_two_ranks(workspace: Path, tmp_path:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(workspace), os.environ.get("PYTHONPATH", "")])}
     words = [sys.executable, "-m", "tlt", "bench", "train", str(workspace / "run.toml"), "--steps", "2"]
     words += ["--out", str(tmp_path / "result"), "--rollout.speculation", "4x1x4", "--run.out_dir", str(tmp_path / "runs")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr + done.stdout
     assert json.loads(done.stdout.splitlines()[-1]).keys() == {"tlt", "frozen"}
     report = json.loads((tmp_path / "result.json").read_text())
