@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 
 from tests.integration.conftest import Tlt
 
-PATIENCE = 600.0
+PATIENCE = 1200.0
 """Seconds that a run may take: on an idle machine it takes 10, beside others many times as much."""
+pytestmark = pytest.mark.timeout(3 * PATIENCE)
 
 
 def command(workspace: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:

@@ -8,10 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.integration.conftest import Tlt
 from tests.integration.test_run import PATIENCE
 from tlt.training.lock import refuse_begun
 
+pytestmark = pytest.mark.timeout(2 * PATIENCE)
 TASK = """
 from digits import Digits
 class Partly(Digits):

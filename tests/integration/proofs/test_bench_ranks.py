@@ -12,7 +12,7 @@ import pytest
 from tests.integration import test_bench_rollout, test_bench_train
 from tests.integration.test_run import PATIENCE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE)]
 
 
 def bench(workspace: Path, words: list[str]) -> str:

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from tests.integration.test_run import PATIENCE, command, records, same_weights, what_the_law_fixes
 
+pytestmark = pytest.mark.timeout(4 * PATIENCE)
 EVERY = ("--run.checkpoint_every", "1", "--run.keep_checkpoints", "3", "--evaluation.num_problems", "0")
 
 

@@ -15,7 +15,7 @@ from tests.integration.test_run import PATIENCE, command, records, same_weights,
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import content_hash, load_tensors
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE)]
 
 SHORT = ("--run.num_steps", "3")
 MINIBATCHES = ("--algorithm.minibatches", "2", "--algorithm.tokens_per_micro_batch", "128")
