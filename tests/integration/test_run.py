@@ -22,14 +22,21 @@ PATIENCE = 1200.0
 pytestmark = pytest.mark.timeout(3 * PATIENCE)
 
 
-def command(workspace: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
-    environment = {**os.environ, "PYTHONPATH": str(workspace), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    return [sys.executable, "-m", "tlt", "train", *arguments], environment
+FORKING = "import sys; from benchmarks.faults.victim import fork_ranks; fork_ranks()"
+FORKING += "; from tlt.cli.main import main; sys.exit(main())"
 
 
-def train(workspace: Path, name: str, *overrides: str) -> Path:
+def command(workspace: Path, *arguments: str, forks: bool = False) -> tuple[list[str], dict[str, str]]:
+    """`tlt train`. forks: its ranks are forked from the launcher, with what it has imported; a user's ranks import it."""
+    paths = os.pathsep.join([str(workspace), str(Path(__file__).parents[2])])
+    environment = {**os.environ, "PYTHONPATH": paths, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    return [sys.executable, *(["-c", FORKING] if forks else ["-m", "tlt"]), "train", *arguments], environment
+
+
+def train(workspace: Path, name: str, *overrides: str, forks: bool = False) -> Path:
     out_dir = workspace / name
-    words, environment = command(workspace, str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *overrides)
+    given = (str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *overrides)
+    words, environment = command(workspace, *given, forks=forks)
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr + done.stdout
     (workspace / f"{name}.txt").write_text(done.stdout)
@@ -71,7 +78,7 @@ def same_weights(a: Path, b: Path) -> bool:
 
 def test_speculation_on_and_off_are_the_same_run_in_float64(workspace: Path, speculating_run: Path) -> None:
     nothing = ("--rollout.speculation", "off", "--rollout.migrate", "false", "--drafter.train", "false")
-    plain = train(workspace, "plain", *nothing)
+    plain = train(workspace, "plain", *nothing, forks=True)
     assert what_the_law_fixes(plain) == what_the_law_fixes(speculating_run)
     assert same_weights(plain, speculating_run)
     assert not any(record["num_migrated"] for record in records(plain))
@@ -151,7 +158,7 @@ def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_weights(workspace: Path, s
     assert f"--resume {out_dir}" in output.replace("\n", " ")
     done = len(records(out_dir))
     assert 2 <= done < 5, output
-    words, environment = command(workspace, "--resume", str(out_dir))
+    words, environment = command(workspace, "--resume", str(out_dir), forks=True)
     resumed = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert resumed.returncode == 0, resumed.stderr + resumed.stdout
     assert what_the_law_fixes(out_dir) == what_the_law_fixes(speculating_run)
