@@ -31,6 +31,6 @@ def test_after_eight_kills_the_run_is_the_one_never_killed_and_nothing_of_a_jour
     assert not difference(tmp_path / "killed" / "run", tmp_path / "whole" / "run")
     assert len(recoveries(PLAN, killed["events"])) == len(PLAN), killed["events"]
     assert not [event["twice"] for event in killed["events"] if "twice" in event]
-    (line,) = (line for line in killed["said"].splitlines() if "(restart 1 of 11)" in line)
+    line = next(line for line in killed["said"].splitlines() if "(restart 1 of 11)" in line)
     died = "tlt: rank 1 ended without a word: killed by SIGKILL (out of memory?)"
     assert line.startswith(f"{died}; starting again from the beginning"), "it may have a journal already"
