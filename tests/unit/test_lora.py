@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from tests.unit.test_policy import OPTIMIZER, make_batch, make_trainer
-from tests.unit.transformer_parts import packed_logits
 from tlt.build import Model, build_policy, build_policy_trainer, plan_policy
 from tlt.cli.train import resolve_config
 from tlt.config.load import load_config
@@ -24,6 +23,7 @@ from tlt.config.lora import ALL_TARGETS, LoraSection
 from tlt.config.schema import Config
 from tlt.distributed.sharding import Gathered, layer_by_layer
 from tlt.distributed.world import World
+from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.lora import BaseOf, adapted, count_adapters, is_of_adapter, start_value
 from tlt.models.packed import PackedTransformer
@@ -67,9 +67,15 @@ def make_policy(shape: ModelConfig = LLAMA, config: Config | None = None) -> Tra
     return policy
 
 
-def logits_of(model: Transformer | PackedTransformer) -> Tensor:
-    with torch.no_grad():
-        return packed_logits(model, TOKENS)
+def inputs(config: ModelConfig) -> tuple[Tensor, Tensor, PackedCausal]:
+    attend = PackedCausal(config, [len(tokens) for tokens in TOKENS])
+    return torch.tensor([token for tokens in TOKENS for token in tokens]), attend.positions(), attend
+
+
+@torch.no_grad()
+def logits_of(model: Transformer | PackedTransformer | BaseOf) -> Tensor:
+    run = model.forward if isinstance(model, PackedTransformer) else model
+    return model.logits(run(*inputs(model.config)))
 
 
 def trained(policy: Transformer) -> dict[str, Tensor]:
@@ -123,19 +129,11 @@ def test_adapters_begin_as_pefts_do_by_seed_and_name_alone() -> None:
 
 def test_the_base_of_a_policy_computes_as_if_there_were_no_adapters_and_they_are_back_afterwards() -> None:
     policy = make_policy()
-    base, expected = BaseOf(policy), logits_of(base_of(LLAMA))
-    before = logits_of(policy)
-    assert torch.equal(base.logits(base(*inputs(policy))), expected)
+    base, before = BaseOf(policy), logits_of(policy)
+    assert torch.equal(logits_of(base), logits_of(base_of(LLAMA)))
     with pytest.raises(TypeError):
         base()
     assert torch.equal(logits_of(policy), before)
-
-
-def inputs(policy: Transformer) -> tuple[Any, ...]:
-    from tlt.models.attention import PackedCausal
-
-    attend = PackedCausal(policy.config, [len(tokens) for tokens in TOKENS])
-    return torch.tensor([token for tokens in TOKENS for token in tokens]), attend.positions(), attend
 
 
 # ── what trains ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -160,7 +158,7 @@ def test_adapters_alone_change_and_alone_have_moments(algorithm: dict[str, Any])
 
 
 def test_the_update_is_that_of_the_whole_policy_projected_on_the_adapters() -> None:
-    """d loss / dB = scale · (d loss / dW) Aᵀ and d loss / dA = scale · Bᵀ (d loss / dW): by the chain rule, from a full update."""
+    """By the chain rule, from a full update: d loss/dB = scale · (d loss/dW) Aᵀ, and d loss/dA = scale · Bᵀ (d loss/dW)."""
     policy = make_policy()
     whole = Transformer(LLAMA).double()
     whole.load_state_dict(dict(Gathered(policy)))
@@ -175,14 +173,12 @@ def test_the_update_is_that_of_the_whole_policy_projected_on_the_adapters() -> N
 def gradients_of_update(model: Transformer) -> dict[str, Tensor]:
     trainer = make_trainer(model)
     found: dict[str, Tensor] = {}
-    step = trainer.optimizer.step
 
     def keep() -> None:
         found.update({name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad})
-        step()
 
     trainer.schedule = OPTIMIZER.model_copy(update={"clip_grad_norm": 1e9})
-    trainer.optimizer.step = keep  # type: ignore[method-assign]  # looks at them on the way
+    trainer.optimizer.step = keep  # type: ignore[method-assign]  # looks at them instead
     trainer.update(*make_batch(), 0)
     return found
 
@@ -257,7 +253,7 @@ def test_an_adapter_is_saved_by_pefts_names_and_replaced_whole(tmp_path: Path) -
         (tmp_path / "adapter" / f"left-{number}").mkdir(parents=True)
         save_adapter(tmp_path / "adapter", config.lora, trained(policy), "org/base", "main")
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
-    names = {name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors")}
+    names = set(load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
     assert "base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight" in names
     said = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (said["r"], said["lora_alpha"], said["target_modules"], said["use_rslora"]) == (4, 6, ["q_proj", "k_proj"], True)
