@@ -28,7 +28,7 @@ from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.lora import BaseOf, adapted, count_adapters, is_of_adapter, start_value
 from tlt.models.packed import PackedTransformer
 from tlt.models.peft_files import save_adapter
-from tlt.plan.fit import Run
+from tlt.plan.fit import Run, judge
 from tlt.plan.subject import Place
 from tlt.rl.update import PolicyTrainer
 from tlt.types import UserError
@@ -244,6 +244,21 @@ def test_a_kl_coefficient_makes_no_second_copy_of_a_policy_with_adapters() -> No
     assert isinstance(build_trainer(without).reference, Transformer)
 
 
+def test_adapters_are_not_taken_up_beside_other_weights() -> None:
+    config = make_config()
+    trainer, other = build_trainer(config), build_trainer(config)
+    trainer.update(*make_batch(), 0)
+    other.restore(trainer.counters())
+    assert other.next_step == 1
+    assert make_trainer(base_of(LLAMA)).counters() == {"next_step": 0, "base": ""}
+    changed = dict(base_of(LLAMA).named_parameters())["model.layers.1.mlp.up_proj.weight"]
+    tensors = {name: tensor.detach() for name, tensor in base_of(LLAMA).state_dict().items()}
+    tensors["model.layers.1.mlp.up_proj.weight"] = changed.detach().nextafter(torch.tensor(9.0, dtype=torch.float64))
+    other = build_policy_trainer(config, Model(Path(), LLAMA, tensors, None, ()), ALONE)
+    with pytest.raises(UserError, match=r"^model\.path: holds other weights than those beside which this run's adapters .*; "):
+        other.restore(trainer.counters())
+
+
 # ── what is saved ────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -277,6 +292,17 @@ def test_the_plan_counts_gradients_and_optimizer_of_the_adapters_alone() -> None
     assert (parts["optimizer"], parts["gradients"]) == (8 * num, 4 * num)
     kl = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coefficient": 0.1})})
     assert {part.name for part in Run(kl, LLAMA, None, place).plan().parts} == parts.keys(), "no reference policy"
+
+
+def test_frozen_weights_in_bfloat16_are_a_remedy_where_they_do_not_fit() -> None:
+    shape = replace(LLAMA, hidden_size=4096, intermediate_size=16384, num_heads=512, num_kv_heads=512)
+    config = make_config("bfloat16", rank=8)
+    num_layers = sum(p.numel() for p in plan_policy(config, shape).parameters()) * 2
+    run = Run(config, shape, None, Place(1, 1, True, False, None, 16))
+    smaller = run.changed({"lora.base_dtype": "bfloat16", "parallel.checkpoint_activations": True}).plan().needed
+    tight = replace(run, machine=replace(run.machine, device_bytes=smaller + num_layers // 8))
+    assert not tight.fits
+    assert "lora.base_dtype = bfloat16" in judge(tight).line
 
 
 # ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -109,6 +109,7 @@ def compare(world: World, config: Config, **batch: int) -> dict[str, Any]:
         "moved": apart(trained(replicated), start),
         "expected": metrics[0],
         "metrics": metrics[1],
+        "bases": [trainer.base for trainer in made],
         "references": [isinstance(trainer.reference, BaseOf | None) for trainer in made],
     }
 
@@ -189,6 +190,7 @@ def test_adapters_of_a_sharded_policy_equal_those_of_a_replicated_one_to_the_las
         assert (found["began"], found["weights"], found["published"], found["frozen"]) == (0, 0, 0, 0)
         assert found["moved"] > 1e-4
         assert found["references"] == [True, True]
+        assert found["bases"][0] == found["bases"][1] != ""
         assert_same_metrics(found, tolerance=0)
 
 

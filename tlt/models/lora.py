@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tlt.config.lora import LoraSection
 from tlt.models.decoder import Linear, ModelConfig, Transformer
@@ -101,6 +102,13 @@ def count_adapters(config: ModelConfig, lora: LoraSection) -> int:
         model = Transformer(config)
     add_adapters(model, lora, torch.float32)
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """Returns the sum (int64, modulo 2⁶⁴) of a tensor's numbers, their bits read as integers; of a sharded one, of this rank's.
+    Those of all ranks add up to that of the whole."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]).sum(dtype=torch.int64)
 
 
 class BaseOf:

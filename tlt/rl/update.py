@@ -16,6 +16,7 @@ Axes: T response tokens of a flat batch
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +31,7 @@ from tlt.config.algorithm import AlgorithmSection
 from tlt.config.schema import OptimizerSection, SamplingSection
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import Transformer
-from tlt.models.lora import BaseOf
+from tlt.models.lora import BaseOf, bit_sum
 from tlt.rl.algorithms import importance_ratio, importance_weights, kl_estimate, loss_divisor, loss_weight, policy_loss
 from tlt.rl.batch import check_batch, in_order, key_of, make_responses
 from tlt.rl.gradients import gradients_of
@@ -131,6 +132,7 @@ class PolicyTrainer:
         self.num_ranks = 1 if process_group is None else dist.get_world_size(process_group)
         self.next_step = 0
         self.gradients = gradients_of(model, process_group, reduces_each)
+        self.base = self._identify_base()
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = parameters[0].device
         matrices = [p for p in parameters if p.dim() > 1]
@@ -200,11 +202,26 @@ class PolicyTrainer:
 
     def counters(self) -> dict[str, Any]:
         """Returns what else a resumed run needs."""
-        return {"next_step": self.next_step}
+        return {"next_step": self.next_step, "base": self.base}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned; the tensors must have been filled."""
+        """Takes up what `counters` returned; the tensors must have been filled. UserError for adapters of other weights."""
+        if counters.get("base", "") != self.base:
+            raise UserError(
+                "model.path: holds other weights than those beside which this run's adapters were trained; bring them back, or"
+                " start a new run in another folder"
+            )
         self.next_step = counters["next_step"]
+
+    def _identify_base(self) -> str:
+        """Returns what identifies the weights that do not train, the same for whole ones and for slices; empty: all train."""
+        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        if not frozen:
+            return ""
+        sums = torch.stack([bit_sum(parameter) for parameter in frozen])
+        if self.gradients.needs_equal_shares:
+            dist.all_reduce(sums, group=self.group)
+        return hashlib.sha256(str(sums.tolist()).encode()).hexdigest()
 
     def _set_learning_rate(self, step: int) -> float:
         lr = learning_rate(self.schedule, step, self.num_steps)
