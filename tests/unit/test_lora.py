@@ -31,6 +31,7 @@ from tlt.models.peft_files import save_adapter
 from tlt.plan.fit import Run, judge
 from tlt.plan.subject import Place
 from tlt.rl.update import PolicyTrainer
+from tlt.training.start import describe_lora
 from tlt.types import UserError
 
 LLAMA = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256)
@@ -292,6 +293,12 @@ def test_the_plan_counts_gradients_and_optimizer_of_the_adapters_alone() -> None
     assert (parts["optimizer"], parts["gradients"]) == (8 * num, 4 * num)
     kl = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coefficient": 0.1})})
     assert {part.name for part in Run(kl, LLAMA, None, place).plan().parts} == parts.keys(), "no reference policy"
+
+
+def test_the_header_says_how_much_is_trained() -> None:
+    said = describe_lora(make_config(targets=("q_proj", "v_proj")), 1_234_567, 7_620_000_000)
+    assert said == ", LoRA of rank 4 on q_proj, v_proj: 1.2 M beside 7.6 B parameters trained"
+    assert describe_lora(make_config(rank=0, alpha=32.0), None, 7_620_000_000) == ""
 
 
 def test_frozen_weights_in_bfloat16_are_a_remedy_where_they_do_not_fit() -> None:

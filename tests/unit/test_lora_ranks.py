@@ -202,7 +202,7 @@ def test_a_base_in_bfloat16_is_kept_in_it_and_adapters_and_moments_in_float32(ra
     for results in ranks_results:
         for found in results["bf16"]:
             assert (found["frozen"], found["trained"]) == ({"torch.bfloat16"}, {"torch.float32"})
-            assert found["cosine"] > 0.99
+            assert found["cosine"] > 1 - 1e-6
 
 
 if __name__ == "__main__":
