@@ -195,7 +195,7 @@ def _check_journal(folder: Path) -> None:
             if record.about["kind"] == "response":
                 finished.add(place)
             elif record.about["kind"] == "part" and record.about["first"] in (0, length[place]):
-                length[place] = record.about["first"] + len(record.token_ids)
+                length[place] = record.about["first"] + record.num_tokens
                 known[place] = max(known[place], length[place])
 
     def make(begin: Callable[..., Any]) -> Callable[..., Any]:

@@ -121,7 +121,7 @@ def test_a_running_response_goes_on_where_it_was_written_last(tmp_path: Path) ->
     ((begun, untouched),) = open_journal(tmp_path).begin("rollout 0", requests).requests
     assert begun == whole
     assert untouched == requests[0][1]
-    assert [len(record.token_ids) for record in records_in(tmp_path)] == [0, 1100, 1300, 1100], "each token is written once"
+    assert [record.num_tokens for record in records_in(tmp_path)] == [0, 1100, 1300, 1100], "each token is written once"
 
 
 def test_stretches_are_joined_within_a_file_alone_and_the_longest_counts(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_what_runs_when_the_user_stops_the_run_is_written_to_its_last_token(tmp_
 def test_a_stretch_that_does_not_follow_the_one_before_it_is_left_out() -> None:
     def part(first: int, *token_ids: int) -> tuple[Path, Record]:
         about = {"kind": "part", "phase": "rollout 0", "key": ("p0", 0), "first": first, "prompt": 0}
-        return Path("file"), Record(about, token_ids, tuple(float(-t) for t in token_ids))
+        return Path("file"), Record.of(about, token_ids, [float(-t) for t in token_ids])
 
     (chosen,) = choose([part(0, 1, 2), part(3, 4, 5), part(2, 3), part(9, 9)])
     assert chosen.token_ids == (1, 2, 3)
@@ -323,7 +323,7 @@ def test_a_record_of_zeros_is_none() -> None:
 
 
 def test_a_record_that_is_whole_but_makes_no_sense_ends_its_file() -> None:
-    good = Record({"kind": "part"}, (1, 2), (-0.5, -0.25))
+    good = Record.of({"kind": "part"}, (1, 2), (-0.5, -0.25))
     data = good.encode()
     assert [record for _, record in read_records(BytesIO(data + data))] == [good, good]
     for about in ([1], "text", None):

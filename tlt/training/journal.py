@@ -156,7 +156,7 @@ class FileJournal(Journal):
             if self._file is None:
                 self._file = self._create()
             facts = {"kind": kind, "phase": self._phase, "key": key, **about}
-            _write(self._file, Record(facts, token_ids, logprobs))
+            _write(self._file, Record.of(facts, token_ids, logprobs))
 
     def _create(self) -> int:
         folder = folder_of(self.folder, self._base.step)
@@ -254,9 +254,8 @@ def choose(records: Iterable[tuple[Path, Record]]) -> list[Record]:
             continue
         elif record.about["kind"] == "reward":
             known[place] = replace(before, about={**before.about, "reward": record.about["reward"]})
-        elif len(before.token_ids) == record.about["first"]:
-            token_ids, logprobs = before.token_ids + record.token_ids, before.logprobs + record.logprobs
-            known[place] = replace(before, token_ids=token_ids, logprobs=logprobs)
+        elif before.num_tokens == record.about["first"]:
+            known[place] = Record(before.about, before.tokens + record.tokens, before.numbers + record.numbers)
     best: dict[Key, Record] = {}
     for (_, problem_id, sample_index), record in known.items():
         other = best.get((problem_id, sample_index))
@@ -266,7 +265,7 @@ def choose(records: Iterable[tuple[Path, Record]]) -> list[Record]:
 
 
 def _worth(record: Record) -> tuple[bool, bool, int]:
-    return "reward" in record.about, record.about["kind"] == "response", len(record.token_ids)
+    return "reward" in record.about, record.about["kind"] == "response", record.num_tokens
 
 
 def recall(requests: Sequence[Sequence[Request]], records: Iterable[Record]) -> Recalled:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 from zlib import crc32
@@ -19,21 +19,37 @@ from zlib import crc32
 import numpy as np
 
 _FRAME = struct.Struct("<II")
-_BYTES_A_TOKEN = 12
+_TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f8")
 
 
 @dataclass(frozen=True)
 class Record:
-    """about: facts, of kinds that JSON has.  token_ids, logprobs: a stretch of a response; empty where it is about none."""
+    """about: facts, of kinds that JSON has.  tokens, numbers: a stretch of a response as the file holds it, its token ids and
+    their log-probabilities; empty where the record is about none."""
 
     about: Mapping[str, Any]
-    token_ids: tuple[int, ...] = field(default=(), repr=False)
-    logprobs: tuple[float, ...] = field(default=(), repr=False)
+    tokens: bytes = field(default=b"", repr=False)
+    numbers: bytes = field(default=b"", repr=False)
+
+    @staticmethod
+    def of(about: Mapping[str, Any], token_ids: Sequence[int] = (), logprobs: Sequence[float] = ()) -> Record:
+        return Record(about, np.array(token_ids, _TOKEN).tobytes(), np.array(logprobs, _LOGPROB).tobytes())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // _TOKEN.itemsize
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(np.frombuffer(self.tokens, _TOKEN).tolist())
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        return tuple(np.frombuffer(self.numbers, _LOGPROB).tolist())
 
     def encode(self) -> bytes:
         """Returns the record as a file holds it."""
-        line = json.dumps(self.about).encode() + b"\n"
-        payload = line + np.array(self.token_ids, "<i4").tobytes() + np.array(self.logprobs, "<f8").tobytes()
+        payload = json.dumps(self.about).encode() + b"\n" + self.tokens + self.numbers
         return _FRAME.pack(len(payload), crc32(payload)) + payload
 
     @staticmethod
@@ -41,11 +57,11 @@ class Record:
         """Returns the record in a payload. Raises ValueError where there is none."""
         line, _, stretch = payload.partition(b"\n")
         about = json.loads(line)
-        num, rest = divmod(len(stretch), _BYTES_A_TOKEN)
+        num, rest = divmod(len(stretch), _TOKEN.itemsize + _LOGPROB.itemsize)
         if rest or not isinstance(about, dict):
             raise ValueError("no record of a journal")
-        token_ids, logprobs = np.frombuffer(stretch, "<i4", num), np.frombuffer(stretch, "<f8", num, 4 * num)
-        return Record(about, tuple(token_ids.tolist()), tuple(logprobs.tolist()))
+        end = num * _TOKEN.itemsize
+        return Record(about, stretch[:end], stretch[end:])
 
 
 def read_record(file: BinaryIO) -> Record | None:
