@@ -37,6 +37,7 @@ from tlt.hub import resolve_model
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import StoredTensors
+from tlt.models.lora import BaseOf, add_adapters, is_of_adapter, start_value
 from tlt.models.packed import PackedTransformer
 from tlt.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
 from tlt.rl.scoring import RewardSpec
@@ -222,24 +223,28 @@ def build_learned(
 
 
 def build_policy_trainer(config: Config, model: Model, world: World, is_sharded: bool = False) -> PolicyTrainer:
-    """Returns who updates the policy: it owns a copy of the model's tensors, and a frozen one where the loss has a KL term."""
-    parallel = config.parallel
+    """Returns who updates the policy: it owns a copy of the model's tensors, and a frozen one where the loss has a KL term,
+    unless the copy itself is frozen beside its adapters."""
 
     def build() -> Transformer:
+        policy, seed = plan_policy(config, model.config), config.run.seed
         if not is_sharded:
-            return build_policy(model, world.device, parallel.checkpoint_activations)
-        param_dtype = None if parallel.param_dtype is None else resolve_dtype(parallel.param_dtype)
-        return build_sharded_policy(model, world, master_dtype(config), param_dtype, parallel.checkpoint_activations)
+            return build_policy(policy, model, world.device, seed)
+        wanted = config.parallel.param_dtype
+        return build_sharded_policy(policy, model, world, None if wanted is None else resolve_dtype(wanted), seed)
 
+    policy, reference = build(), None
+    if config.algorithm.kl_coefficient > 0:
+        reference = BaseOf(policy) if config.lora.rank else build()
     return PolicyTrainer(
-        build(),
+        policy,
         config.algorithm,
         config.optimizer,
         sampling=config.sampling,
         num_steps=config.run.num_steps,
         process_group=world.group,
-        reference=build() if config.algorithm.kl_coefficient > 0 else None,
-        reduces_each=parallel.reduce_each_micro_batch,
+        reference=reference,
+        reduces_each=config.parallel.reduce_each_micro_batch,
     )
 
 
@@ -259,31 +264,51 @@ def master_dtype(config: Config) -> torch.dtype:
     return torch.float64 if resolve_dtype(config.run.dtype) == torch.float64 else torch.float32
 
 
-def build_policy(model: Model, device: torch.device, checkpoints_activations: bool = False) -> Transformer:
-    """Returns a policy that can be trained, with tensors of its own."""
+def base_dtype(config: Config) -> torch.dtype:
+    """Returns the type of all other weights: another one only where adapters alone are trained."""
+    wanted = config.lora.base_dtype
+    return master_dtype(config) if wanted is None else resolve_dtype(wanted)
+
+
+def plan_policy(config: Config, shape: ModelConfig) -> Transformer:
+    """Returns the policy as the configuration wants it trained, without memory: on the meta device."""
     with torch.device("meta"):
-        policy = Transformer(model.config, checkpoints_activations)
-    policy.load_state_dict({name: tensor.clone() for name, tensor in model.tensors.items()}, assign=True)
+        policy = Transformer(shape, config.parallel.checkpoint_activations).to(base_dtype(config))
+    if config.lora.rank:
+        add_adapters(policy, config.lora, master_dtype(config))
+    return policy
+
+
+def build_policy(policy: Transformer, model: Model, device: torch.device, seed: int = 0) -> Transformer:
+    """Gives a planned policy tensors of its own: the model's, and those that adapters begin with. Returns it.
+
+    seed: of the adapters.
+    """
+
+    def start(name: str, shape: torch.Size) -> Tensor:
+        return start_value(name, shape, seed) if is_of_adapter(name) else model.tensors[name]
+
+    tensors = {name: start(name, t.shape).to(t.dtype, copy=True) for name, t in policy.state_dict().items()}
+    policy.load_state_dict(tensors, assign=True)
     return policy.to(device)
 
 
 def build_sharded_policy(
-    model: Model,
-    world: World,
-    dtype: torch.dtype,
-    param_dtype: torch.dtype | None = None,
-    checkpoints_activations: bool = False,
+    policy: Transformer, model: Model, world: World, param_dtype: torch.dtype | None = None, seed: int = 0
 ) -> Transformer:
-    """Returns this rank's slices of a policy that can be trained. Every rank calls it, and reads no more than its slices.
+    """Gives a planned policy this rank's slices of them. Every rank calls it, and reads no more than its slices.
 
-    dtype: of the slices.  param_dtype: see `shard`.
+    param_dtype: see `shard`.
     """
-    assert isinstance(model.tensors, StoredTensors)
-    with torch.device("meta"):
-        policy = Transformer(model.config, checkpoints_activations).to(dtype)
     shard(policy, mesh_of(world), param_dtype)
     policy.to_empty(device=world.device)
-    fill(policy, model.tensors.rows)
+    stored, shapes = model.tensors, {name: parameter.shape for name, parameter in policy.named_parameters()}
+    assert isinstance(stored, StoredTensors)
+
+    def start(name: str, rows: slice) -> Tensor:
+        return start_value(name, shapes[name], seed)[rows] if is_of_adapter(name) else stored.rows(name, rows)
+
+    fill(policy, start)
     return policy
 
 

@@ -101,6 +101,7 @@ run         out_dir seed num_steps num_ranks threads_per_rank device dtype check
 parallel    policy param_dtype checkpoint_activations reduce_each_micro_batch
 run         journal launcher max_restarts timeout_seconds
 model       path revision chat_template_kwargs
+lora        rank alpha rslora targets base_dtype
 task        name options num_problems data subset split columns chat system_prompt
 rollout     problems_per_step samples_per_problem max_batch_size kv_gib speculation migrate tuner
 sampling    temperature top_k top_p min_p max_tokens stop

@@ -222,7 +222,9 @@ def loaded(ranks: Ranks, folder: Path) -> dict[str, Any]:
         return found
 
     tensors.rows = count  # type: ignore[method-assign]  # looks at what is read
-    policy = build_sharded_policy(Model(folder, UNTIED, tensors, None, ()), ranks.world, torch.float64)
+    with torch.device("meta"):
+        planned = Transformer(UNTIED).double()
+    policy = build_sharded_policy(planned, Model(folder, UNTIED, tensors, None, ()), ranks.world)
     return {
         "apart": apart(weights(policy), source.state_dict()),
         "read": sum(num_read),

@@ -13,6 +13,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tlt.config.algorithm import AlgorithmSection
 from tlt.config.drafter import DrafterSection
+from tlt.config.lora import LoraSection
 from tlt.config.mistakes import mistake, validate
 from tlt.config.section import AnyPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, split_words
 from tlt.types import Strategy, UserError
@@ -266,6 +267,7 @@ class Config(Section):
     run: RunSection = RunSection()
     parallel: ParallelSection = ParallelSection()
     model: ModelSection
+    lora: LoraSection = LoraSection()
     task: TaskSection
     rollout: RolloutSection = RolloutSection()
     sampling: SamplingSection = SamplingSection()

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from tlt.distributed.world import World
 from tlt.models.decoder import Transformer
+from tlt.models.lora import adapted, is_of_adapter
 
 Rows = Callable[[str, slice], Tensor]
 """Maps (a tensor's name, rows) to these rows of it."""
@@ -61,7 +62,8 @@ def shard(model: Transformer, mesh: DeviceMesh, param_dtype: torch.dtype | None 
     param_dtype: in which layers are gathered and computed; the slices keep their type, and gradients are added up in it. None:
         theirs.
     """
-    precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=model.head_weight.dtype)
+    trained = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    precision = MixedPrecisionPolicy(param_dtype, reduce_dtype=trained.dtype)
     for module in (*model.model.layers, model):
         # The root as well: gathered by a forward without a backward, it would stay as it was before the optimizer's next step.
         fully_shard(module, mesh=mesh, mp_policy=precision, reshard_after_forward=True)
@@ -97,14 +99,17 @@ class Gathered(Mapping[str, Tensor]):
     """The tensors of a policy by name, whole, as `dtype` (None: as they are), one at a time.
 
     To read a sharded one is a collective: all ranks read the same ones in the same order. One that is not sharded is given
-    where it lies, in its own type.
+    where it lies, in its own type. An adapter is no tensor of its own: the matrix that it adapts has it in it.
     """
 
     def __init__(self, policy: Transformer, dtype: torch.dtype | None = None) -> None:
-        self._parameters = dict(policy.named_parameters())
-        self._dtype = dtype
+        self._parameters = {name: p for name, p in policy.named_parameters() if not is_of_adapter(name)}
+        self._adapted, self._dtype = adapted(policy), dtype
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._adapted:
+            merged = self._adapted[name].merged(whole)  # of whole matrices, so that the number of ranks changes no bit
+            return merged if self._dtype is None else merged.to(self._dtype)
         return whole(self._parameters[name], self._dtype)
 
     def __iter__(self) -> Iterator[str]:

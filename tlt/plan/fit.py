@@ -132,6 +132,8 @@ def _changes(run: Run) -> Iterator[dict[str, Any]]:
         yield {"rollout.kv_gib": None}
     if config.run.dtype == "float32":
         yield {"run.dtype": "bfloat16"}
+    if config.lora.rank and config.lora.base_dtype is None and config.run.dtype != "float64":
+        yield {"lora.base_dtype": "bfloat16"}
     if place.num_ranks > 1 and config.parallel.param_dtype is None:
         yield {"parallel.policy": "fsdp", "parallel.param_dtype": "bfloat16"}
     for divisor in (2, 4, 8, 16):

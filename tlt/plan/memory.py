@@ -94,13 +94,16 @@ def plan_memory(config: Config, model: ModelConfig, drafter: DrafterShape | None
 
 def _standing(s: Subject) -> Iterator[Part]:
     size, cut = s.engine_dtype.itemsize, f" / {s.num_slices} ranks" if s.num_slices > 1 else ""
-    weights = s.num_parameters * s.master // s.num_slices
-    how = f"{billions(s.num_parameters)} × {s.master} bytes{cut}"
+    trained = s.num_trained * s.master // s.num_slices
+    how = f"{billions(s.num_trained)} × {s.master} bytes{cut}"
     yield Part("process", PROCESS_BYTES["cuda" if s.place.is_gpu else "cpu"], (), "Python and libraries")
-    yield Part("weights", weights, (), how)
-    yield Part("optimizer", 2 * weights, (), f"AdamW's two moments, {how}")
-    if s.config.algorithm.kl_coefficient > 0:
-        yield Part("reference policy", weights, (), how)
+    if s.config.lora.rank:
+        frozen = s.num_parameters * s.frozen // s.num_slices
+        yield Part("frozen weights", frozen, (), f"{billions(s.num_parameters)} × {s.frozen} bytes{cut}")
+    yield Part("adapters" if s.config.lora.rank else "weights", trained, (), how)
+    yield Part("optimizer", 2 * trained, (), f"AdamW's two moments, {how}")
+    if s.config.algorithm.kl_coefficient > 0 and not s.config.lora.rank:
+        yield Part("reference policy", trained, (), how)
     copies = s.model.num_layers * s.copied_numbers(s.layer_matrices)
     if not s.place.is_gpu and s.engine_dtype == torch.float32:
         copies += s.model.vocab_size * s.model.hidden_size  # the head in oneDNN's layout, beside its rows
@@ -225,25 +228,30 @@ def activations_per_token(c: ModelConfig) -> int:
 def _update(s: Subject) -> Iterator[Part]:
     c, parallel, size = s.model, s.config.parallel, s.computed
     slices = 1 if s.place.is_sharded and not parallel.reduce_each_micro_batch else s.num_slices
-    how = f"{billions(s.num_parameters)} × {s.master} bytes" + (f" / {slices} ranks" if slices > 1 else "")
-    yield Part("gradients", s.num_parameters * s.master // slices, ("update",), how)
+    how = f"{billions(s.num_trained)} × {s.master} bytes" + (f" / {slices} ranks" if slices > 1 else "")
+    yield Part("gradients", s.num_trained * s.master // slices, ("update",), how)
     per_rank = -(-s.num_responses // s.place.num_ranks)
     tokens = min(max(s.config.algorithm.tokens_per_micro_batch, s.longest), per_rank * s.longest)
-    layer = activations_per_token(c)
+    lora = s.config.lora
+    layer = activations_per_token(c) + lora.rank * len(lora.targets)
     kept = c.num_layers * c.hidden_size + layer if parallel.checkpoint_activations else c.num_layers * layer
     backward = 3 * c.intermediate_size + 2 * c.hidden_size
     activations = tokens * (kept + backward + 4 * c.hidden_size) * size
     how = f"{tokens} tokens × {kib(size * kept)}"
     how += ": inputs of layers, and one layer" if parallel.checkpoint_activations else f": {c.num_layers} whole layers"
     logits = min(tokens, max(LOGITS_PER_CHUNK // c.vocab_size, 1)) * c.vocab_size * (12 + size)
-    head = logits + s.largest_matrix * size
-    stepped = s.num_parameters if s.place.is_gpu else 2 * s.largest_matrix  # AdamW's own copies, once the others are gone
+    head = logits + (0 if lora.rank else s.largest_matrix * size)
+    stepped = s.num_trained  # AdamW's own copies, once the others are gone
+    if not (s.place.is_gpu or lora.rank):
+        stepped = 2 * s.largest_matrix
     yield Part("activations", max(activations, stepped * s.master // s.num_slices - head), ("update",), how)
-    yield Part("logits", head, ("update",), "one chunk of rows with their gradients, and the head's gradient")
+    how = "one chunk of rows with their gradients" + ("" if lora.rank else ", and the head's gradient")
+    yield Part("logits", head, ("update",), how)
     if s.place.is_sharded:
         heads = (1 if c.tie_embeddings else 2) * c.vocab_size * c.hidden_size
-        gathered = (2 * sum(s.layer_matrices) + heads) * 2 * size
-        yield Part("gathered layers", gathered, ("update",), "two layers, embedding and head, whole, with their gradients")
+        gathered = (2 * sum(s.layer_matrices) + heads) * (size if lora.rank else 2 * size)
+        how = "two layers, embedding and head, whole" + ("" if lora.rank else ", with their gradients")
+        yield Part("gathered layers", gathered, ("update",), how)
 
 
 # ── save ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -253,11 +261,13 @@ def _save(s: Subject) -> Iterator[Part]:
     """PackedTransformer.load joins and scales a layer's matrices in float64. A checkpoint is copied to the CPU before it is
     written, beside the steps that follow."""
     head = s.model.vocab_size * s.model.hidden_size * s.engine_dtype.itemsize if s.place.is_sharded else 0
-    layer = max(max(s.layer_matrices) * (16 + s.master), head)
-    yield Part("a layer for the engine", layer, ("save",), "joined and scaled in float64")
+    merged = sum(s.layer_matrices) * s.master if s.config.lora.rank else 0
+    layer = merged + max(max(s.layer_matrices) * (16 + s.master), head)
+    how = "joined and scaled in float64" + (", merged with its adapters" if merged else "")
+    yield Part("a layer for the engine", layer, ("save",), how)
     if not s.place.is_gpu:
         phases: tuple[Phase, ...] = () if s.config.run.checkpoint_every else ("save",)
-        copied = 3 * s.num_parameters * s.master // s.num_slices + 12 * s.drafter_parameters * s.trains_drafter
+        copied = 3 * s.num_trained * s.master // s.num_slices + 12 * s.drafter_parameters * s.trains_drafter
         yield Part("checkpoint's copy", copied, phases, "weights and two moments, until they are written")
 
 

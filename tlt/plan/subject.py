@@ -7,12 +7,13 @@ from functools import lru_cache
 
 import torch
 
-from tlt.build import master_dtype
+from tlt.build import base_dtype, master_dtype
 from tlt.config.schema import Config
 from tlt.drafter.model import DrafterShape, DraftModel
 from tlt.models import cpu_kernels
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_weights import expected_shapes
+from tlt.models.lora import count_adapters
 from tlt.types import resolve_dtype
 
 META = torch.device("meta")
@@ -54,6 +55,12 @@ class Subject:
         return count_parameters(self.model)
 
     @property
+    def num_trained(self) -> int:
+        """Parameters that have a gradient: all, or LoRA's adapters."""
+        lora = self.config.lora
+        return count_adapters(self.model, lora) if lora.rank else self.num_parameters
+
+    @property
     def num_slices(self) -> int:
         """Ranks over which weights, gradients and moments are cut."""
         return self.place.num_ranks if self.place.is_sharded else 1
@@ -68,10 +75,15 @@ class Subject:
         return master_dtype(self.config).itemsize
 
     @property
+    def frozen(self) -> int:
+        """Size of a weight that is not trained, beside LoRA's adapters."""
+        return base_dtype(self.config).itemsize
+
+    @property
     def computed(self) -> int:
         """Size of an activation of the update."""
         given = self.config.parallel.param_dtype
-        return resolve_dtype(given).itemsize if given is not None and self.place.is_sharded else self.master
+        return resolve_dtype(given).itemsize if given is not None and self.place.is_sharded else self.frozen
 
     @property
     def longest(self) -> int:

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import Transformer
+from tlt.models.lora import BaseOf
 from tlt.rl.algorithms import entropy
 from tlt.rl.plan import Response
 
@@ -20,7 +21,7 @@ LOGITS_PER_CHUNK = 2**24
 """Elements of logits alive at a time: with a large vocabulary the head runs in chunks, and once more in the backward pass."""
 
 
-def response_logprobs(model: Transformer, batch: Sequence[Response], temperature: float) -> tuple[Tensor, Tensor]:
+def response_logprobs(model: Transformer | BaseOf, batch: Sequence[Response], temperature: float) -> tuple[Tensor, Tensor]:
     """Returns (logprobs_T, entropy_T) of the response tokens, sequence after sequence. Gradients flow through the logprobs; the
     entropy is a metric. bf16 logits are widened to float32 first."""
     device = model.head_weight.device

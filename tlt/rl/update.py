@@ -16,6 +16,7 @@ Axes: T response tokens of a flat batch
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,7 @@ from tlt.config.algorithm import AlgorithmSection
 from tlt.config.schema import OptimizerSection, SamplingSection
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import Transformer
+from tlt.models.lora import BaseOf, bit_sum
 from tlt.rl.algorithms import importance_ratio, importance_weights, kl_estimate, loss_divisor, loss_weight, policy_loss
 from tlt.rl.batch import check_batch, in_order, key_of, make_responses
 from tlt.rl.gradients import gradients_of
@@ -101,7 +103,8 @@ class PolicyTrainer:
     sampling: the policy trained is softmax(logits / temperature); its longest response is a constant of some losses.
     num_steps: policy steps of the whole run, for the schedule.
     process_group: None when this process is alone.
-    reference: the frozen initial policy, exactly when `algorithm.kl_coefficient` is positive; sharded where the model is.
+    reference: the frozen initial policy, exactly when `algorithm.kl_coefficient` is positive; sharded where the model is. It is
+        `BaseOf(model)` where adapters alone are trained.
     reduces_each: whether a sharded model's gradients are reduced after every micro-batch (gradients.py).
     """
 
@@ -113,7 +116,7 @@ class PolicyTrainer:
         sampling: SamplingSection,
         num_steps: int,
         process_group: dist.ProcessGroup | None = None,
-        reference: Transformer | None = None,
+        reference: Transformer | BaseOf | None = None,
         reduces_each: bool = True,
     ) -> None:
         if sampling.temperature <= 0:
@@ -129,6 +132,7 @@ class PolicyTrainer:
         self.num_ranks = 1 if process_group is None else dist.get_world_size(process_group)
         self.next_step = 0
         self.gradients = gradients_of(model, process_group, reduces_each)
+        self.base = self._identify_base()
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = parameters[0].device
         matrices = [p for p in parameters if p.dim() > 1]
@@ -198,11 +202,26 @@ class PolicyTrainer:
 
     def counters(self) -> dict[str, Any]:
         """Returns what else a resumed run needs."""
-        return {"next_step": self.next_step}
+        return {"next_step": self.next_step, "base": self.base}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned; the tensors must have been filled."""
+        """Takes up what `counters` returned; the tensors must have been filled. UserError for adapters of other weights."""
+        if counters.get("base", "") != self.base:
+            raise UserError(
+                "model.path: holds other weights than those beside which this run's adapters were trained; bring them back, or"
+                " start a new run in another folder"
+            )
         self.next_step = counters["next_step"]
+
+    def _identify_base(self) -> str:
+        """Returns what identifies the weights that do not train, the same for whole ones and for slices; empty: all train."""
+        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
+        if not frozen:
+            return ""
+        sums = torch.stack([bit_sum(parameter) for parameter in frozen])
+        if self.gradients.needs_equal_shares:
+            dist.all_reduce(sums, group=self.group)
+        return hashlib.sha256(str(sums.tolist()).encode()).hexdigest()
 
     def _set_learning_rate(self, step: int) -> float:
         lr = learning_rate(self.schedule, step, self.num_steps)
@@ -216,7 +235,7 @@ class PolicyTrainer:
         return plan(responses, self.model.config, self.settings.tokens_per_micro_batch, self.num_ranks, self.rank)
 
     @torch.no_grad()
-    def _estimate_kl(self, rollouts: Sequence[Rollout], reference: Transformer) -> list[Tensor]:
+    def _estimate_kl(self, rollouts: Sequence[Rollout], reference: Transformer | BaseOf) -> list[Tensor]:
         """Returns the estimate of KL(π ‖ π_reference) at every token, float64, one tensor for each rollout. Every rank computes
         a share and gets all: what one rank writes, the others add 0 to."""
         responses = [Response(rollout, (), needs_grad=False) for rollout in rollouts]
@@ -224,7 +243,7 @@ class PolicyTrainer:
         flat = torch.zeros(sum(lengths), dtype=torch.float64, device=self.device)
         places = dict(zip(map(key_of, rollouts), flat.split(lengths), strict=True))
         for batch in self._plan(responses):
-            models = (self.model, reference)
+            models: tuple[Transformer | BaseOf, ...] = (self.model, reference)
             logprobs_T, reference_T = (response_logprobs(model, batch.responses, self.temperature)[0] for model in models)
             kl_T = kl_estimate(logprobs_T, reference_T, self.algorithm.kl_estimator)
             for r, part in zip(batch.responses, kl_T.split([r.num_tokens for r in batch.responses]), strict=True):
@@ -235,7 +254,7 @@ class PolicyTrainer:
         return list(flat.cpu().split(lengths))
 
     @torch.no_grad()
-    def _frozen(self, model: Transformer, shares: Sequence[Sequence[MicroBatch]]) -> dict[MicroBatch, Frozen]:
+    def _frozen(self, model: Transformer | BaseOf, shares: Sequence[Sequence[MicroBatch]]) -> dict[MicroBatch, Frozen]:
         """Returns what a policy that does not move says of every micro-batch. They are those of the update itself: with equal
         weights the logprobs are equal to the last bit (ratio 1)."""
         return {batch: response_logprobs(model, batch.responses, self.temperature) for share in shares for batch in share}

@@ -132,6 +132,8 @@ def finish(run: Run) -> None:
     run.timeline.flush()
     gather_objects(run.world, None)
     run.save_policy(run.out_dir / "policy")
+    if run.config.lora.rank:
+        run.save_adapter(run.out_dir / "adapter")
     lead(run.world, f"{run.out_dir}: the other products", lambda: write_products(run))
 
 
@@ -141,7 +143,7 @@ def write_products(run: Run) -> None:
     policy_hash = content_hash(StoredTensors(folder / "policy", run.policy.config))
     run.drafter.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
     merge_timelines(folder, folder / "timeline.json")
-    names = ("policy", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json")
+    names = ("policy", "adapter", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json")
     products = {name: folder / name for name in names if (folder / name).exists()}
     run.console.summary(products, run.evaluations.progress(), run.step, run.seconds, next_commands(run.config, products))
 

@@ -28,7 +28,7 @@ from tlt.build import (
 from tlt.config.schema import Config
 from tlt.distributed.place import find_place
 from tlt.distributed.ray_cluster import num_cluster_gpus
-from tlt.distributed.sharding import Gathered, LayoutChoice, choose_layout, layer_by_layer
+from tlt.distributed.sharding import Gathered, LayoutChoice, choose_layout, layer_by_layer, whole
 from tlt.distributed.waiting import lead, together
 from tlt.distributed.work_queue import Coordinator, connect_coordinator
 from tlt.distributed.world import (
@@ -44,6 +44,7 @@ from tlt.drafter.folder import StoredDrafter
 from tlt.files import write_atomically
 from tlt.models.decoder import Transformer
 from tlt.models.hf_weights import save_model
+from tlt.models.peft_files import save_adapter
 from tlt.report.console import Console
 from tlt.report.metrics import MetricsWriter
 from tlt.report.timeline import Timeline, rank_path, shared_epoch
@@ -221,6 +222,13 @@ class Run:
             for _ in tensors.values():  # rank 0 gathers every tensor, and all take part
                 pass
         write = partial(save_model, folder, config, tensors, dtype=self.master_dtype, source=self.model_folder)
+        lead(self.world, f"{folder} after {self.step} updates", write)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Writes what LoRA has trained as a folder that PEFT loads; every rank calls it, and rank 0 writes."""
+        model, trained = self.config.model, {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        tensors = {name: whole(parameter).cpu() for name, parameter in trained.items()}
+        write = partial(save_adapter, folder, self.config.lora, tensors, str(model.path), model.revision)
         lead(self.world, f"{folder} after {self.step} updates", write)
 
     def close(self) -> None:

@@ -28,6 +28,7 @@ from tlt.hub import Repository, pin_dataset, pin_model
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
+from tlt.models.lora import count_adapters
 from tlt.plan import subject
 from tlt.plan.fit import Run as PlannedRun
 from tlt.plan.fit import refuse
@@ -48,11 +49,12 @@ WAIT_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Findings:
-    """Holds what `preflight` read; the header shows it."""
+    """Holds what `preflight` read; the header shows it. num_adapted: parameters of LoRA's adapters; None: it is off."""
 
     model: ModelConfig
     num_problems: int
     num_held_out: int
+    num_adapted: int | None
 
 
 def launch_ranks(config: Config, started_at: float) -> int:
@@ -168,6 +170,7 @@ def preflight(config: Config) -> Findings:
     layout_of(config)
     check_trackers(config.tracking.use)
     model = load_model_config(model_folder(config))
+    num_adapted = count_adapters(model, config.lora) if config.lora.rank else None
     if (drafter := drafter_folder(config)) is not None:
         stored = load_drafter(drafter, model)
         choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
@@ -176,7 +179,7 @@ def preflight(config: Config) -> Findings:
     refuse(plan_run(config, model, None if drafter is None else stored.config, longest_prompt))
     Scorer(reward_spec(config)).check(problems[0].data)
     num_held_out = len(load_problems(config, "test")) if config.evaluation.num_problems else 0
-    return Findings(model, len(problems), num_held_out)
+    return Findings(model, len(problems), num_held_out, num_adapted)
 
 
 def plan_run(config: Config, model: ModelConfig, drafter: DrafterShape | None, longest_prompt: int) -> PlannedRun:
@@ -204,7 +207,7 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
         "algorithm": describe_algorithm(config),
         **({"rewards": _weighted(config)} if config.rewards.functions else {}),
         "ranks": f"{run.num_ranks} on {device.name} ({device.reason}), {run.dtype}",
-        "update": describe_update(config),
+        "update": describe_update(config) + describe_lora(config, findings.num_adapted, num_parameters),
         "speculation": speculation,
         "folder": near(Path(run.out_dir)),
     }
@@ -219,6 +222,14 @@ def describe_update(config: Config) -> str:
     if parallel.checkpoint_activations:
         parts.append("activations checkpointed")
     return ", ".join(parts)
+
+
+def describe_lora(config: Config, num_adapted: int | None, num_parameters: int) -> str:
+    """Returns what LoRA trains, behind a comma; nothing where it is off."""
+    if num_adapted is None:
+        return ""
+    share = f"{_short(num_adapted)} beside {_short(num_parameters)} parameters"
+    return f", LoRA of rank {config.lora.rank} on {', '.join(config.lora.targets)}: {share} trained"
 
 
 def describe_algorithm(config: Config) -> str:

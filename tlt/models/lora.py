@@ -1,0 +1,138 @@
+"""LoRA (Hu et al., arXiv 2106.09685): frozen matrices, each with a trainable addition of low rank, as PEFT names and starts it.
+
+    y = x Wᵀ + scale · (x Aᵀ) Bᵀ        A [R, I] random, B [O, R] zero: at first the model is its base
+    W + scale · B A                     what is published: one matrix that needs no adapter
+
+Knows neither ranks nor files, nor how A and B are trained.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tlt.config.lora import LoraSection
+from tlt.models.decoder import Linear, ModelConfig, Transformer
+from tlt.types import UserError
+
+
+class LoraLinear(Linear):
+    """A linear layer whose own weights are frozen, and its adapter. It computes in the type of its input, as mixed precision
+    does: the adapter, kept in a wider type, is rounded for a product and not in what is trained.
+
+    is_on: whether the adapter takes part.
+    """
+
+    def __init__(self, base: nn.Linear, lora: LoraSection, dtype: torch.dtype) -> None:
+        super().__init__(base.in_features, base.out_features, base.bias is not None, device="meta")
+        self.weight, self.bias = base.weight, base.bias
+        self.lora_A = nn.Linear(base.in_features, lora.rank, bias=False, device="meta", dtype=dtype)
+        self.lora_B = nn.Linear(lora.rank, base.out_features, bias=False, device="meta", dtype=dtype)
+        self.scale, self.is_on = lora.scale, True
+
+    def forward(self, x_NI: Tensor) -> Tensor:
+        y_NO = super().forward(x_NI)
+        if not self.is_on:
+            return y_NO
+        a_RI, b_OR = self.lora_A.weight.to(x_NI.dtype), self.lora_B.weight.to(x_NI.dtype)
+        return y_NO + self.scale * F.linear(F.linear(x_NI, a_RI), b_OR)
+
+    @torch.no_grad()
+    def merged(self, whole: Callable[[Tensor], Tensor]) -> Tensor:
+        """Returns W + scale · B A in the type of A and B. whole: makes a matrix whole that is in slices."""
+        weight_OI, a_RI, b_OR = whole(self.weight), whole(self.lora_A.weight), whole(self.lora_B.weight)
+        return torch.addmm(weight_OI.to(a_RI.dtype), b_OR, a_RI, alpha=self.scale)
+
+
+def add_adapters(model: Transformer, lora: LoraSection, dtype: torch.dtype) -> None:
+    """Freezes the model and gives its targets adapters, in place. They are on the meta device, of this type.
+
+    Raises UserError for a target that the model does not have and a rank that is larger than a matrix.
+    """
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
+    known = dict.fromkeys(map(_kind, layers))
+    if unknown := [target for target in lora.targets if target not in known]:
+        raise UserError(f"lora.targets: the model has no matrix {unknown[0]!r} to adapt; give some of {', '.join(known)}")
+    targets = {name: layer for name, layer in layers.items() if _kind(name) in lora.targets}
+    side, smallest = min((min(layer.weight.shape), _kind(name)) for name, layer in targets.items())
+    if lora.rank > side:
+        raise UserError(f"lora.rank: {lora.rank} is more than the smaller side of {smallest}, {side}; give at most {side}")
+    model.requires_grad_(False)
+    for name, layer in targets.items():
+        model.set_submodule(name, LoraLinear(layer, lora, dtype))
+
+
+def _kind(name: str) -> str:
+    """Returns the last word of a layer's name, such as q_proj."""
+    return name.rpartition(".")[2]
+
+
+def adapted(model: nn.Module) -> dict[str, LoraLinear]:
+    """Returns the layers that have an adapter, by the names of the matrices that they adapt."""
+    return {f"{name}.weight": layer for name, layer in model.named_modules() if isinstance(layer, LoraLinear)}
+
+
+def is_of_adapter(name: str) -> bool:
+    """Returns whether a tensor's name is an adapter's."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def start_value(name: str, shape: torch.Size, seed: int) -> Tensor:
+    """Returns what an adapter's matrix begins with, float32 on the CPU: PEFT's default. A follows from seed and name alone, so
+    any rank can make any of them."""
+    start = torch.zeros(shape, device="cpu")
+    if ".lora_A." in name:
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "little"))
+        nn.init.kaiming_uniform_(start, a=math.sqrt(5), generator=generator)
+    return start
+
+
+def count_adapters(config: ModelConfig, lora: LoraSection) -> int:
+    """Returns the number of parameters of all adapters. Allocates nothing; raises what `add_adapters` does."""
+    with torch.device("meta"):
+        model = Transformer(config)
+    add_adapters(model, lora, torch.float32)
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """Returns the sum (int64, modulo 2⁶⁴) of a tensor's numbers, their bits read as integers; of a sharded one, of this rank's.
+    Those of all ranks add up to that of the whole."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[local.element_size()]).sum(dtype=torch.int64)
+
+
+class BaseOf:
+    """An adapted model as it was before: the same weights, without adapters. It can be asked, not trained."""
+
+    def __init__(self, model: Transformer) -> None:
+        self.model, self.config, self.logits = model, model.config, model.logits
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.model.head_weight
+
+    def __call__(self, *inputs: Any) -> Any:  # of the model
+        with _without_adapters(self.model):
+            return self.model(*inputs)
+
+
+@contextmanager
+def _without_adapters(model: nn.Module) -> Iterator[None]:
+    layers = adapted(model).values()
+    try:
+        for layer in layers:
+            layer.is_on = False
+        yield
+    finally:
+        for layer in layers:
+            layer.is_on = True
