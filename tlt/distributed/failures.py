@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from signal import Signals
 
 from tlt.distributed.signals import say
 
@@ -58,14 +57,6 @@ def find_cause(reports: Collection[RankFailure], first: Collection[int], how: Ca
         return Failure(tuple(f"rank {rank} ended without a word: {how(rank)}" for rank in silent))
     cause = min((report for report in reports if report.rank in first), key=_time)
     return Failure((f"rank {cause.rank} failed: {cause.message}",), cause.traceback)
-
-
-def how_it_ended(exit_code: int | None) -> str:
-    """Returns in words what the exit code of a process says."""
-    if exit_code is None or exit_code >= 0:
-        return f"exit code {exit_code}"
-    name = Signals(-exit_code).name
-    return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
 
 
 class Restarts:

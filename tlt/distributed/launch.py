@@ -37,10 +37,10 @@ from tlt.distributed.failures import (
     RankFailure,
     Restarts,
     find_cause,
-    how_it_ended,
 )
 from tlt.distributed.place import find_place
 from tlt.distributed.signals import SharedEvent, StopRequest, Supervisor, handling_stop_signals, listen_as_rank, say
+from tlt.processes import how_it_ended
 from tlt.types import UserError
 
 Entry = Callable[[str, StopRequest], object]
