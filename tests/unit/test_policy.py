@@ -403,7 +403,7 @@ def test_a_non_finite_update_names_the_step_and_leaves_the_weights_alone() -> No
         model.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
     trainer = make_trainer(model)
     before = flat(model)
-    with pytest.raises(NonFiniteUpdate, match="^policy update of step 5: loss nan, gradient norm nan; .* --resume") as caught:
+    with pytest.raises(NonFiniteUpdate, match=r"^policy update of step 5: loss nan, gradient norm nan; .* --resume") as caught:
         trainer.update(*make_batch(), 4)
     assert isinstance(caught.value, UserError), "one line, and no restart: it would come again"
     assert torch.equal(before, flat(model))

@@ -296,8 +296,8 @@ class PolicyTrainer:
         values = {"loss": loss, "gradient norm": grad_norm}
         if wrong := ", ".join(f"{name} {value}" for name, value in values.items() if not math.isfinite(value)):
             raise NonFiniteUpdate(
-                f"policy update of step {step + 1}: {wrong}; the weights did not take it, and the last checkpoint is whole: tlt "
-                "train --resume tries again from there; if it comes again, begin a run with a lower optimizer.learning_rate"
+                f"policy update of step {step + 1}: {wrong}; the weights did not take it, and the last checkpoint is whole: "
+                "tlt train --resume tries again; where it comes again, begin a run with a lower optimizer.learning_rate"
             )
         if grad_norm > self.schedule.clip_grad_norm:
             self.gradients.scale(self.schedule.clip_grad_norm / grad_norm)
