@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlt.distributed.signals import say
+from tlt.secrets import hide
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -98,16 +99,17 @@ class Restarts:
         """Appends the traceback to the log; returns where it is."""
         if not failure.traceback:
             return ""
+        text = hide(f"{'; '.join(failure.causes)}\n{failure.traceback}")
         if self._log is None or not self._log.parent.is_dir():
-            sys.stderr.write(failure.traceback)
+            sys.stderr.write(hide(failure.traceback))
             return ""
         with self._log.open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {'; '.join(failure.causes)}\n{failure.traceback}\n")
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         return f", traceback in {self._log}"
 
 
 def _tell(failure: Failure, why: str | None = None) -> None:
-    sys.stderr.write(failure.traceback)
+    sys.stderr.write(hide(failure.traceback))
     for cause in failure.causes:
         say(f"error: {cause}" + (f"; {why}" if why else ""))
 
