@@ -451,40 +451,49 @@ class Hang(BaseException):
 
 def judge(case: Case, seconds: float) -> str:
     """Returns "success", "refused", or what was wrong with the end of the case."""
-    said = io.StringIO()
+    shown = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # as strict as a terminal
+    said = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="backslashreplace")
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said), alarm(seconds):
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(said), alarm(seconds):
             code = case()
+            shown.flush()
     except Hang:
-        return f"hang: longer than {seconds:g} s"
+        return f"hang: more than {seconds:g} s"
     except BaseException as error:  # what a user would see as a traceback: the very thing to be found
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/tlt/" in frame.filename]
         place = f"{frames[-1].filename.rpartition('/tlt/')[2]}:{frames[-1].lineno}" if frames else "?"
         return f"traceback: {type(error).__name__} at {place}: {str(error)[:200]}"
     if code == 0:
         return "success"
-    errors = [line for line in said.getvalue().split("\n") if (line and not line.startswith("tlt: ")) or "tlt: error: " in line]
+    said.flush()
+    lines = said.buffer.getvalue().decode().split("\n")  # type: ignore[attr-defined]  # it is a BytesIO
+    errors = [line for line in lines if (line and not line.startswith("tlt: ")) or "tlt: error: " in line]
     if code != 2 or len(errors) != 1:
-        return f"unclear: exit code {code}, said {said.getvalue()[-300:]!r}"
+        return f"unclear: exit code {code}, said {lines[-3:]!r}"
     is_clear = errors[0].startswith("tlt: error: ") and any(mark in errors[0] for mark in ("; ", ": ", ", "))
     return "refused" if is_clear and len(errors[0]) < 20_000 else f"unclear: {errors[0][:300]}"
 
 
 @contextlib.contextmanager
 def alarm(seconds: float) -> Iterator[None]:
-    """Raises Hang after so many seconds; where no Python code runs then, the process ends with its traceback, later."""
+    """Raises Hang after so many seconds of the processor's, or twenty times as many of the clock's; where no Python code runs
+    then, the process ends with its traceback, later."""
 
     def ring(*_: object) -> None:
         raise Hang
 
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    faulthandler.dump_traceback_later(10 * seconds, exit=True, file=sys.__stderr__)
+    timers = {signal.SIGPROF: (signal.ITIMER_PROF, seconds), signal.SIGALRM: (signal.ITIMER_REAL, 20 * seconds)}
+    before = {number: signal.signal(number, ring) for number in timers}
+    for timer, after in timers.values():
+        signal.setitimer(timer, after)
+    faulthandler.dump_traceback_later(40 * seconds, exit=True, file=sys.__stderr__)
     try:
         yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        for timer, _ in timers.values():
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         faulthandler.cancel_dump_traceback_later()
 
 
@@ -514,7 +523,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--num", type=int, default=1200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=30.0, help="after which a case hangs")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of the processor, after which a case hangs")
     parser.add_argument("--only", type=int, help="the number of a case to play alone")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

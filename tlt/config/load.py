@@ -86,7 +86,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error}); give the path of a TOML configuration") from None
     try:
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be parsed ({error}); correct that place") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no configuration; it must be a table of sections")
@@ -97,8 +97,9 @@ def _resolve(text: str, folder: Path) -> Path:
     """Returns an absolute path: from `folder` if it exists there, else from the working directory; or the name of a repository
     of the hub where there is no such path."""
     for path in (folder / text, Path(text)):
-        if path.exists():
-            return path.absolute()
+        with suppress(OSError):  # a name that no file can have is refused with the others
+            if path.exists():
+                return path.absolute()
     return Path(text) if Repository.parse(text) is not None else Path(text).absolute()
 
 

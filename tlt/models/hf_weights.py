@@ -127,6 +127,9 @@ def _weight_files(directory: Path) -> list[Path]:
         shards = read_json(directory / INDEX).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise UserError(f"{directory / INDEX}: weight_map is missing or empty; download the file again")
+        if strange := [name for name in shards.values() if not isinstance(name, str) or name != Path(name).name]:
+            remedy = "which is no file beside it; download the file again"
+            raise UserError(f"{directory / INDEX}: weight_map names {strange[0]!r}, {remedy}")
         files = [directory / name for name in sorted(set(shards.values()))]
         for file in files:
             if not file.exists():
