@@ -147,15 +147,15 @@ def _attempt(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from tlt.distributed import one_machine
+
     report_dir = tempfile.mkdtemp(prefix="tlt-launch-")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=supervisor.num_ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=str(Path(report_dir, "rendezvous")),
-        rdzv_configs={"store_type": "file"},  # a TCP store of the agent's would listen on all networks
+        rdzv_backend=one_machine.register(),
         local_addr="127.0.0.1",
         max_restarts=0,  # the agent's own restarts know no user's mistakes, and would share a store
         monitor_interval=monitor_seconds,

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def _weight_files(directory: Path) -> list[Path]:
             raise UserError(f"{directory / INDEX}: weight_map names {strange[0]!r}, {remedy}")
         files = [directory / name for name in sorted(set(shards.values()))]
         for file in files:
-            if not file.exists():
+            if not os.path.exists(file):  # Path.exists raises for a name that is too long
                 raise UserError(f"{directory / INDEX}: shard {file.name} is missing; download it into {directory}")
         return files
     pickled = sorted(directory.glob("*.bin"))
