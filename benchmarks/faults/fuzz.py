@@ -21,7 +21,6 @@ import random
 import shutil
 import signal
 import struct
-import sys
 import tempfile
 import time
 import traceback
@@ -145,12 +144,14 @@ def mutated(value: Any, rng: random.Random) -> Any:
 def _mutated_once(value: Any, rng: random.Random) -> Any:
     if not isinstance(value, dict | list) or not value or rng.random() < 0.05:
         return _near(value, rng) if rng.random() < 0.3 else rng.choice(ODD)
-    key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+    key: Any = rng.choice([*value]) if isinstance(value, dict) else rng.randrange(len(value))
     match rng.randrange(8):
         case 0:
             del value[key]
         case 1 if isinstance(value, dict):
-            value[rng.choice((key + "s", key.upper(), "", "a.b", "\0", "é", "path", "prompt", "messages"))] = value.pop(key)
+            value[rng.choice((f"{key}s", str(key).upper(), "", "a.b", "\0", "é", "path", "prompt", "messages"))] = value.pop(
+                key
+            )
         case 1 if isinstance(value, list):
             value.insert(key, value[key])
         case 2 if isinstance(value, dict):
@@ -237,7 +238,7 @@ class Place:
         return Path(shutil.copytree(source, self.here / source.name))
 
     def config(self) -> dict[str, Any]:
-        values = json.loads(json.dumps(CONFIG))
+        values: dict[str, Any] = json.loads(json.dumps(CONFIG))
         values["model"]["path"], values["drafter"]["path"] = str(self.model), str(self.drafter)
         return values
 
@@ -392,22 +393,21 @@ def run_folder(place: Place, rng: random.Random) -> Case:
     files = {
         "config.json": config.to_json(),
         "tracking.json": '{"run_id": "0123abcd"}',
-        "metrics.jsonl": '{"step": 0}\n',
         "evaluations.jsonl": place.lines(
             [{"step": 0, "solve_rate": 0.5, "seconds": 1.0, "by_problem": {"p0": 0.5}, "by_task": {}}]
         ),
         "timeline.rank0.jsonl": place.lines([["step", 0.5, 1.5, 1.0, 1]] * 2),
     }
-    del files["metrics.jsonl"]  # a record has many fields; its reader is tried on damage alone
     chosen = rng.choice(list(files))
     for name, text in files.items():
         (run / name).write_text(text)
-    text = (run / chosen).read_bytes()
-    if rng.random() < 0.5 and chosen.endswith(".json"):
-        text = json.dumps(mutated(json.loads(text), rng)).encode()
+    data = files[chosen].encode()
+    if rng.random() < 0.5:
+        lines = [data.decode()] if chosen.endswith(".json") else data.decode().splitlines()
+        data = "".join(json.dumps(mutated(json.loads(line), rng)) + "\n" for line in lines).encode()
     else:
-        text = damaged(text, rng)
-    (run / rng.choice((chosen, chosen, "metrics.jsonl"))).write_bytes(text)
+        data = damaged(data, rng)
+    (run / rng.choice((chosen, chosen, "metrics.jsonl"))).write_bytes(data)
     (run / "checkpoints" / rng.choice(("step-00000001", "step-x", "step-", ".step-1.new"))).mkdir(parents=True)
 
     def resume() -> int:
@@ -465,8 +465,8 @@ def judge(case: Case, seconds: float) -> str:
         return f"traceback: {type(error).__name__} at {place}: {str(error)[:200]}"
     if code == 0:
         return "success"
-    said.flush()
-    lines = said.buffer.getvalue().decode().split("\n")  # type: ignore[attr-defined]  # it is a BytesIO
+    said.seek(0)
+    lines = said.read().split("\n")
     errors = [line for line in lines if (line and not line.startswith("tlt: ")) or "tlt: error: " in line]
     if code != 2 or len(errors) != 1:
         return f"unclear: exit code {code}, said {lines[-3:]!r}"
@@ -486,7 +486,7 @@ def alarm(seconds: float) -> Iterator[None]:
     before = {number: signal.signal(number, ring) for number in timers}
     for timer, after in timers.values():
         signal.setitimer(timer, after)
-    faulthandler.dump_traceback_later(40 * seconds, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(40 * seconds, exit=True, file=2)
     try:
         yield
     finally:

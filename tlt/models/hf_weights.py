@@ -155,7 +155,7 @@ def _stored_tensors(files: list[Path]) -> dict[str, _Stored]:
                         raise UserError(f"{file}: tensor {name} is also in {stored[name].file.name}; keep one of the two")
                     header = opened.get_slice(name)
                     stored[name] = _Stored(file, torch.Size(header.get_shape()), header.get_dtype())
-        except SafetensorError as error:  # names no file by itself
+        except (SafetensorError, OSError) as error:  # names no file by itself
             remedy = "download it again (or run git lfs pull)"
             raise UserError(f"{file}: is no readable safetensors file ({error}); {remedy}") from error
     return stored

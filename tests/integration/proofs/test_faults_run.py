@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.proofs.test_launchers_run import check, command, started, two_hosts, wait_for_steps
+from tests.integration.proofs.test_launchers_run import ROOT, check, command, started, two_hosts, wait_for_steps
 from tests.integration.test_run import same_weights, train, what_the_law_fixes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -70,7 +70,8 @@ def run_with(workspace: Path, fault: str, timeout_seconds: float) -> tuple[Path,
     """Returns (the run's folder, the exit code, what was said)."""
     name = fault.replace(" ", "-")
     _, environment = command(workspace)
-    environment |= {"FAULT": fault, "MARK": str(workspace / f"{name}.mark")}
+    paths = os.pathsep.join([environment["PYTHONPATH"], str(ROOT)])
+    environment |= {"FAULT": fault, "MARK": str(workspace / f"{name}.mark"), "PYTHONPATH": paths}
     words = [str(workspace / "run.toml"), "--run.out_dir", str(workspace / name), *STEPS]
     words += ["--run.timeout_seconds", f"{timeout_seconds:g}"]
     said = workspace / f"{name}.txt"

@@ -7,6 +7,7 @@ The kernel refuses, by RLIMIT_FSIZE: no file may grow beyond a byte from the mom
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,7 @@ if __name__ == "__main__":
 def played(workspace: Path) -> dict[str, Any]:
     (workspace / "full.py").write_text(PROGRAM)
     _, environment = command(workspace)
+    environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[3])
     words = [sys.executable, str(workspace / "full.py"), str(workspace / "run.toml"), str(workspace), json.dumps(PLACES)]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=1400)
     assert done.returncode == 0, done.stderr
