@@ -30,6 +30,9 @@ OUT ?= $(if $(wildcard runs/quickstart),runs/quickstart-$(shell date +%Y%m%d-%H%
 # One BLAS thread per process: two cores carry two ranks.
 export OMP_NUM_THREADS ?= 1
 
+# Bytecode is kept even where the environment forbids it: each process would compile torch anew, which takes five seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Whole test files run side by side, in the order of their names: those that wait most for processes of their own come first.
 TEST_WORKERS ?= 2
 PROOFS := tests/integration/proofs

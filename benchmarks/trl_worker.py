@@ -27,6 +27,7 @@ from tlt.tasks.countdown import TASK
 from tlt.training.drafter_side import watch_drafter
 from tlt.training.live import prompt_name
 from tlt.training.phase import RolloutPhase
+from tlt.training.work import Receivers
 from tlt.types import Problem, SamplingParams
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "countdown"
@@ -182,7 +183,8 @@ def run_tlt(job: Job, clock: Clock) -> None:
     coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
     params = SamplingParams(max_tokens=job.max_tokens, stop_ids=model.stop_ids, seed=42)  # TRL's default seed
     with RewardPool(RewardSpec("countdown"), 1, 5.0) as scorers:
-        phase = RolloutPhase(world, engine, coordinator, scorers, model.tokenizer.decode, timeline, lambda: False)
+        receivers = Receivers(scorers, model.tokenizer.decode)
+        phase = RolloutPhase(world, engine, coordinator, receivers, timeline, lambda: False)
         generate = clock.timed(clock.rollout_seconds, phase.run)
         num = job.responses // GROUP
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import ModuleType
@@ -27,6 +28,7 @@ from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.failures import EXIT_OK, EXIT_USER_ERROR
 from tlt.distributed.launch import is_rank
+from tlt.distributed.place import find_place
 from tlt.distributed.signals import StopRequest, handling_stop_signals
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
@@ -36,9 +38,9 @@ from tlt.models.prompts import encode_prompts, make_requests
 from tlt.models.tokenizer import Tokenizer
 from tlt.tasks.base import Task
 from tlt.training.evaluate import Evaluation, read_evaluations
-from tlt.training.lock import refuse_begun
+from tlt.training.lock import can_go_on, forget_journal, refuse_begun
 from tlt.training.loop import describe_run, main
-from tlt.training.start import launch_ranks, prepare
+from tlt.training.start import launch_ranks, prepare, run_started_rank
 from tlt.types import FinishReason, Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
 
 # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -223,16 +225,31 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
     this process: run.num_ranks = 1 and rewards.num_workers = 0.
 
     With several ranks a script has to start under `if __name__ == "__main__":`, as for everything that multiprocessing spawns.
+    Where torchrun or srun has started this process, it is a rank of the run, and goes on with what it began before a restart.
     """
     with _named(task, config) if task is not None else nullcontext(config.task.name) as name:
         config = load_config(config.model_dump(mode="json"), {"task.name": name})
-        folder = config.run.out_dir
-        refuse_begun(folder)
-        started_at = time.time()
-        config = prepare(config)
-        runs_here = is_rank(config.run.num_ranks) and config.run.launcher == "local"
-        is_finished = _run_here(config, started_at) if runs_here else _run_ranks(config, started_at)
+        folder, started_at = config.run.out_dir, time.time()
+        begin = partial(_begin, config)
+        if (place := find_place()) is not None:
+            is_finished = _is_finished(run_started_rank(place, begin, started_at), folder)
+        elif config.run.num_ranks == 1 and config.run.launcher == "local":
+            is_finished = _run_here(begin(), started_at)
+        else:
+            is_finished = _is_finished(launch_ranks(begin(), started_at), folder)
     return TrainingResult(folder, tuple(read_evaluations(folder / "evaluations.jsonl")), is_finished)
+
+
+def _begin(config: Config, goes_on: bool = False) -> Config:
+    """Checks what can be checked before a run begins. goes_on: whether ranks that somebody else has started were here before:
+    what they have begun goes on, then."""
+    folder = config.run.out_dir
+    if not (goes_on and can_go_on(folder)):
+        refuse_begun(folder)
+        config = prepare(config)
+        forget_journal(folder)
+        return config
+    return prepare(config)
 
 
 def _run_here(config: Config, started_at: float) -> bool:
@@ -247,12 +264,12 @@ def _run_here(config: Config, started_at: float) -> bool:
     return not stop.is_set()
 
 
-def _run_ranks(config: Config, started_at: float) -> bool:
-    code = launch_ranks(config, started_at)
+def _is_finished(code: int, folder: Path) -> bool:
+    """Returns whether ranks with this exit code have come to the run's end, and raises where they have failed."""
     if code == EXIT_USER_ERROR:
-        raise UserError(f"{config.run.out_dir}: a rank has stopped; the line on stderr says what to correct")
+        raise UserError(f"{folder}: a rank has stopped; the line on stderr says what to correct")
     if 0 < code < 128:
-        raise RuntimeError(f"{config.run.out_dir}: a rank has failed; its traceback is on stderr")
+        raise RuntimeError(f"{folder}: a rank has failed; its traceback is on stderr")
     return code == EXIT_OK
 
 

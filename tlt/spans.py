@@ -17,6 +17,7 @@ class SpanName(StrEnum):
     TRAIN_DRAFTER = "train drafter"
     PREEMPT = "preempt"
     SCORE = "score"
+    JOURNAL = "journal"
     WAIT = "wait"
     CHECK_DRAFTER = "check drafter"
     UPDATE = "update"

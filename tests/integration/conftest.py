@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from tlt.cli import main as cli
 from tlt.drafter.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import save_model
 
+Tlt = Callable[..., int]
+"""Runs `tlt WORDS…`; returns the exit code."""
 BASE = Path(__file__).parents[2] / "recipes" / "countdown" / "base"
 
 
@@ -69,3 +74,11 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         """
     )
     return folder
+
+
+@pytest.fixture
+def tlt_here(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Tlt:
+    """`tlt` in this process, as one rank is."""
+    monkeypatch.syspath_prepend(workspace)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(workspace), os.environ.get("PYTHONPATH", "")]))
+    return lambda *words: cli.main(words)

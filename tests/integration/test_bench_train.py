@@ -1,17 +1,17 @@
-"""Runs in turns: with TLT and without they are the same run, and one that parts is counted and brought back."""
+"""Runs in turns: with TLT and without they are the same run, and one that parts is counted and brought back. On two ranks in
+proofs/."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.integration.conftest import Tlt
 from tlt.bench.report import with_changes
 from tlt.bench.train import OFF, Plan, launch_runs
 from tlt.bench.train_report import read_turns
@@ -41,14 +41,14 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def test_the_command_compares_whole_runs_on_two_ranks(workspace: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(workspace), os.environ.get("PYTHONPATH", "")])}
-    words = [sys.executable, "-m", "tlt", "bench", "train", str(workspace / "run.toml"), "--steps", "2"]
-    words += ["--out", str(tmp_path / "result"), "--rollout.speculation", "4x1x4", "--run.out_dir", str(tmp_path / "runs")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr + done.stdout
-    assert json.loads(done.stdout.splitlines()[-1]).keys() == {"tlt", "frozen"}
-    report = json.loads((tmp_path / "result.json").read_text())
+def words_for(workspace: Path, folder: Path) -> list[str]:
+    words = ["bench", "train", str(workspace / "run.toml"), "--steps", "2", "--out", str(folder / "result")]
+    return [*words, "--rollout.speculation", "4x1x4", "--run.out_dir", str(folder / "runs")]
+
+
+def check_comparison(folder: Path, said: str) -> None:
+    assert json.loads(said.splitlines()[-1]).keys() == {"tlt", "frozen"}
+    report = json.loads((folder / "result.json").read_text())
     assert report["num_steps"] == 2
     assert report["runs"].keys() == {"off", "tlt", "frozen"}
     for name, run in report["runs"].items():
@@ -57,11 +57,18 @@ def test_the_command_compares_whole_runs_on_two_ranks(workspace: Path, tmp_path:
         assert {"prefill", "update", "publish", "record"} <= run["phase_seconds"].keys()
         assert [step["digest"] for step in run["steps"]] == [step["digest"] for step in report["runs"]["off"]["steps"]]
     assert report["runs"]["off"]["steps"][0]["digest"] != report["runs"]["off"]["steps"][1]["digest"]
-    moved = [weights(tmp_path / "runs" / name) for name in report["runs"]]
+    moved = [weights(folder / "runs" / name) for name in report["runs"]]
     assert all(torch.equal(moved[0][name], run[name]) for run in moved[1:] for name in run)
-    text = (tmp_path / "result.md").read_text()
+    text = (folder / "result.md").read_text()
     assert "| steps that end with off's very weights | 2 | 2 | 2 |" in text
-    assert str(tmp_path) not in json.dumps(report["config"])
+    assert str(folder) not in json.dumps(report["config"])
+
+
+def test_the_command_compares_whole_runs(
+    workspace: Path, tmp_path: Path, tlt_here: Tlt, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert tlt_here(*words_for(workspace, tmp_path), "--run.num_ranks", "1") == 0
+    check_comparison(tmp_path, capfd.readouterr().out)
 
 
 def test_a_run_that_parts_is_counted_and_given_the_references_weights(config: Config, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
 from pathlib import Path
@@ -11,17 +10,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.forked import fork_ranks, run_ranks
 from tlt.distributed.waiting import lead, together
 from tlt.distributed.world import World
 from tlt.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from tlt.types import UserError
-
-NUM_PROCESSES = 3
 
 
 def make_tensors(value: float) -> dict[str, Tensor]:
@@ -117,24 +114,27 @@ def check_waiting(rank: int, worlds: list[World], folder: Path) -> None:
     assert together(world, lambda: rank) == rank
 
 
-def run_rank(rank: int, port: int, folder: str) -> None:
+def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"
-    store = dist.TCPStore("127.0.0.1", port, NUM_PROCESSES, is_master=rank == 0)
-    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=NUM_PROCESSES)
+    port = int((folder.parent / "port").read_text())
+    store = dist.TCPStore("127.0.0.1", port, num_ranks, is_master=rank == 0)
+    dist.init_process_group("gloo", store=dist.PrefixStore("group", store), rank=rank, world_size=num_ranks)
     worlds = []
-    for size in range(1, NUM_PROCESSES + 1):
+    for size in range(1, num_ranks + 1):
         group = dist.new_group(list(range(size)))
         mine = rank if rank < size else -1  # outside of it
         worlds.append(World(mine, size, rank, torch.device("cpu"), dist.PrefixStore(f"of {size}", store), group))
     for check in (check_shards, check_damage, check_waiting):
-        check(rank, worlds, Path(folder) / check.__name__)
+        check(rank, worlds, folder / check.__name__)
         dist.barrier()
-    os._exit(0)
 
 
 def test_shards_are_saved_and_loaded_by_any_number_of_ranks_and_damage_stops_all_of_them(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    mp.spawn(run_rank, (port, str(tmp_path)), nprocs=NUM_PROCESSES)
+        (tmp_path / "port").write_text(str(free.getsockname()[1]))
+    run_ranks(__file__, tmp_path, 3)
+
+
+if __name__ == "__main__":
+    fork_ranks(rank_main)

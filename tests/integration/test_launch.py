@@ -1,7 +1,8 @@
 """Starting and ending ranks for real: processes, signals to the group and to the parent, failures, collectives.
 
 Each scenario is one `launch` in a session of its own, as a terminal would have it. What takes the time is importing torch:
-so the launching processes are forked from one that has done it, and several run at once.
+so the launching processes are forked from one that has done it, several run at once, and ranks are forked as well where
+their own start is not what is looked at.
 """
 
 import json
@@ -117,7 +118,23 @@ def entry(scenario, stop):
     shutdown(world)
 
 
-def play(name, scenario, num_ranks, grace, environ, num_restarts):
+def enter_late(scenario, stop):
+    """In a forked rank. One that imports torch does not end within the tenth of a second in which the launcher finds it."""
+    time.sleep(1.0)
+    entry(scenario, stop)
+
+
+def fork_ranks():
+    """Has torch's agent fork the ranks from this process, which has imported what they need."""
+    import warnings
+    from torch.distributed.launcher import api
+
+    warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)  # Python 3.12
+    config = api.LaunchConfig
+    api.LaunchConfig = lambda **options: config(**{**options, "start_method": "fork"})
+
+
+def play(name, scenario, num_ranks, grace, environ, num_restarts, is_spawned):
     """In a session of its own, with what it says in files, so that no pipe stays open; its exit code follows."""
     pid = os.fork()
     if pid == 0:
@@ -125,10 +142,13 @@ def play(name, scenario, num_ranks, grace, environ, num_restarts):
         for number, kind in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{name}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         os.environ.update(environ)
+        if not is_spawned:
+            fork_ranks()
         code = 99
         try:
             say(started=True)
-            code = launch(scenario, num_ranks, entry, grace_seconds=grace, restarts=Restarts(num_restarts))
+            begin = entry if is_spawned else enter_late
+            code = launch(scenario, num_ranks, begin, grace_seconds=grace, restarts=Restarts(num_restarts))
         finally:
             sys.stderr.flush()
             os._exit(code)
@@ -141,6 +161,7 @@ def play(name, scenario, num_ranks, grace, environ, num_restarts):
 
 if __name__ == "__main__":
     import torch.distributed.launcher.api
+    import tlt.distributed.world
 
     os.chdir(sys.argv[1])
     for line in sys.stdin:
@@ -207,7 +228,8 @@ def spawned_by(parent: int) -> list[int]:
 @dataclass(frozen=True)
 class Scenario:
     """`signals`: (what to wait for, seconds to wait then, how to send) in turn; `ready` comes once per rank. Whoever
-    sends is told the launcher's process id and those of the ranks that have said theirs."""
+    sends is told the launcher's process id and those of the ranks that have said theirs. `is_spawned`: the ranks start as a
+    user's do, and import torch; else they are forked."""
 
     name: str
     signals: tuple[tuple[str, float, Send], ...] = ()
@@ -215,26 +237,27 @@ class Scenario:
     grace: float = 200.0
     environ: tuple[tuple[str, str], ...] = ()
     num_restarts: int = 0
+    is_spawned: bool = False
 
 
 CTRL_C = to_group(signal.SIGINT)
 SCENARIOS = {
-    "collectives": Scenario("collectives"),
+    "collectives": Scenario("collectives", is_spawned=True),
     "mistake": Scenario("mistake"),
     "fault": Scenario("fault"),
     "killed": Scenario("killed"),
     "killed beside two that compute": Scenario("deaf", (("ready", 0.2, to_rank(1, signal.SIGKILL)),), num_ranks=3),
     "killed beside one that polls": Scenario("loop", (("ready", 0.2, to_rank(0, signal.SIGKILL)),)),
-    "killed while the ranks import": Scenario("loop", (("started", 0.0, kill_while_it_imports(1)),)),
+    "killed while the ranks import": Scenario("loop", (("started", 0.0, kill_while_it_imports(1)),), is_spawned=True),
     "a rank exits": Scenario("exit"),
-    "killed once, and started again": Scenario("killed once", num_restarts=3),
+    "killed once, and started again": Scenario("killed once", num_restarts=3, is_spawned=True),
     "mistake, with restarts": Scenario("mistake", num_restarts=3),
     "sigterm, and then a death": Scenario(
         "deaf", (("ready", 0.0, to_parent(signal.SIGTERM)), ("ready", 0.5, to_rank(1, signal.SIGKILL))), num_restarts=3
     ),
     "sigterm to one rank": Scenario("agree", (("ready", 0.0, to_rank(1, signal.SIGTERM)),)),
-    "parent killed": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGKILL)),)),
-    "ctrl-c while the ranks import": Scenario("loop", (("started", 0.7, CTRL_C),)),
+    "parent killed": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGKILL)),), is_spawned=True),
+    "ctrl-c while the ranks import": Scenario("loop", (("started", 0.7, CTRL_C),), is_spawned=True),
     "sigterm to the parent": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGTERM)),)),
     "ctrl-c twice": Scenario("deaf", (("ready", 0.0, CTRL_C), ("ready", 0.5, CTRL_C))),
     "grace is over": Scenario("deaf", (("ready", 0.0, CTRL_C),), grace=1.0),
@@ -260,6 +283,7 @@ def play(server: subprocess.Popen[str], folder: Path, name: str, scenario: Scena
 
     assert server.stdin is not None
     order = [name, scenario.name, scenario.num_ranks, scenario.grace, dict(scenario.environ), scenario.num_restarts]
+    order.append(scenario.is_spawned)
     server.stdin.write(json.dumps(order) + "\n")
     server.stdin.flush()
     outcome = Outcome()

@@ -8,8 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.integration.conftest import Tlt
+from tests.integration.test_run import PATIENCE
 from tlt.training.lock import refuse_begun
 
+pytestmark = pytest.mark.timeout(2 * PATIENCE)
 TASK = """
 from digits import Digits
 class Partly(Digits):
@@ -24,26 +29,17 @@ SOMETIMES = Partly(lambda problem: problem['problem_id'].endswith(('0', '4', '8'
 """
 
 
-def train(workspace: Path, task: str) -> subprocess.CompletedProcess[str]:
+def words_for(workspace: Path, task: str) -> list[str]:
     (workspace / "partly.py").write_text(TASK)
-    environment = {**os.environ, "PYTHONPATH": str(workspace), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    words = ["train", str(workspace / "run.toml"), "--run.out_dir", str(workspace / task), "--task.name", task]
     few = ("--run.num_steps", "2", "--run.num_ranks", "1", "--evaluation.num_problems", "0", "--rollout.speculation", "off")
-    words = [
-        "-m",
-        "tlt",
-        "train",
-        str(workspace / "run.toml"),
-        "--run.out_dir",
-        str(workspace / task),
-        "--task.name",
-        task,
-        *few,
-    ]
-    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, check=False, timeout=240)
+    return [*words, *few]
 
 
 def test_a_task_that_never_scores_ends_the_run_with_one_line(workspace: Path) -> None:
-    done = train(workspace, "partly:NEVER")
+    environment = {**os.environ, "PYTHONPATH": str(workspace), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-m", "tlt", *words_for(workspace, "partly:NEVER")]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 2, done.stdout + done.stderr
     message = done.stderr.strip().splitlines()[-1]
     assert message.startswith("tlt: error: task partly:NEVER: none of the 16 responses of step 1 could be scored")
@@ -52,9 +48,8 @@ def test_a_task_that_never_scores_ends_the_run_with_one_line(workspace: Path) ->
     refuse_begun(workspace / "partly:NEVER")  # nothing is there to keep: the corrected task may have the folder
 
 
-def test_responses_that_could_not_be_scored_are_counted_and_left_out_of_the_means(workspace: Path) -> None:
-    done = train(workspace, "partly:SOMETIMES")
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_responses_that_could_not_be_scored_are_counted_and_left_out_of_the_means(workspace: Path, tlt_here: Tlt) -> None:
+    assert tlt_here(*words_for(workspace, "partly:SOMETIMES")) == 0
     lines = [json.loads(line) for line in (workspace / "partly:SOMETIMES" / "metrics.jsonl").read_text().splitlines()]
     assert sum(line["reward_errors"] for line in lines) > 0
     for line in lines:

@@ -28,7 +28,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.report.timeline import Timeline
 from tlt.training.drafter_side import WatchedDrafter
 from tlt.training.phase import RolloutPhase
-from tlt.training.work import Work
+from tlt.training.work import Ended, Receivers, Work
 from tlt.tuning.tuner import Fixed
 from tlt.types import DrafterReport, Finished, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
@@ -48,6 +48,9 @@ class Scorers:
     def submit(self, key: tuple[str, int], data: dict[str, Any], text: str, token_ids: Any, step: int) -> None:
         self.keys.append(key)
 
+    def collect(self) -> dict[tuple[str, int], Reward]:
+        return {}
+
     def drain(self, patience: float) -> dict[tuple[str, int], Reward]:
         return {key: Reward(1.0, True) for key in self.keys}
 
@@ -65,6 +68,7 @@ class OneTokenEngine:
     room: int = 1
     running: tuple[Any, ...] = ()
     num_waiting: int = 0
+    policy_version: int = 0
 
     @property
     def is_idle(self) -> bool:
@@ -110,7 +114,7 @@ class Unwatched:
 def make_phase(engine: Any, coordinator: Any) -> RolloutPhase:
     world, timeline = World(0, 1, 0, torch.device("cpu"), HashStore(), None), Timeline(0)
     scorers: Any = Scorers()
-    return RolloutPhase(world, engine, coordinator, scorers, lambda ids: "", timeline, lambda: False)
+    return RolloutPhase(world, engine, coordinator, Receivers(scorers, lambda ids: ""), timeline, lambda: False)
 
 
 def make_side(spot: Any, learned: Any = None, watch: Any = None, refresh: Any = None) -> WatchedDrafter:
@@ -144,7 +148,8 @@ def generate(phase: RolloutPhase, problems: Sequence[Problem], spot: Any = None)
     drafter.begin("rollout")
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
     phase.coordinator.begin("rollout", len(problems))
-    return phase._generate(problems, Work(phase.coordinator, requests), drafter)
+    ended = Ended(problems, phase.receivers, drafter)
+    return ended.rollouts, *phase._generate(Work(phase.coordinator, requests), ended, drafter)
 
 
 def make_coordinators(num: int) -> list[Coordinator]:

@@ -184,7 +184,7 @@ def test_the_command_measures_writes_and_draws(capsys: pytest.CaptureFixture[str
     whole["requests"] = sorted(whole["requests"], key=lambda r: r["length"])[:6]
     (tmp_path / "few.json").write_text(json.dumps(whole))
     arguments = ["--out", str(tmp_path / "result"), "--parts", "arms,longtail", "--workload", str(tmp_path / "few.json")]
-    amounts = ["--batches", "1,2", "--rounds", "2", "--arm-rounds", "1", "--peers", "transformers"]
+    amounts = ["--batches", "2", "--rounds", "2", "--arm-rounds", "1", "--peers", "transformers"]
     assert main([str(RECIPE / "quickstart.toml"), *arguments, *amounts]) == 0
     assert "longtail, 6 requests" in capsys.readouterr().out
     report = json.loads((tmp_path / "result.json").read_text())

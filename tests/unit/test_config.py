@@ -99,7 +99,7 @@ def test_the_hash_changes_with_any_value(folder: Path) -> None:
 KEYS = """
 run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every keep_checkpoints time_limit_minutes
 parallel    policy param_dtype checkpoint_activations reduce_each_micro_batch
-run         launcher max_restarts timeout_seconds
+run         journal launcher max_restarts timeout_seconds
 model       path revision chat_template_kwargs
 task        name options num_problems data subset split columns chat system_prompt
 rollout     problems_per_step samples_per_problem max_batch_size kv_gib speculation migrate tuner

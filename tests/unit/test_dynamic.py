@@ -19,9 +19,10 @@ from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
-from tlt.training.phase import PhaseResult, ReplicaReport, RolloutPhase, StopRequested, combine
+from tlt.training.phase import RolloutPhase, StopRequested
 from tlt.training.problems import problems_of_step, spare_problems
-from tlt.training.work import Work
+from tlt.training.result import PhaseResult, ReplicaReport, combine
+from tlt.training.work import Receivers, Work
 from tlt.tuning.tuner import Fixed
 from tlt.types import DrafterReport, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
@@ -123,6 +124,9 @@ class ParityScorers:
     def submit(self, key: tuple[str, int], data: dict[str, Any], text: str, token_ids: Any, step: int) -> None:
         self.rewards[key] = Reward(float(sum(map(int, text.split())) % 5 == 0), True)
 
+    def collect(self) -> dict[tuple[str, int], Reward]:
+        return {}
+
     def drain(self, patience: float) -> dict[tuple[str, int], Reward]:
         rewards, self.rewards = self.rewards, {}
         return rewards
@@ -153,7 +157,7 @@ def make_phase(engine: RolloutEngine) -> RolloutPhase:
     world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
     scorers: Any = ParityScorers()
     words = lambda ids: " ".join(map(str, ids))  # noqa: E731
-    return RolloutPhase(world, engine, local_coordinator(), scorers, words, Timeline(0), lambda: False)
+    return RolloutPhase(world, engine, local_coordinator(), Receivers(scorers, words), Timeline(0), lambda: False)
 
 
 def sample(engine: RolloutEngine, step: int = 4, drafter: DrafterSide | None = None) -> PhaseResult:

@@ -8,7 +8,7 @@ import pytest
 
 from tlt.engine.stats import EngineStats
 from tlt.training.evaluate import Evaluation, Evaluations, read_evaluations
-from tlt.training.phase import PhaseResult, ReplicaReport
+from tlt.training.result import PhaseResult, ReplicaReport
 from tlt.types import DrafterReport, Reward, Rollout, UserError
 
 

@@ -23,7 +23,7 @@ from tests.unit.phase_parts import (
 from tlt.engine.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
 from tlt.training.drafter_side import DrafterSide
-from tlt.training.work import Work, worth_migrating
+from tlt.training.work import Ended, Work, worth_migrating
 from tlt.types import DrafterReport, Finished, Request, Rollout, Strategy
 
 
@@ -61,7 +61,8 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
             return taken
 
         works[index].take = take_back_only_when_idle
-        return lambda: phase._generate(problems, works[index], DrafterSide())
+        ended = Ended(problems, phase.receivers, DrafterSide())
+        return lambda: (ended.rollouts, *phase._generate(works[index], ended, DrafterSide()))
 
     with running(replica(0), replica(1)) as results:
         pass

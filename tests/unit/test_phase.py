@@ -28,7 +28,7 @@ from tlt.drafter.losses import PRESETS
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.stats import EngineStats
-from tlt.training.phase import PhaseResult, ReplicaReport
+from tlt.training.result import PhaseResult, ReplicaReport
 from tlt.types import DrafterReport, Rollout
 
 

@@ -4,10 +4,7 @@ rewards, weights), whatever the order of arrival, the micro-batches and the rank
 from __future__ import annotations
 
 import math
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.forked import fork_ranks, run_ranks
 from tlt.config.schema import AlgorithmSection, OptimizerSection, SamplingSection
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.rl import logprobs as logprobs_module
@@ -466,20 +464,11 @@ def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
     torch.save(results, folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)
 
 
 def test_two_ranks_give_the_weights_of_one(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, __file__]
-    ranks = [subprocess.Popen([*command, str(rank), "2", str(tmp_path)], env=environment) for rank in range(2)]
-    try:
-        assert [process.wait(timeout=240) for process in ranks] == [0, 0]
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    zero, one = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
+    run_ranks(__file__, tmp_path, 2)
+    zero, one = (torch.load(tmp_path / "2" / f"rank{rank}.pt") for rank in range(2))
     assert "step 5" in zero["error"]
     assert zero["error"] == one["error"].replace("inf", "nan") or "step 5" in one["error"]
     for name, algorithm in SCENARIOS.items():
@@ -494,4 +483,4 @@ def test_two_ranks_give_the_weights_of_one(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    fork_ranks(rank_main)

@@ -33,7 +33,7 @@ from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.attention import PackedCausal
 from tlt.training.drafter_side import DrafterRefresh, connect_refresh
-from tlt.training.phase import PhaseResult
+from tlt.training.result import PhaseResult
 from tlt.types import Request, Strategy
 
 

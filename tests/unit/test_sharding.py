@@ -4,9 +4,6 @@ clipped, and gradients are reduced once, every weight is equal to the last bit."
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.forked import fork_ranks, run_ranks
 from tests.unit.test_policy import SAMPLING, make_batch, shuffled
 from tlt.build import Model, build_sharded_policy
 from tlt.config.schema import AlgorithmSection, OptimizerSection
@@ -165,7 +163,6 @@ def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
     results["refused"] = refused(ranks)
     torch.save(results, folder / f"rank{rank}.pt")
     dist.barrier()
-    os._exit(0)
 
 
 def in_bfloat16(ranks: Ranks) -> dict[str, Any]:
@@ -266,19 +263,16 @@ def refused(ranks: Ranks) -> tuple[str, bool, bool]:
     return "", False, False
 
 
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ranks")
+    run_ranks(__file__, folder, 1, 2)
+    return folder
+
+
 @pytest.fixture(scope="module", params=[1, 2])
-def ranks_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    num_ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, __file__]
-    ranks = [subprocess.Popen([*command, str(rank), str(num_ranks), str(folder)], env=environment) for rank in range(num_ranks)]
-    try:
-        assert [process.wait(timeout=280) for process in ranks] == [0] * num_ranks
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(num_ranks)]
+def ranks_results(request: pytest.FixtureRequest, played: Path) -> list[dict[str, Any]]:
+    return [torch.load(played / str(request.param) / f"rank{rank}.pt") for rank in range(request.param)]
 
 
 def assert_same_metrics(result: dict[str, Any], tolerance: float) -> None:
@@ -415,4 +409,4 @@ def test_a_part_that_never_comes_is_an_error_that_names_it(missing: str) -> None
 
 
 if __name__ == "__main__":
-    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    fork_ranks(rank_main)

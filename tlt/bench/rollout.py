@@ -26,8 +26,8 @@ from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import World, shutdown
 from tlt.report.timeline import critical_path_share, read_spans
 from tlt.spans import SpanName
-from tlt.training.phase import PhaseResult
 from tlt.training.problems import problems_of_step
+from tlt.training.result import PhaseResult
 from tlt.training.run import Run, join_ranks
 
 if TYPE_CHECKING:

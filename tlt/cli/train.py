@@ -15,12 +15,12 @@ from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.place import Place, check_num_ranks, find_place
 from tlt.hub import Repository
-from tlt.training.lock import has_begun, refuse_begun
+from tlt.training.lock import can_go_on, forget_journal, refuse_begun
 from tlt.types import UserError
 
 MAY_CHANGE_ON_RESUME = {
     "run": {"out_dir", "num_steps", "num_ranks", "threads_per_rank", "device", "checkpoint_every", "keep_checkpoints"}
-    | {"time_limit_minutes", "launcher", "max_restarts", "timeout_seconds"},
+    | {"journal", "time_limit_minutes", "launcher", "max_restarts", "timeout_seconds"},
     "parallel": {"policy", "checkpoint_activations", "reduce_each_micro_batch"},
 }
 """Keys, by section, that say how long and on what a run runs, not what it computes."""
@@ -62,6 +62,8 @@ def run(options: Train) -> int:
         config = prepare(resolve_config(options.config, options.overrides, options.resume, place, goes_on))
         if is_checkpoint(options.resume) and not goes_on:
             go_back(options.resume)
+        if options.resume is None and not goes_on:
+            forget_journal(config.run.out_dir)  # of an attempt that left nothing else: nothing of it is gone on with
         return config
 
     if place is not None:
@@ -87,7 +89,7 @@ def resolve_config(
         how = "write tlt train CONFIG.toml, or --resume DIR to continue a run"
         raise UserError(f"train: no configuration given; {how}")
     config = load_config(path, overrides)
-    if (goes_on or resume == "auto") and has_begun(config.run.out_dir):
+    if (goes_on or resume == "auto") and can_go_on(config.run.out_dir):
         return continued_config(path, overrides, config.run.out_dir, place)
     refuse_begun(config.run.out_dir)
     return _with_num_ranks(config, place, is_asked="num_ranks" in config.run.model_fields_set)

@@ -48,6 +48,8 @@ class RunSection(Section):
     """Policy steps between checkpoints; 0: only at the end."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that stay in the run's folder; older ones are removed when a new one is complete."""
+    journal: bool = True
+    """Whether responses are kept on disk as they are generated, so that a run that goes on generates none of them twice."""
     time_limit_minutes: PositiveFloat | None = None
     """No step begins when it and the last evaluation would not end within this many minutes; None: no limit."""
 

@@ -30,6 +30,8 @@ POLL_SECONDS = 0.2
 SETTLE_SECONDS = 3.0
 """So long after the first failure the driver waits for others: the death that caused it may reach it later."""
 
+_REACH_SECONDS = 10.0
+
 
 @dataclass(frozen=True)
 class RankNeeds:
@@ -54,6 +56,7 @@ def connect() -> Any:
         raise UserError("run.launcher: ray is not installed; pip install 'tlt-rl[ray]'") from None
     if not ray.is_initialized():
         try:
+            _reach(os.environ.get("RAY_ADDRESS", ""))
             ray.init(address="auto", logging_level="error", log_to_driver=True)
         except ConnectionError as error:
             reason = str(error).splitlines()[0]
@@ -61,6 +64,16 @@ def connect() -> Any:
                 f"run.launcher: ray, but no Ray cluster was found ({reason}); run ray start --head, or set RAY_ADDRESS"
             ) from None
     return ray
+
+
+def _reach(address: str) -> None:
+    """Raises ConnectionError where nobody listens at HOST:PORT: Ray itself would try for minutes. Others are Ray's to read."""
+    host, _, port = address.rpartition(":")
+    if host and "/" not in host and port.isdigit():
+        try:
+            socket.create_connection((host, int(port)), _REACH_SECONDS).close()
+        except OSError as error:
+            raise ConnectionError(f"RAY_ADDRESS {address}: {error.strerror or error}") from None
 
 
 def num_cluster_gpus() -> int:

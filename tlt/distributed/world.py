@@ -193,16 +193,21 @@ def any_rank(world: World, is_true: bool) -> bool:
 def tell(world: World, value: Any) -> Any:
     """Returns the leader's value on every rank: what follows from a file or from a clock is for one rank to decide. It travels
     as JSON."""
+    return value if world.group is None else json.loads(tell_bytes(world, json.dumps(value).encode()))
+
+
+def tell_bytes(world: World, data: bytes) -> bytes:
+    """Returns the leader's bytes on every rank."""
     if world.group is None:
-        return value
-    text = json.dumps(value).encode() if world.is_leader else b""
-    size = torch.tensor([len(text)])
+        return data
+    size = torch.tensor([len(data)])
     dist.broadcast(size, src=0, group=world.group)
-    data = (
-        torch.frombuffer(bytearray(text), dtype=torch.uint8) if world.is_leader else torch.empty(int(size), dtype=torch.uint8)
-    )
-    dist.broadcast(data, src=0, group=world.group)
-    return json.loads(bytes(data.tolist()))
+    told = torch.empty(int(size), dtype=torch.uint8)
+    if world.is_leader and data:
+        told.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    if data or size:
+        dist.broadcast(told, src=0, group=world.group)
+    return told.numpy().tobytes()
 
 
 def refuse_together(world: World, mistake: str | None) -> None:

@@ -40,7 +40,15 @@ class Capabilities:
 
 
 class Unfinished(Protocol):
-    """A response in the making, as those see it who may hand it over."""
+    """A response in the making, as those see it who may hand it over or keep it."""
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it has so far, without the prompt."""
+        ...
 
     @property
     def num_cached(self) -> int:
@@ -52,6 +60,10 @@ class Unfinished(Protocol):
         """Tokens that may still come."""
         ...
 
+    def to_request(self) -> Request:
+        """Returns the request with the tokens that it has so far: another engine goes on from there."""
+        ...
+
 
 class RolloutBackend(Protocol):
     stats: EngineStats
@@ -61,6 +73,11 @@ class RolloutBackend(Protocol):
 
     @property
     def capabilities(self) -> Capabilities: ...
+
+    @property
+    def policy_version(self) -> int:
+        """Updates behind the policy that it has."""
+        ...
 
     @property
     def room(self) -> int:

@@ -114,6 +114,10 @@ class RolloutEngine:
         return max(min(self.scheduler.room, self.memory.max_slots(self.scheduler.longest) - taken), 0)
 
     @property
+    def policy_version(self) -> int:
+        return self.model.version
+
+    @property
     def num_waiting(self) -> int:
         return len(self.scheduler.waiting)
 

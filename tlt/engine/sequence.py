@@ -37,6 +37,11 @@ class Sequence:
         return tuple(self.tokens[len(self.request.prompt_ids) :])
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the response so far."""
+        return len(self.logprobs)
+
+    @property
     def num_left(self) -> int:
         """Tokens that may still come."""
         return self.max_tokens - len(self.logprobs)

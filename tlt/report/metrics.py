@@ -51,6 +51,7 @@ class StepRecord:
     algorithm: by name.
     groups_sampled: problems of the step, each as often as it was sampled.  groups_discarded: of those, not in the update.
     resample_rounds: rounds of dynamic sampling after the first.
+    recalled_tokens: tokens of the responses that an earlier attempt generated; the step found them in the journal.
     reward_errors: responses that could not.  first_reward_error: why the first one could not; empty: all could.
     reward_parts: reward function → mean, before its weight, over the responses to which it applied; empty without
         rewards.functions.  reward_metrics: what they logged → mean.
@@ -139,6 +140,7 @@ class StepRecord:
     groups_sampled: int = 0
     groups_discarded: int = 0
     resample_rounds: int = 0
+    recalled_tokens: int = 0
     reward_parts: dict[str, Number] = field(default_factory=dict)
     reward_metrics: dict[str, Number] = field(default_factory=dict)
     reward_by_task: dict[str, Number] = field(default_factory=dict)

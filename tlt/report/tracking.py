@@ -220,7 +220,7 @@ class _Feed(threading.Thread):
             return f"could not be started: {describe(error)}"
         if not isinstance(error, OSError | EOFError):
             return describe(error)
-        return f"its process ended with exit code {self._helper.exit_code(1.0)}"
+        return f"its process ended with exit code {self._helper.exit_code(self._patience.exit)}"
 
 
 def _open_log(path: Path) -> IO[bytes]:

@@ -18,7 +18,7 @@ from tlt.config.algorithm import Algorithm, AlgorithmSection
 from tlt.rl.algorithms import group_advantages, overlong_penalty, rewards_to_go, whitened_advantages
 from tlt.rl.plan import Response
 from tlt.rl.rewards import Key
-from tlt.types import Reward, Rollout
+from tlt.types import Request, Reward, Rollout
 
 
 def check_batch(rollouts: Sequence[Rollout], rewards: Sequence[Reward], num_minibatches: int, where: str) -> None:
@@ -64,8 +64,8 @@ def check_complete(asked: Sequence[Key], brought: Sequence[tuple[Sequence[Key], 
             )
 
 
-def key_of(rollout: Rollout) -> Key:
-    return rollout.problem_id, rollout.sample_index
+def key_of(response: Request | Rollout) -> Key:
+    return response.problem_id, response.sample_index
 
 
 def in_order(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[list[Rollout], list[Reward]]:

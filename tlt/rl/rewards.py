@@ -121,9 +121,17 @@ class RewardPool:
         else:
             self._done.put((job, self._scorer.score(job.response)))
 
+    def collect(self) -> dict[Key, Reward]:
+        """Returns the rewards that are there now and were not returned before, without waiting."""
+        rewards: dict[Key, Reward] = {}
+        with contextlib.suppress(Empty):
+            while True:
+                rewards.update(self._next(0.0))
+        return rewards
+
     def drain(self, patience: float = math.inf) -> dict[Key, Reward]:
-        """Waits for everything submitted and returns the rewards. One response takes its time-out at most, and the start of a
-        worker where one has died; many take many times that, divided by the number of workers.
+        """Waits for everything submitted and returns the rewards not returned before. One response takes its time-out at most,
+        and the start of a worker where one has died; many take many times that, divided by the number of workers.
 
         patience: seconds after which it raises UserError, naming the task and the responses that are being scored.
         """

@@ -78,6 +78,14 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Saved:
+    """A checkpoint that is whole: the updates done, and its digest. By default the run's beginning."""
+
+    step: int = 0
+    digest: str = ""
+
+
+@dataclass(frozen=True)
 class _Share:
     """A copy of what one rank writes; further training does not change it."""
 
@@ -104,12 +112,13 @@ class CheckpointWriter:
     calls. End it with `wait`, or the last failure stays unsaid.
 
     keep: checkpoints that stay, the newest ones.  seconds: spent in this rank's thread so far, beside the run.
+    saved: the latest that is whole, or that the run goes on from; None: there is none.
     """
 
     def __init__(self, folder: Path, world: World, keep: int = 2, patience: float = PATIENCE_SECONDS) -> None:
         self.folder, self.world, self.keep = folder, world, keep
         self.seconds = 0.0
-        self.saved_step: int | None = None
+        self.saved: Saved | None = None
         self._waiting = connect_waiting(world, patience)
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
@@ -119,7 +128,7 @@ class CheckpointWriter:
         """Returns as soon as everything is copied; at once where this step is saved. Raises what became of the one before, as
         `wait` does."""
         self.wait()
-        if checkpoint.step == self.saved_step:
+        if self.saved is not None and checkpoint.step == self.saved.step:
             return
         self._step, self._number = checkpoint.step, self._number + 1
         parts = parts_of(checkpoint.tensors, self.world.rank, self.world.world_size)
@@ -151,34 +160,36 @@ class CheckpointWriter:
     def _write(self, share: _Share) -> None:
         started = time.perf_counter()
         try:
-            self._write_with_others(share)
-            self.saved_step = share.step
+            self.saved = Saved(share.step, self._write_with_others(share))
         except BaseException as error:  # a thread's exception reaches nobody: `wait` raises it
             self._error = error
         self.seconds += time.perf_counter() - started
 
-    def _write_with_others(self, share: _Share) -> None:
+    def _write_with_others(self, share: _Share) -> str:
+        """Returns the checkpoint's digest."""
         key = f"checkpoint/{self.folder}/{self._number}"
         partial = self.folder / f".step-{share.step:08d}.new"
         mine = _write_share(partial, share, self.world.rank)
         if not self.world.is_leader:
             self._waiting.tell(f"{key}/{self.world.rank}", asdict(mine))
-            if failure := self._waiting.hear(f"{key}/end", "rank 0"):
+            failure, digest = self._waiting.hear(f"{key}/end", "rank 0")
+            if failure:
                 raise OSError(failure)
-            return
-        failure = "it was interrupted"
+            return str(digest)
+        failure, digest = "it was interrupted", ""
         try:
             others = range(1, self.world.world_size)
             reports = [mine, *(_Report(**self._waiting.hear(f"{key}/{rank}", f"rank {rank}")) for rank in others)]
-            commit(partial, share, reports)
+            digest = commit(partial, share, reports).digest
             remove_older(self.folder, share.step, self.keep)
             failure = ""
+            return digest
         except BaseException as error:  # whatever it is, the other ranks wait for its end
             failure = str(error)
             shutil.rmtree(partial, ignore_errors=True)
             raise
         finally:
-            self._waiting.tell(f"{key}/end", failure)
+            self._waiting.tell(f"{key}/end", (failure, digest))
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, world: World, keep: int = 2) -> Path:
@@ -203,7 +214,7 @@ def _write_share(partial: Path, share: _Share, rank: int) -> _Report:
         return _Report({}, f"rank {rank}: {said}")
 
 
-def commit(partial: Path, share: _Share, reports: Sequence[_Report]) -> None:
+def commit(partial: Path, share: _Share, reports: Sequence[_Report]) -> Manifest:
     """Makes what all ranks have written a checkpoint: its manifest, and then its name. Rank 0 does it."""
     if failure := next((report.failure for report in reports if report.failure), ""):
         raise OSError(failure)
@@ -236,6 +247,7 @@ def commit(partial: Path, share: _Share, reports: Sequence[_Report]) -> None:
         final.rename(replaced)
     partial.rename(final)
     flush(final.parent)
+    return manifest
 
 
 def _await_file(path: Path, expected: FileDigest) -> None:

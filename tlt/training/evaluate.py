@@ -18,7 +18,7 @@ from tlt.report.console import Gain
 from tlt.report.metrics import paired_sign_flip_test
 from tlt.rl.rewards import check_scorable, summarize
 from tlt.spans import SpanName
-from tlt.training.phase import PhaseResult
+from tlt.training.result import PhaseResult
 
 if TYPE_CHECKING:
     from tlt.training.run import Run

@@ -34,7 +34,9 @@ from tlt.models.tokenizer import check_prompt
 from tlt.report.timeline import Timeline, shared_epoch
 from tlt.rl.rewards import Key
 from tlt.training.drafter_side import DrafterSide, watch_drafter
-from tlt.training.phase import PhaseResult, RolloutPhase
+from tlt.training.phase import RolloutPhase
+from tlt.training.result import PhaseResult
+from tlt.training.work import Receivers
 from tlt.types import Problem, Purpose, Request, Reward, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
 
 
@@ -113,7 +115,8 @@ class LiveRollouts:
                 settings.section, stored, self.engine, world, self.timeline, run="live", seed=0, share=share
             )
         coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
-        self._phase = RolloutPhase(world, self.engine, coordinator, Unscored(), lambda _: "", self.timeline, lambda: False)
+        receivers = Receivers(Unscored(), lambda _: "")
+        self._phase = RolloutPhase(world, self.engine, coordinator, receivers, self.timeline, lambda: False)
         self._occurrences = {purpose: Occurrences() for purpose in ("rollout", "evaluation", "generate")}
         self._num_calls = 0
         self.latest: PhaseResult | None = None
@@ -218,6 +221,9 @@ class Unscored:
 
     def submit(self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int) -> None:
         self._keys.append(key)
+
+    def collect(self) -> dict[Key, Reward]:
+        return {}
 
     def drain(self, patience: float) -> dict[Key, Reward]:
         keys, self._keys = self._keys, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import shutil
 from pathlib import Path
 from typing import IO
 
@@ -15,6 +16,17 @@ def has_begun(folder: Path) -> bool:
     files = (folder / name for name in ("metrics.jsonl", "evaluations.jsonl"))
     has_left = any(file.is_file() and file.stat().st_size for file in files) or any(folder.glob("checkpoints/step-*"))
     return has_left and (folder / "config.json").exists()
+
+
+def can_go_on(folder: Path) -> bool:
+    """Returns whether there is something to go on from in the folder: a run that has begun, or responses of one that had not
+    come so far."""
+    return has_begun(folder) or any(folder.glob("journal/step-*/*"))
+
+
+def forget_journal(folder: Path) -> None:
+    """Removes the responses of an attempt that is not gone on with."""
+    shutil.rmtree(folder / "journal", ignore_errors=True)
 
 
 def refuse_begun(folder: Path) -> None:

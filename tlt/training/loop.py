@@ -27,9 +27,10 @@ from tlt.rl.rewards import check_scorable
 from tlt.spans import SpanName
 from tlt.training.dynamic import DynamicSampling
 from tlt.training.evaluate import evaluate
-from tlt.training.phase import PhaseResult, StopRequested
+from tlt.training.phase import StopRequested
 from tlt.training.problems import data_source, problems_of_step, spare_problems
 from tlt.training.record import record
+from tlt.training.result import PhaseResult
 from tlt.training.run import Run, join_ranks
 from tlt.types import UserError
 

@@ -11,7 +11,7 @@ from tlt.report.tracking import step_values
 from tlt.rl.rewards import summarize
 from tlt.rl.update import UpdateMetrics
 from tlt.spans import SpanName
-from tlt.training.phase import PhaseResult
+from tlt.training.result import PhaseResult
 
 if TYPE_CHECKING:
     from tlt.training.run import Run
@@ -87,7 +87,7 @@ def step_record(
         strategy_seconds={name: s.seconds for name, s in stats.by_strategy.items()},
         strategy_speed={name: s.speed for name, s in stats.by_strategy.items()},
         strategy_predicted={n: s.predicted_speed for n, s in stats.by_strategy.items() if s.predicted_speed is not None},
-        tokens_per_second=sum(lengths) / phase.seconds,
+        tokens_per_second=(sum(lengths) - phase.recalled_tokens) / phase.seconds,
         policy_version=phase.rollouts[0].policy_version,
         drafter_version=check.version if check is not None else 0,
         finished_at=time.time(),
@@ -101,6 +101,7 @@ def step_record(
         groups_sampled=len(phase.groups),
         groups_discarded=len(phase.groups) - len(phase.kept),
         resample_rounds=phase.num_rounds - 1,
+        recalled_tokens=phase.recalled_tokens,
         reward_parts=rewards.parts,
         reward_metrics=rewards.metrics,
         reward_by_task=rewards.reward_by_task,

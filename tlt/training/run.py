@@ -51,12 +51,14 @@ from tlt.report.trackers import TrackedRun
 from tlt.report.tracking import NO_TRACKING, Tracking, keep_run_id, run_id, track
 from tlt.rl.rewards import RewardPool
 from tlt.spans import SpanName
-from tlt.training.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, load_checkpoint
+from tlt.training.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
 from tlt.training.drafter_side import DrafterSide, watch_drafter
 from tlt.training.evaluate import Evaluations
+from tlt.training.journal import FileJournal, Journal
 from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase
 from tlt.training.problems import check_same_problems, load_problems
+from tlt.training.work import Receivers
 from tlt.tuning.tuner import counters_of, restore_tuner
 from tlt.types import UserError, resolve_dtype
 
@@ -143,8 +145,10 @@ class Run:
         coordinator = coordinator or connect_coordinator(
             world.store, world.rank, world.world_size, timeout=world.timeout_seconds
         )
+        self.journal = self._open_journal() if config.run.journal else Journal()
+        receivers = Receivers(self.scorers, decode, self.journal)
         migrates = config.rollout.migrate
-        self.phase = RolloutPhase(world, self.engine, coordinator, self.scorers, decode, self.timeline, stop.is_set, migrates)
+        self.phase = RolloutPhase(world, self.engine, coordinator, receivers, self.timeline, stop.is_set, migrates)
 
     def _watch_drafter(self, stored: StoredDrafter | None) -> DrafterSide:
         settings, seed = self.config.drafter, self.config.run.seed
@@ -152,6 +156,7 @@ class Run:
 
     def _resume(self) -> int:
         """Takes up the last checkpoint, if there is one; returns the updates done."""
+        self._follows = ""  # digest of the checkpoint before the one that the run goes on from
         found = find_checkpoint(self.checkpoints.folder, self.world)
         if found is None:
             return 0
@@ -163,9 +168,19 @@ class Run:
         restore_tuner(self.engine.tuner, own[0]["tuner"])
         if self.engine.drafter is not None:
             self.engine.drafter.restore([known["drafting"] for known in own])
-        self.checkpoints.saved_step = manifest.step
+        self.checkpoints.saved, self._follows = Saved(manifest.step, manifest.digest), manifest.counters["follows"]
         self.console.note(f"resumed after {manifest.step} updates from {path}")
         return manifest.step
+
+    def _saved(self) -> Saved:
+        """Returns the latest checkpoint that is whole, or the run's beginning."""
+        return self.checkpoints.saved or Saved()
+
+    def _open_journal(self) -> Journal:
+        """Opens this replica's journal, and finds what earlier attempts have left in theirs."""
+        identity = tell(self.world, run_id(self.out_dir) if self.world.is_leader else None)
+        folder = self.out_dir / "journal"
+        return FileJournal(folder, self.world, identity, self._saved, self._follows, self.timeline, self.console.note)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns all that trains, by name, as this rank holds it: what a checkpoint keeps and fills."""
@@ -192,7 +207,8 @@ class Run:
     def checkpoint(self) -> None:
         """Keeps all that the rest of the run depends on; every rank calls it, and writes its part."""
         with self.timeline.span(SpanName.CHECKPOINT):
-            counters = {"policy": self.trainer.counters(), "drafter": self.drafter.counters()}
+            self.checkpoints.wait()  # this one follows the one before
+            counters = {"policy": self.trainer.counters(), "drafter": self.drafter.counters(), "follows": self._saved().digest}
             drafting = {} if self.engine.drafter is None else self.engine.drafter.counters()
             own = {"drafter": self.drafter.own_counters(), "tuner": counters_of(self.engine.tuner), "drafting": drafting}
             identity = run_id(self.out_dir) if self.world.is_leader else ""
@@ -213,6 +229,7 @@ class Run:
         if self.metrics is not None:
             self.metrics.close()
         self.scorers.close()
+        self.journal.close()
         self.tracking.finish()
         self._leave()
 

@@ -72,7 +72,8 @@ def launch_ranks(config: Config, started_at: float) -> int:
 def describe_saved(folder: Path) -> str:
     """Says where the run in a folder would go on."""
     latest = latest_checkpoint(folder / "checkpoints")
-    return "from the beginning" if latest is None else f"from {near(latest)}"
+    journal = " and the journal" if any(folder.glob("journal/step-*/*")) else ""
+    return ("from the beginning" if latest is None else f"from {near(latest)}") + journal
 
 
 def run_started_rank(place: Place, resolve: Callable[[bool], Config], started_at: float) -> int:

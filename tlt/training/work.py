@@ -1,15 +1,21 @@
-"""The work of a replica in a phase: it takes units from the shared queue, and hands running responses over to idle replicas."""
+"""The work of a replica in a phase: it takes units from the shared queue, hands running responses over to idle replicas, and
+takes those that end to scorers, drafter and journal."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from tlt.distributed.work_queue import Coordinator
 from tlt.engine.backend import RolloutBackend
-from tlt.types import Request
+from tlt.rl.batch import key_of
+from tlt.rl.rewards import Key
+from tlt.training.drafter_side import DrafterSide
+from tlt.training.journal import Journal, Recalled
+from tlt.types import Finished, Problem, Request, Reward, Rollout
 
 
 class Work:
@@ -20,7 +26,7 @@ class Work:
 
     def __init__(self, coordinator: Coordinator, requests: Sequence[Sequence[Request]]) -> None:
         self.coordinator, self.requests = coordinator, requests
-        self.group_of = {group[0].problem_id: group for group in requests}
+        self._request_of = {key_of(request): request for group in requests for request in group}
         self.unit_of: dict[tuple[str, int], int] = {}
         self.num_open: Counter[int] = Counter()
         self.num_received = 0
@@ -29,7 +35,7 @@ class Work:
     @property
     def unit_size(self) -> int:
         """Requests of the largest unit."""
-        return max(map(len, self.requests))
+        return max(map(len, self.requests), default=1)
 
     def take(self, room: int) -> list[Request]:
         """Takes up to `room` units and returns their requests; none where the queue is empty now."""
@@ -59,11 +65,11 @@ class Work:
         requests = engine.withdraw_waiting(num_waiting) if num_waiting else engine.withdraw(slots)
         self.coordinator.hand_over(unit, [self._pack(request) for request in requests])
         for request in requests:
-            self.finish((request.problem_id, request.sample_index))
+            self.finish(key_of(request))
 
     def _hold(self, unit: int, requests: Sequence[Request]) -> Sequence[Request]:
         for request in requests:
-            self.unit_of[request.problem_id, request.sample_index] = unit
+            self.unit_of[key_of(request)] = unit
         self.num_open[unit] = len(requests)
         return requests
 
@@ -73,9 +79,77 @@ class Work:
 
     def _unpack(self, part: bytes) -> Request:
         problem_id, sample_index, token_ids, logprobs = json.loads(part)
-        group = self.group_of[problem_id]
-        request: Request = group[sample_index - group[0].sample_index]
+        request = self._request_of[problem_id, sample_index]
         return replace(request, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
+
+
+class Scorers(Protocol):
+    """Scores responses while others are generated; `RewardPool` does so in processes."""
+
+    def submit(self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int) -> None:
+        """Takes a response in, without waiting. step: updates behind the policy that wrote it."""
+
+    def collect(self) -> dict[Key, Reward]:
+        """Returns the rewards that are there now and were not returned before."""
+        ...
+
+    def drain(self, patience: float) -> dict[Key, Reward]:
+        """Returns the rewards of all that was submitted and not returned before."""
+        ...
+
+    def abandon(self) -> None:
+        """Forgets all that was submitted."""
+
+
+@dataclass(frozen=True)
+class Receivers:
+    """Where responses go that have ended. decode: response tokens → text, which is scored.  journal: keeps them on disk."""
+
+    scorers: Scorers
+    decode: Callable[[Sequence[int]], str]
+    journal: Journal = field(default_factory=Journal)
+
+
+class Ended:
+    """Keeps the responses that have ended on this replica in a round, and their rewards as they come."""
+
+    def __init__(self, problems: Iterable[Problem], to: Receivers, drafter: DrafterSide) -> None:
+        self.scorers, self.decode, self.journal, self.drafter = to.scorers, to.decode, to.journal, drafter
+        self.rollouts: list[Rollout] = []
+        self.rewards: dict[Key, Reward] = {}
+        self._data_of = {problem.problem_id: problem.data for problem in problems}
+
+    def add(self, finished: Finished) -> None:
+        """Takes in a response that has ended just now, or that has no reward yet."""
+        rollout = finished.rollout
+        self.rollouts.append(rollout)
+        self.journal.note_finished(rollout)
+        self.drafter.observe(finished)
+        text = self.decode(rollout.token_ids)
+        data = self._data_of[rollout.problem_id]
+        self.scorers.submit(key_of(rollout), data, text, rollout.token_ids, rollout.policy_version)
+
+    def recall(self, recalled: Recalled, rank: int, num_ranks: int) -> None:
+        """Takes in this rank's part of the responses that an earlier attempt has finished."""
+        for rollout in recalled.rollouts[rank::num_ranks]:
+            if (reward := recalled.rewards.get(key_of(rollout))) is None:
+                self.add(Finished(rollout))
+            else:
+                self.rollouts.append(rollout)
+                self.rewards[key_of(rollout)] = reward
+                self.drafter.observe(Finished(rollout))
+
+    def collect(self) -> None:
+        """Takes the rewards that are there now."""
+        self._keep(self.scorers.collect())
+
+    def drain(self, patience: float) -> None:
+        """Waits for the rewards that lack."""
+        self._keep(self.scorers.drain(patience))
+
+    def _keep(self, rewards: Mapping[Key, Reward]) -> None:
+        self.journal.note_rewards(rewards)
+        self.rewards.update(rewards)
 
 
 def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:

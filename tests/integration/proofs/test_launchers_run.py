@@ -100,11 +100,12 @@ def descendants(parent: int) -> list[int]:
     return found
 
 
-def rank_process(launcher: int, rank: int) -> int:
-    """The process of a rank among the descendants of its launcher, by its environment."""
+def rank_process(launcher: int, rank: int, program: bytes = b"tlt") -> int:
+    """The process of a rank among the descendants of its launcher, by its environment and what it runs: its helpers have the
+    same environment."""
     for process in descendants(launcher):
         environ = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in environ and b"tlt" in Path(f"/proc/{process}/cmdline").read_bytes():
+        if f"RANK={rank}".encode() in environ and program in Path(f"/proc/{process}/cmdline").read_bytes():
             return process
     raise AssertionError(f"no rank {rank}")
 
@@ -126,14 +127,21 @@ def free_port() -> int:
 # ── torchrun ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_torchrun_starts_all_ranks_again_and_the_run_goes_on(workspace: Path, undisturbed: Path) -> None:
+@pytest.mark.parametrize("how", ["command", "script"])
+def test_torchrun_starts_all_ranks_again_and_the_run_goes_on(workspace: Path, undisturbed: Path, how: str) -> None:
     """Its agent keeps one store through the restart: whatever the first attempt has left there lies under another prefix."""
-    out_dir, said = workspace / "torchrun", workspace / "torchrun.txt"
+    out_dir, said = workspace / f"torchrun-{how}", workspace / f"torchrun-{how}.txt"
     _, environment = command(workspace)
+    words = words_of(workspace, out_dir.name)
+    if how == "script":
+        script, given = workspace / "script.py", words[4:]
+        overrides = {key.removeprefix("--"): value for key, value in zip(given[::2], given[1::2], strict=True)}
+        script.write_text(f"import tlt\n\ntlt.train(tlt.load_config({words[3]!r}, {overrides!r}))\n")
+        words = [str(script)]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
-    with started([*torchrun, *words_of(workspace, "torchrun")], environment, said) as process:
+    with started([*torchrun, *words], environment, said) as process:
         wait_for_steps(out_dir, 2, process)
-        os.kill(rank_process(process.pid, 1), signal.SIGKILL)
+        os.kill(rank_process(process.pid, 1, b"script.py" if how == "script" else b"tlt"), signal.SIGKILL)
         check(out_dir, undisturbed, process.wait(600), said.read_text())
     assert said.read_text().count("resumed after") == 1, said.read_text()
 

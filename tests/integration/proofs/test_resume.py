@@ -1,10 +1,13 @@
-"""A run that goes on with another number of ranks, by a command that a scheduler repeats, and from an older checkpoint by
-choice, is the run that was never interrupted."""
+"""A run that goes on with another number of ranks, by a command that a scheduler repeats, after the death of a rank, and from
+an older checkpoint by choice, is the run that was never interrupted."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +15,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.test_run import command, records, what_the_law_fixes
+from tests.integration.test_run import PATIENCE, command, records, same_weights, what_the_law_fixes
 
+pytestmark = pytest.mark.timeout(4 * PATIENCE)
 EVERY = ("--run.checkpoint_every", "1", "--run.keep_checkpoints", "3", "--evaluation.num_problems", "0")
 
 
 def train(workspace: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     words, environment = command(workspace, *arguments)
-    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    return subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
 
 
 def go_on(workspace: Path, folder: Path, *arguments: str) -> None:
@@ -89,3 +93,43 @@ def test_a_damaged_checkpoint_is_one_line_and_an_older_one_is_gone_on_from_by_ch
     assert "step-00000003.aside" in chosen.stdout
     assert [record["step"] for record in records(moved)] == [0, 1, 2]
     assert_same_run(moved, straight)
+
+
+def kill_a_rank_amid_the_run(words: list[str], environment: dict[str, str], out_dir: Path) -> tuple[int, str]:
+    """SIGKILL to rank 1 after two steps of three; returns the exit code and what was said."""
+    process = subprocess.Popen(
+        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    metrics, deadline = out_dir / "metrics.jsonl", time.monotonic() + PATIENCE
+    while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+        time.sleep(0.02)
+    os.kill(rank_process(process.pid, 1), signal.SIGKILL)
+    output, _ = process.communicate(timeout=PATIENCE)
+    return process.returncode, output
+
+
+def rank_process(launcher: int, rank: int) -> int:
+    """The process of a rank, among the descendants of its launcher, by its environment or, where that was changed within the
+    process, by the order in which the ranks were started."""
+    children: list[int] = []
+    for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda folder: int(folder.name)):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            command_line = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if parent == launcher and (b"spawn_main" in command_line or b"tlt" in command_line):
+            children.append(int(folder.name))
+    return children[rank]
+
+
+def test_a_rank_that_is_killed_costs_time_and_changes_nothing(workspace: Path, straight: Path) -> None:
+    out_dir = workspace / "killed"
+    begun = (str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *EVERY, "--run.num_steps", "3")
+    code, output = kill_a_rank_amid_the_run(*command(workspace, *begun), out_dir)
+    assert code == 0, output
+    (line,) = (line for line in output.splitlines() if "restart" in line)
+    assert line.startswith("tlt: rank 1 ended without a word: killed by SIGKILL (out of memory?); starting again from ")
+    assert line.endswith(" (restart 1 of 3)")
+    assert what_the_law_fixes(out_dir) == what_the_law_fixes(straight)
+    assert same_weights(out_dir, straight)

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.integration.test_run import command, records, same_weights, train, what_the_law_fixes
+from tests.integration.test_run import PATIENCE, command, records, same_weights, train, what_the_law_fixes
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import content_hash, load_tensors
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE)]
 
 SHORT = ("--run.num_steps", "3")
 MINIBATCHES = ("--algorithm.minibatches", "2", "--algorithm.tokens_per_micro_batch", "128")
@@ -91,7 +91,7 @@ def test_a_run_goes_from_two_ranks_to_one_and_back(workspace: Path, replicated: 
     for num_ranks, num_steps in (("1", "2"), ("2", "3")):
         words = ("--resume", str(out_dir), "--run.num_ranks", num_ranks, "--run.num_steps", num_steps)
         words, environment = command(workspace, *words)
-        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=240)
+        done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr + done.stdout
     tokens = [(record["num_tokens"], record["reward_mean"]) for record in records(out_dir)]
     assert tokens == [(record["num_tokens"], record["reward_mean"]) for record in records(replicated)]

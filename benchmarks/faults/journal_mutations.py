@@ -1,0 +1,186 @@
+"""Journals that were damaged at random, but seeded: a run that goes on takes from them what was written, or nothing.
+
+    three phases written by two replicas in two attempts ─▶ one mutation of one file ─▶ what comes back of each phase
+        ├ all of it                                                  harmless
+        ├ a part, each response and reward as it was written         the rest is generated again, by the law the same
+        └ a token, a reward or a response that nobody wrote          a failure
+
+    python -m benchmarks.faults.journal_mutations --out benchmarks/results/journal-mutations.json --num 1000 --seed 7
+
+Knows no model: the responses are random numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed import HashStore
+
+from tlt.bench.report import environment
+from tlt.distributed.world import World
+from tlt.report.timeline import Timeline
+from tlt.rl.batch import key_of
+from tlt.training.checkpoint import Saved
+from tlt.training.journal import RUNNING_TOKENS, FileJournal, Recalled
+from tlt.types import Request, Reward, Rollout, SamplingParams
+
+PHASES = ("rollout 0, policy 0", "rollout 0, round 1, policy 0", "evaluation 0, policy 1")
+NUM_PROBLEMS, NUM_SAMPLES = 6, 4
+Known = dict[tuple[str, str, int], tuple[Rollout, Reward]]
+
+
+def open_journal(folder: Path, replica: int = 0) -> FileJournal:
+    world = World(replica, 1, replica, torch.device("cpu"), HashStore(), None)
+    return FileJournal(folder, world, "run", Saved, "", Timeline(replica), lambda text: None)
+
+
+def requests_of(phase: int) -> list[list[Request]]:
+    params = SamplingParams(max_tokens=4000)
+    return [[Request(f"{phase}-{i}", j, (3, 4, 5 + i), params) for j in range(NUM_SAMPLES)] for i in range(NUM_PROBLEMS)]
+
+
+class Running:
+    """A response in the making."""
+
+    num_cached = num_left = 0
+
+    def __init__(self, request: Request, whole: Rollout, num_tokens: int) -> None:
+        self.request, self.num_tokens = request, num_tokens
+        self._so_far = replace(request, token_ids=whole.token_ids[:num_tokens], logprobs=whole.logprobs[:num_tokens])
+
+    def to_request(self) -> Request:
+        return self._so_far
+
+
+def write(folder: Path, rng: random.Random) -> Known:
+    """Writes a journal; returns what every response would become. A third of them have ended, a third run."""
+    known: Known = {}
+    for number, phase in enumerate(PHASES):
+        for attempt in range(2):
+            for replica in range(2):
+                journal = open_journal(folder, replica)
+                journal._index.clear()  # so that every attempt writes all that it has, as one on another machine would
+                journal.begin(phase, requests_of(number))
+                for request in (request for unit in requests_of(number) for request in unit):
+                    place = (phase, *key_of(request))
+                    if place not in known:
+                        ids = tuple(rng.randrange(1, 1000) for _ in range(rng.randrange(1, 2500)))
+                        logprobs = tuple(-rng.expovariate(1.0) for _ in ids)
+                        rollout = Rollout(*key_of(request), request.prompt_ids, ids, logprobs, "stop", 0)
+                        known[place] = rollout, Reward(rng.random(), True, parts={"length": rng.random()})
+                    append(journal, request, *known[place], rng, attempt)
+                journal.close()
+    return known
+
+
+def append(journal: FileJournal, request: Request, rollout: Rollout, reward: Reward, rng: random.Random, attempt: int) -> None:
+    """Writes some of what happens to a response, more of it in a later attempt."""
+    fate = rng.random() + 0.3 * attempt
+    for num_tokens in range(RUNNING_TOKENS, len(rollout.token_ids) if fate > 0.3 else 0, RUNNING_TOKENS):
+        for _ in range(32):
+            journal.note_running([Running(request, rollout, num_tokens)])
+    if fate > 0.6:
+        journal.note_finished(rollout)
+    if fate > 0.8:
+        journal.note_rewards({key_of(request): reward})
+
+
+def take_back(folder: Path, known: Known) -> tuple[list[Recalled], str]:
+    """Returns what comes back of every phase, and what of it was never written; empty: nothing."""
+    journal = open_journal(folder)
+    recalled = [journal.begin(phase, requests_of(number)) for number, phase in enumerate(PHASES)]
+    for phase, one in zip(PHASES, recalled, strict=True):
+        for rollout in one.rollouts:
+            if rollout != known[phase, *key_of(rollout)][0]:
+                return recalled, f"{phase}: {key_of(rollout)} is another response"
+        for key, reward in one.rewards.items():
+            if reward != known[phase, *key][1]:
+                return recalled, f"{phase}: {key} has another reward"
+        for request in (request for unit in one.requests for request in unit):
+            whole, num = known[phase, *key_of(request)][0], len(request.token_ids)
+            if (request.token_ids, request.logprobs) != (whole.token_ids[:num], whole.logprobs[:num]):
+                return recalled, f"{phase}: {key_of(request)} goes on from other tokens"
+    return recalled, ""
+
+
+def mutate(folder: Path, rng: random.Random) -> str:
+    """Damages one file; returns how."""
+    path = rng.choice(sorted(folder.rglob("replica-*")))
+    data = bytearray(path.read_bytes())
+    place, length = rng.randrange(len(data)), rng.choice((1, 4, 64, 4096))
+    kind = rng.choice(("cut", "flip", "zeros", "noise", "remove", "repeat", "swap files", "delete", "append"))
+    if kind == "cut":
+        del data[place:]
+    elif kind == "flip":
+        data[place] ^= 1 << rng.randrange(8)
+    elif kind == "zeros":
+        data[place : place + length] = bytes(len(data[place : place + length]))
+    elif kind == "noise":
+        data[place : place + length] = rng.randbytes(len(data[place : place + length]))
+    elif kind == "remove":
+        del data[place : place + length]
+    elif kind == "repeat":
+        data[place:place] = data[place : place + length]
+    elif kind == "append":
+        data += rng.randbytes(length)
+    elif kind == "swap files":
+        other = rng.choice(sorted(folder.rglob("replica-*")))
+        data, mine = bytearray(other.read_bytes()), data
+        other.write_bytes(mine)
+    if kind == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(data)
+    return kind
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    rng = random.Random(arguments.seed)
+    outcomes: Counter[str] = Counter()
+    failures = []
+    with tempfile.TemporaryDirectory() as name:
+        original, copy = Path(name) / "original", Path(name) / "copy"
+        known = write(original, rng)
+        whole, fault = take_back(original, known)
+        assert not fault, fault
+        for number in range(arguments.num):
+            shutil.copytree(original, copy)
+            kind = mutate(copy, rng)
+            recalled, fault = take_back(copy, known)
+            outcome = "failure" if fault else "harmless" if recalled == whole else "generated again"
+            outcomes[f"{kind}: {outcome}"] += 1
+            if fault:
+                failures.append(f"mutation {number}, {kind}: {fault}")
+            shutil.rmtree(copy)
+    totals: Counter[str] = Counter()
+    for label, num in outcomes.items():
+        totals[label.partition(": ")[2]] += num
+    report: dict[str, Any] = {
+        "command": f"python -m benchmarks.faults.journal_mutations --num {arguments.num} --seed {arguments.seed}",
+        "environment": environment(),
+        "totals": dict(totals),
+        "by_kind": dict(sorted(outcomes.items())),
+        "failures": failures,
+    }
+    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["totals"]))
+    sys.exit(int(bool(failures)))
+
+
+if __name__ == "__main__":
+    main()

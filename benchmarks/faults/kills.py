@@ -1,0 +1,243 @@
+"""Seeded kills of ranks and launchers at all moments of a run: each run ends by itself, with the policy of the run never
+killed, in float64 to the last bit, and generates no response twice that stands in a journal.
+
+    one run that nobody disturbs ─▶ how often each function is called
+    run by run: some kills, one an attempt ─▶ the launcher starts all ranks again; where it was killed itself, this script does
+                                            ─▶ same metrics, same weights, nothing generated twice
+
+    python -m benchmarks.faults.kills --kills 200 --seed 11 --out benchmarks/results/kills
+
+Recovery is the time from a kill to when the next attempt goes on to train: meeting, loading, reading the journal. Ranks are
+forked here from a launcher that has imported all; in `tlt train`, which spawns them, importing comes on top of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from benchmarks.faults.victim import ANYWHERE, LAUNCHER, MOMENTS, Kill, read_events
+from tlt.bench.report import environment, number, provenance, table, write_report
+from tlt.drafter.folder import save_drafter
+from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import save_model
+
+BASE = Path(__file__).parents[2] / "recipes" / "countdown" / "base"
+TIMEOUT_SECONDS = 1800.0
+"""Of a run with all its kills: one that takes longer hangs."""
+KILLS_OF_A_RUN = 8
+LEADERS = {"record", "manifest", "removing older", "products", "evaluation"}
+"""Moments that rank 0 alone comes to, or does something in."""
+LAUNCHER_SHARE, ANYWHERE_SHARE = 0.1, 0.2
+EARLY = 0.1
+"""Share of a run in which an attempt is killed: with eight kills most of them come about before the run ends."""
+FIXED = ("step", "reward_mean", "solve_rate", "num_tokens", "response_tokens", "loss", "grad_norm", "entropy")
+"""What the law fixes of a step's record."""
+TASK = """
+class Digits:
+    def problems(self, num, seed, split="train"):
+        return [{"problem_id": f"{split}-{i}", "prompt": f"[{i % 9 + 1},{i % 7 + 1}:{i % 50 + 1}]"} for i in range(num)]
+
+    def score(self, problem, text):
+        share = sum(c.isdigit() for c in text) / max(len(text), 1)
+        return {"reward": share, "solved": share > 0.5}
+
+TASK = Digits()
+"""
+RUN = """
+[run]
+num_steps = {num_steps}
+num_ranks = 2
+dtype = "float64"
+checkpoint_every = 2
+timeout_seconds = 120
+[model]
+path = "model"
+[task]
+name = "digits:TASK"
+num_problems = 12
+[rollout]
+problems_per_step = 4
+samples_per_problem = 4
+max_batch_size = 6
+speculation = "2x1x2"
+[sampling]
+max_tokens = 64
+[drafter]
+path = "drafter"
+train = true
+tokens_per_micro_step = 256
+check_every = 2
+[optimizer]
+learning_rate = 3e-3
+[evaluation]
+every = 3
+num_problems = 4
+samples_per_problem = 2
+"""
+
+
+def make_workspace(folder: Path, num_steps: int = 12) -> None:
+    """Writes a random policy, its drafter, a task and a configuration."""
+    tokens = load_model_config(BASE).vocab_size
+    shape = ModelConfig("llama", tokens, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=256)
+    policy = Transformer(shape).initialize(0, std=0.15)
+    save_model(folder / "model", shape, policy.state_dict(), dtype=torch.float32, source=BASE)
+    save_drafter(folder / "drafter", DraftModel(drafter_shape(shape)).initialize(0), torch.float32)
+    (folder / "digits.py").write_text(TASK)
+    (folder / "run.toml").write_text(RUN.format(num_steps=num_steps))
+
+
+def run_with(workspace: Path, name: str, plan: Sequence[Kill]) -> dict[str, Any]:
+    """Runs to the end, whatever is killed, and returns what happened. A launcher that was killed is started again."""
+    folder = workspace / name
+    folder.mkdir()
+    (folder / "plan.json").write_text(json.dumps([asdict(kill) for kill in plan]))
+    words = [sys.executable, "-m", "benchmarks.faults.victim", str(folder)]
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(workspace), *sys.path]),
+        "OMP_NUM_THREADS": "1",
+        "NO_COLOR": "1",
+    }
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    said = ""
+    while True:
+        try:
+            left = deadline - time.monotonic()
+            done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False, timeout=left)
+        except subprocess.TimeoutExpired as late:
+            return {"outcome": f"hangs: {late.stdout!r}"}
+        said += done.stdout + done.stderr
+        if done.returncode == 0:
+            return {"outcome": "ended", "events": read_events(folder), "said": said}
+        is_busy = "another process is running in" in done.stderr  # a rank of the launcher that was killed is still leaving
+        if not is_busy and done.returncode != -9:
+            return {"outcome": f"exit code {done.returncode}: {said}"}
+        time.sleep(0.5)
+
+
+def difference(folder: Path, whole: Path) -> str:
+    """Returns what is not the same in both runs; empty: nothing is."""
+    records = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (folder, whole)]
+    one, other = ([{key: record[key] for key in FIXED} for record in run] for run in records)
+    if one != other:
+        return f"metrics.jsonl: {one} and {other}"
+    weights, expected = (load_file(run / "policy" / "model.safetensors") for run in (folder, whole))
+    names = [name for name in expected if not torch.equal(expected[name], weights[name])]
+    return f"weights: {names}" if names else ""
+
+
+def draw(rng: random.Random, calls: Sequence[Mapping[str, int]], seconds: float) -> Kill:
+    """Returns a kill at random, the same chance for every moment, early in an attempt, which may have little left to do. calls:
+    by rank, how often each moment comes in a whole run.  seconds: of training in a whole run."""
+    chance = rng.random()
+    if chance < LAUNCHER_SHARE:
+        return Kill(ANYWHERE, LAUNCHER, seconds=rng.uniform(0, EARLY * seconds))
+    if chance < LAUNCHER_SHARE + ANYWHERE_SHARE:
+        return Kill(ANYWHERE, rng.randrange(2), seconds=rng.uniform(0, EARLY * seconds))
+    moment = rng.choice(sorted(MOMENTS))
+    rank = 0 if moment in LEADERS else rng.randrange(2)
+    return Kill(moment, rank, rng.randint(1, max(int(EARLY * calls[rank].get(moment, 1)), 1)))
+
+
+def measure(options: argparse.Namespace) -> int:
+    rng = random.Random(options.seed)
+    report: dict[str, Any] = {
+        "command": f"python -m benchmarks.faults.kills --kills {options.kills} --seed {options.seed}",
+        "environment": environment(),
+        "kills": [],
+        "runs": [],
+    }
+    with tempfile.TemporaryDirectory() as name:
+        workspace = Path(name)
+        make_workspace(workspace)
+        began = time.time()
+        whole = run_with(workspace, "whole", [])
+        assert whole["outcome"] == "ended", whole["outcome"]
+        seconds = time.time() - whole["events"][0]["ready"]
+        report["undisturbed_seconds"] = time.time() - began
+        calls = [json.loads((workspace / "whole" / f"calls-{rank}.json").read_text()) for rank in range(2)]
+        number_of_run = 0
+        while len(report["kills"]) < options.kills:
+            num = min(KILLS_OF_A_RUN, options.kills - len(report["kills"]))
+            plan = [draw(rng, calls, seconds) for _ in range(num)]
+            folder = f"run-{number_of_run}"
+            number_of_run += 1
+            began = time.time()
+            result = run_with(workspace, folder, plan)
+            if result["outcome"] == "ended":
+                result["outcome"] = difference(workspace / folder / "run", workspace / "whole" / "run") or "same"
+            events = result.get("events", [])
+            killed, twice = recoveries(plan, events), [event["twice"] for event in events if "twice" in event]
+            report["kills"] += killed
+            said = result.get("said", "") if result["outcome"] != "same" or twice else ""
+            outcome = {"kills": len(killed), "seconds": time.time() - began, "outcome": result["outcome"], "twice": twice}
+            report["runs"].append({**outcome, "said": said})
+            print(json.dumps(report["runs"][-1]), flush=True)
+            write_report(options.out, report, to_markdown(report))
+            if not killed:
+                break  # it died otherwise, and its outcome says of what
+    return int(any(run["outcome"] != "same" or run["twice"] for run in report["runs"]))
+
+
+def recoveries(plan: Sequence[Kill], events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the kills that were carried out, each with the seconds until training went on; None: another one came before."""
+    found = []
+    for place, event in enumerate(events):
+        if "kill" in event:
+            after = events[place + 1] if place + 1 < len(events) else {}
+            seconds = after["ready"] - event["at"] if "ready" in after else None
+            found.append({**asdict(plan[event["kill"]]), "recovery_seconds": seconds})
+    return found
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    by_moment: dict[str, list[float | None]] = defaultdict(list)
+    for kill in report["kills"]:
+        name = f"{kill['moment']}, the launcher" if kill["rank"] == LAUNCHER else kill["moment"]
+        by_moment[name].append(kill["recovery_seconds"])
+    rows = []
+    for moment, seconds in sorted(by_moment.items()):
+        known = [value for value in seconds if value is not None]
+        rows.append([moment, len(seconds), *(number(f(known), ".1f") if known else "–" for f in (statistics.median, max))])
+    runs = report["runs"]
+    same = sum(run["outcome"] == "same" for run in runs)
+    twice = sum(len(run["twice"]) for run in runs)
+    text = (
+        f"{len(report['kills'])} kills in {len(runs)} runs. {same} runs ended by themselves with the metrics and the weights "
+        f"of the run never killed, to the last bit. Responses of a journal that were generated again: {twice}."
+    )
+    columns = ["killed in", "kills", "recovery, s (median)", "(most)"]
+    return "\n\n".join(["# Kills at all moments", *provenance(report), text, table(columns, rows)]) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.faults.kills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
+    sys.exit(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

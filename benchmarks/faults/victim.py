@@ -1,0 +1,222 @@
+"""A small run whose ranks die where a plan says: the processes that kills.py kills.
+
+    python -m benchmarks.faults.victim FOLDER      FOLDER/plan.json: the kills, each in an attempt of its own
+
+A kill is a SIGKILL that a rank sends itself, or its launcher, when it calls a function for the so-many-th time in an attempt,
+or so many seconds after it has begun to train. In the journal it comes in the middle of a record, which is torn then.
+
+FOLDER/events.jsonl   {"kill": number, "at": Unix time} · {"ready": Unix time} when an attempt begins to train
+                      {"twice": …} for a response that stands in a journal and is to be generated nevertheless
+FOLDER/calls-R.json   how often rank R has called each of the functions, in the last attempt
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+from torch.distributed.launcher import api as launcher
+
+from tlt.config.load import load_config
+from tlt.distributed.failures import Restarts
+from tlt.distributed.launch import launch
+from tlt.distributed.signals import StopRequest
+from tlt.models.tokenizer import load_tokenizer
+from tlt.training import journal, loop
+from tlt.training.journal_file import Record, read_records
+from tlt.training.start import describe_saved
+
+MOMENTS = {
+    "loading": "tlt.training.run:Run._load",
+    "recalling": "tlt.training.journal:FileJournal.begin",
+    "taking work": "tlt.distributed.work_queue:Coordinator.take",
+    "prefill": "tlt.engine.engine:RolloutEngine._prefill",
+    "decode": "tlt.engine.engine:RolloutEngine._forward",
+    "hand-over": "tlt.distributed.work_queue:Coordinator.hand_over",
+    "taking over": "tlt.distributed.work_queue:Coordinator.receive",
+    "journal": "tlt.training.journal:_write",
+    "spot training": "tlt.drafter.spot:SpotTrainer.micro_step",
+    "scoring": "tlt.rl.rewards:RewardPool.drain",
+    "averaging": "tlt.training.drafter_side:average_weighted",
+    "measuring": "tlt.drafter.service:DrafterWatch.end_step",
+    "update": "tlt.rl.update:PolicyTrainer._accumulate",
+    "optimizer step": "tlt.rl.update:PolicyTrainer._optimizer_step",
+    "publication": "tlt.engine.engine:RolloutEngine.load_policy_parts",
+    "record": "tlt.training.loop:record",
+    "evaluation": "tlt.training.evaluate:Evaluations.add",
+    "checkpoint": "tlt.training.checkpoint:_write_share",
+    "manifest": "tlt.training.checkpoint:commit",
+    "removing older": "tlt.training.checkpoint:remove_older",
+    "products": "tlt.training.run:save_model",
+}
+"""The functions, by moment: module:object.attribute."""
+ANYWHERE = "anywhere"
+LAUNCHER = -1
+EXTRA_RESTARTS = 3
+RUNNING_TOKENS, STEPS = 12, 4
+"""Responses are short here, so those that run are written sooner."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """rank: who dies; LAUNCHER: the process that has started the ranks, killed by rank 0.  call: of the moment's function, from
+    1 on.  seconds: after the attempt has begun to train, for ANYWHERE."""
+
+    moment: str
+    rank: int
+    call: int = 1
+    seconds: float = 0.0
+
+
+def run(folder: Path) -> int:
+    """Runs, or continues, the run in `folder` by its plan; returns the exit code."""
+    fork_ranks()
+    load_tokenizer(folder.parent / "model")  # which imports much
+    kills = read_plan(folder)
+    config = load_config(folder.parent / "run.toml", {"run.out_dir": folder / "run"})
+    restarts = Restarts(len(kills) + EXTRA_RESTARTS, lambda: describe_saved(config.run.out_dir))
+    argument = json.dumps({"folder": str(folder), "description": loop.describe_run(config, time.time())})
+    return launch(argument, config.run.num_ranks, "benchmarks.faults.victim:main", restarts=restarts)
+
+
+def fork_ranks() -> None:
+    """Lets the launcher fork ranks, which have imported all then, where it spawns them else: most of what an attempt takes is
+    importing. All that follows is as in `tlt train`."""
+    make = launcher.LaunchConfig
+    launcher.LaunchConfig = lambda **given: make(**{**given, "start_method": "fork"})  # type: ignore[assignment, misc]
+
+
+def read_plan(folder: Path) -> list[Kill]:
+    return [Kill(**kill) for kill in json.loads((folder / "plan.json").read_text())]
+
+
+def main(argument: str, stop: StopRequest) -> None:
+    """Runs on every rank."""
+    given = json.loads(argument)
+    folder, rank = Path(given["folder"]), int(os.environ["RANK"])
+    journal.RUNNING_TOKENS, journal._STEPS = RUNNING_TOKENS, STEPS
+    done = sum("kill" in event for event in read_events(folder))
+    kill = dict(enumerate(read_plan(folder))).get(done)
+    if kill is not None and kill.rank not in (rank, LAUNCHER if rank == 0 else rank):
+        kill = None
+
+    def die() -> None:
+        assert kill is not None
+        note(folder, kill=done, at=time.time())
+        os.kill(os.getppid() if kill.rank == LAUNCHER else os.getpid(), signal.SIGKILL)
+        time.sleep(60)  # a rank whose launcher is gone ends by itself
+
+    calls: Counter[str] = Counter()
+    for moment in MOMENTS:
+        _watch(moment, calls, kill, die)
+    if rank == 0:
+        _check_journal(folder)
+    _announce(folder, rank, kill, die)
+    loop.main(given["description"], stop)
+    (folder / f"calls-{rank}.json").write_text(json.dumps(calls))
+
+
+def read_events(folder: Path) -> list[dict[str, Any]]:
+    path = folder / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def note(folder: Path, **event: Any) -> None:
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(json.dumps(event) + "\n")
+
+
+def _replace(place: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    module, _, path = place.partition(":")
+    owner_path, _, name = path.rpartition(".")
+    owner = resolve_name(f"{module}:{owner_path}" if owner_path else module)
+    setattr(owner, name, functools.wraps(getattr(owner, name))(make(getattr(owner, name))))
+
+
+def _watch(moment: str, calls: Counter[str], kill: Kill | None, die: Callable[[], None]) -> None:
+    """Counts the calls of a moment's function, and kills at the one that is planned."""
+
+    def make(function: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            calls[moment] += 1
+            if kill is not None and kill.moment == moment and kill.call == calls[moment]:
+                if moment == "journal":
+                    file, record = args
+                    data = record.encode()
+                    os.write(file, data[: len(data) // 2])
+                die()
+            return function(*args, **kwargs)
+
+        return watched
+
+    _replace(MOMENTS[moment], make)
+
+
+def _announce(folder: Path, rank: int, kill: Kill | None, die: Callable[[], None]) -> None:
+    """Says when training begins, from which on a kill ANYWHERE is timed."""
+
+    def make(train: Callable[..., Any]) -> Callable[..., Any]:
+        def announced(*args: Any) -> Any:
+            if rank == 0:
+                note(folder, ready=time.time())
+            if kill is not None and kill.moment == ANYWHERE:
+                timer = threading.Timer(kill.seconds, die)
+                timer.daemon = True
+                timer.start()
+            return train(*args)
+
+        return announced
+
+    _replace("tlt.training.loop:train", make)
+
+
+def _check_journal(folder: Path) -> None:
+    """Compares what is left to do of a phase with what the journals of earlier attempts hold of it, read here anew."""
+    known: Counter[tuple[str, str, int]] = Counter()
+    finished = set()
+    for path in sorted((folder / "run" / "journal").glob("step-*/*")):
+        length: Counter[tuple[str, str, int]] = Counter()  # of what stands in this file
+        for record in records_of(path):
+            if record.about["kind"] == "journal":
+                continue
+            place = (record.about["phase"], *record.about["key"])
+            if record.about["kind"] == "response":
+                finished.add(place)
+            elif record.about["kind"] == "part" and record.about["first"] in (0, length[place]):
+                length[place] = record.about["first"] + record.num_tokens
+                known[place] = max(known[place], length[place])
+
+    def make(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(self: Any, phase: str, requests: Sequence[Any]) -> Any:
+            recalled = begin(self, phase, requests)
+            for request in (request for unit in recalled.requests for request in unit):
+                place = phase, request.problem_id, request.sample_index
+                if place in finished or len(request.token_ids) < known[place]:
+                    note(folder, twice=place)
+            return recalled
+
+        return checked
+
+    _replace(MOMENTS["recalling"], make)
+
+
+def records_of(path: Path) -> list[Record]:
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        return [record for _, record in read_records(file)]
+    return []
+
+
+if __name__ == "__main__":
+    sys.exit(run(Path(sys.argv[1])))

@@ -1,0 +1,297 @@
+"""The journal: what the replicas have generated since the latest checkpoint, written as it comes about. A run that goes on
+takes it from there, and generates none of it twice.
+
+    journal/step-00000020/replica-00001.0     header ▏ 1,000 tokens of a response ▏ the next 1,000 ▏ the response ▏ its reward
+            └ of the latest checkpoint  └ attempt: each writes files of its own
+
+    begin(phase)     rank 0 reads what earlier attempts have left of it ─▶ told to all ranks ─▶ fewer and shorter requests
+    new checkpoint   begins a new folder; the one before stays, for responses of steps after that checkpoint may stand in it
+
+So the steps since the checkpoint are redone as updates alone. What is lost, or not as it was written, is generated again, by
+the law with the same tokens. Files survive the death of any process, and of a machine as far as its file system had written
+them. Knows neither engine nor queue.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from tlt.distributed.world import World, tell, tell_bytes
+from tlt.engine.backend import Unfinished
+from tlt.report.timeline import Timeline
+from tlt.rl.batch import key_of
+from tlt.rl.rewards import Key
+from tlt.spans import SpanName
+from tlt.training.checkpoint import Saved
+from tlt.training.journal_file import Record, read_record, read_records
+from tlt.training.manifest import folder_of
+from tlt.types import LAW_VERSION, Request, Reward, Rollout
+
+FORMAT = 1
+RUNNING_TOKENS = 1000
+"""A response that runs is written whenever it has grown by so many tokens: at most these are generated again."""
+_STEPS = 32
+"""Engine steps between two looks at what runs."""
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """What is left to do of a phase, and what an earlier attempt has done of it.
+
+    requests: by unit, as they were asked for; those that were running have the tokens that they had then.
+    rollouts: the responses that are finished.  rewards: of those among them that are scored.
+    """
+
+    requests: Sequence[Sequence[Request]]
+    rollouts: Sequence[Rollout] = ()
+    rewards: Mapping[Key, Reward] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are not generated again."""
+        running = sum(len(request.token_ids) for unit in self.requests for request in unit)
+        return running + sum(len(rollout.token_ids) for rollout in self.rollouts)
+
+
+class Journal:
+    """Says what a phase asks of a journal, and keeps none."""
+
+    def begin(self, phase: str, requests: Sequence[Sequence[Request]]) -> Recalled:
+        """Enters a phase, whose name no other phase of the run has, and returns what is left to do of these requests. Every
+        rank calls it with the same arguments."""
+        return Recalled(requests)
+
+    def note_running(self, responses: Sequence[Unfinished], at_once: bool = False) -> None:
+        """Takes note of the responses in the making, after every engine step. at_once: of each new token of them."""
+
+    def note_finished(self, rollout: Rollout) -> None:
+        """Takes note of a response that has ended here."""
+
+    def note_rewards(self, rewards: Mapping[Key, Reward]) -> None:
+        """Takes note of the rewards of responses that have ended here."""
+
+    def close(self) -> None:
+        """Ends the journal's file."""
+
+
+class FileJournal(Journal):
+    """The journal of one replica, in the run's folder `journal`.
+
+    run: the run's id.  saved: returns the latest checkpoint that is whole.  follows: digest of the one that came before what
+    `saved` returns now. A file that was begun after neither of the two is not of this run's policies: it is removed, and `say`
+    is told so.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world: World,
+        run: str,
+        saved: Callable[[], Saved],
+        follows: str,
+        timeline: Timeline,
+        say: Callable[[str], None],
+    ) -> None:
+        self.folder, self.world, self.timeline = folder, world, timeline
+        self._saved, self._base, self._before = saved, saved(), saved().step
+        self._run = run
+        self._file: int | None = None
+        self._phase, self._written = "", dict[Key, int]()
+        self._num_steps = 0
+        index = find_phases(folder, run, {self._base.digest, follows}, say) if world.is_leader else {}
+        self._index = {phase: index.get(phase, []) for phase in tell(world, sorted(index))}
+
+    def begin(self, phase: str, requests: Sequence[Sequence[Request]]) -> Recalled:
+        self._follow_checkpoint()
+        self._phase, self._written = phase, {}
+        if phase not in self._index:
+            return Recalled(requests)
+        places = self._index.pop(phase)
+        chosen = choose(read_places(places)) if self.world.is_leader else []
+        told = tell_bytes(self.world, b"".join(record.encode() for record in chosen))
+        return recall(requests, [record for _, record in read_records(BytesIO(told))])
+
+    def note_running(self, responses: Sequence[Unfinished], at_once: bool = False) -> None:
+        self._num_steps += 1
+        if self._num_steps % _STEPS and not at_once:
+            return
+        for response in responses:
+            key = key_of(response.request)
+            first = self._written.get(key, 0)
+            if response.num_tokens - first >= (1 if at_once else RUNNING_TOKENS):
+                so_far = response.to_request()
+                stretch = so_far.token_ids[first:], so_far.logprobs[first:]
+                self._append("part", key, *stretch, first=first, prompt=fingerprint(so_far.prompt_ids))
+                self._written[key] = response.num_tokens
+
+    def note_finished(self, rollout: Rollout) -> None:
+        about = {"reason": rollout.finish_reason, "version": rollout.policy_version}
+        prompt = fingerprint(rollout.prompt_ids)
+        self._append("response", key_of(rollout), rollout.token_ids, rollout.logprobs, prompt=prompt, **about)
+
+    def note_rewards(self, rewards: Mapping[Key, Reward]) -> None:
+        for key, reward in rewards.items():
+            if reward.is_scored:  # what could not be scored is tried again
+                self._append("reward", key, reward=asdict(reward))
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _append(
+        self, kind: str, key: Key, token_ids: tuple[int, ...] = (), logprobs: tuple[float, ...] = (), **about: Any
+    ) -> None:
+        with self.timeline.span(SpanName.JOURNAL):
+            if self._file is None:
+                self._file = self._create()
+            facts = {"kind": kind, "phase": self._phase, "key": key, **about}
+            _write(self._file, Record.of(facts, token_ids, logprobs))
+
+    def _create(self) -> int:
+        folder = folder_of(self.folder, self._base.step)
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier = [int(path.suffix[1:]) for path in folder.glob(f"replica-{self.world.rank:05d}.*")]
+        path = folder / f"replica-{self.world.rank:05d}.{max(earlier, default=-1) + 1}"
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
+        header = {"kind": "journal", "format": FORMAT, "law": LAW_VERSION, "run": self._run, "checkpoint": self._base.digest}
+        _write(file, Record(header))
+        return file
+
+    def _follow_checkpoint(self) -> None:
+        """Goes on in a new folder where a checkpoint has become whole, and removes what lies before the one before it."""
+        now = self._saved()
+        if now == self._base:
+            return
+        self.close()
+        self._before, self._base = self._base.step, now
+        if self.world.is_leader:
+            for folder in self.folder.glob("step-*"):
+                if folder.name < folder_of(self.folder, self._before).name:
+                    shutil.rmtree(folder)
+
+
+def _write(file: int, record: Record) -> None:
+    left = memoryview(record.encode())
+    while left:
+        left = left[os.write(file, left) :]
+
+
+def fingerprint(prompt_ids: tuple[int, ...]) -> int:
+    """Returns a number by which a prompt is known again."""
+    return crc32(np.array(prompt_ids, "<i4").tobytes())
+
+
+# ── what earlier attempts have left ──────────────────────────────────────────────────────────────────────────────────
+
+Place = tuple[Path, int]
+"""A record's file, and where it begins there."""
+
+
+def find_phases(
+    folder: Path, run: str, checkpoints: set[str], say: Callable[[str], None] = lambda text: None
+) -> dict[str, list[Place]]:
+    """Returns the records of every phase, in the order written, of the run's files that follow one of these checkpoints (their
+    digests). Other files are removed, and `say` is told of them, and of what is damaged."""
+    phases: dict[str, list[Place]] = defaultdict(list)
+    for path in sorted(folder.glob("step-*/replica-*")):
+        with path.open("rb") as file:
+            header = read_record(file)
+            if fault := _fault(header, run, checkpoints):
+                say(f"{path}: {fault}; it is removed, and what it held is generated again")
+                path.unlink()
+                continue
+            for place, record in read_records(file):
+                phases[record.about["phase"]].append((path, place))
+            if num_left := path.stat().st_size - file.tell():
+                say(f"{path}: its last {num_left:,} bytes are torn or damaged; what they held is generated again")
+    return phases
+
+
+def _fault(header: Record | None, run: str, checkpoints: set[str]) -> str:
+    """Returns why the file with this header is not of the run as it stands; empty: it is."""
+    about = {} if header is None else header.about
+    if about.get("kind") != "journal":
+        return "has no header as it was written"
+    if about.get("format") != FORMAT or about.get("law") != LAW_VERSION:
+        return f"has format {about.get('format')} and law {about.get('law')}, not {FORMAT} and {LAW_VERSION}"
+    if about.get("run") != run:
+        return f"is of another run, {about.get('run')}"
+    return "" if about.get("checkpoint") in checkpoints else "does not follow the checkpoint that the run goes on from"
+
+
+def read_places(places: Iterable[Place]) -> Iterable[tuple[Path, Record]]:
+    """Yields the records at these places, each with its file."""
+    for path, place in places:
+        with path.open("rb") as file:
+            file.seek(place)
+            record = read_record(file)
+        if record is not None:
+            yield path, record
+
+
+def choose(records: Iterable[tuple[Path, Record]]) -> list[Record]:
+    """Returns of every response what is known of it: of several files the best, one with a reward before one that is finished
+    before one that has most tokens. Stretches of a response and its reward count only behind what they follow in their file."""
+    known: dict[tuple[Path, str, int], Record] = {}
+    for path, record in records:
+        problem_id, sample_index = record.about["key"]
+        place = path, problem_id, sample_index
+        before = known.get(place)
+        if record.about["kind"] == "response" or record.about.get("first") == 0:
+            known[place] = record
+        elif before is None:
+            continue
+        elif record.about["kind"] == "reward":
+            known[place] = replace(before, about={**before.about, "reward": record.about["reward"]})
+        elif before.num_tokens == record.about["first"]:
+            known[place] = Record(before.about, before.tokens + record.tokens, before.numbers + record.numbers)
+    best: dict[Key, Record] = {}
+    for (_, problem_id, sample_index), record in known.items():
+        other = best.get((problem_id, sample_index))
+        if other is None or _worth(other) < _worth(record):
+            best[problem_id, sample_index] = record
+    return list(best.values())
+
+
+def _worth(record: Record) -> tuple[bool, bool, int]:
+    return "reward" in record.about, record.about["kind"] == "response", record.num_tokens
+
+
+def recall(requests: Sequence[Sequence[Request]], records: Iterable[Record]) -> Recalled:
+    """Returns what these records leave to do of the requests. A response to another prompt is none of theirs."""
+    known = {tuple(record.about["key"]): record for record in records}
+    rollouts: list[Rollout] = []
+    rewards: dict[Key, Reward] = {}
+    units = []
+    for group in requests:
+        unit = []
+        for request in group:
+            record = known.get(key_of(request))
+            if record is None or record.about["prompt"] != fingerprint(request.prompt_ids):
+                unit.append(request)
+            elif record.about["kind"] == "part":
+                unit.append(replace(request, token_ids=record.token_ids, logprobs=record.logprobs))
+            else:
+                rollouts.append(_to_rollout(request, record))
+                if "reward" in record.about:
+                    rewards[key_of(request)] = Reward(**record.about["reward"])
+        if unit:
+            units.append(unit)
+    return Recalled(units, rollouts, rewards)
+
+
+def _to_rollout(request: Request, record: Record) -> Rollout:
+    reason, version = record.about["reason"], record.about["version"]
+    stretch = record.token_ids, record.logprobs
+    return Rollout(request.problem_id, request.sample_index, request.prompt_ids, *stretch, reason, version)

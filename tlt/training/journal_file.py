@@ -1,0 +1,90 @@
+"""The records of a journal's file: appended, and each whole or found out. Knows neither who writes them nor what for.
+
+    record     bytes of the payload, u32 │ CRC-32 of the payload, u32 │ payload
+    payload    a line of JSON │ token ids, int32 │ log-probabilities, float64
+
+A process that is killed tears the last record at most. One that is not as it was written ends its file, for nothing says where
+the next one begins.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+from zlib import crc32
+
+import numpy as np
+
+_FRAME = struct.Struct("<II")
+_TOKEN, _LOGPROB = np.dtype("<i4"), np.dtype("<f8")
+
+
+@dataclass(frozen=True)
+class Record:
+    """about: facts, of kinds that JSON has.  tokens, numbers: a stretch of a response as the file holds it, its token ids and
+    their log-probabilities; empty where the record is about none."""
+
+    about: Mapping[str, Any]
+    tokens: bytes = field(default=b"", repr=False)
+    numbers: bytes = field(default=b"", repr=False)
+
+    @staticmethod
+    def of(about: Mapping[str, Any], token_ids: Sequence[int] = (), logprobs: Sequence[float] = ()) -> Record:
+        return Record(about, np.array(token_ids, _TOKEN).tobytes(), np.array(logprobs, _LOGPROB).tobytes())
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens) // _TOKEN.itemsize
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return tuple(np.frombuffer(self.tokens, _TOKEN).tolist())
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        return tuple(np.frombuffer(self.numbers, _LOGPROB).tolist())
+
+    def encode(self) -> bytes:
+        """Returns the record as a file holds it."""
+        payload = json.dumps(self.about).encode() + b"\n" + self.tokens + self.numbers
+        return _FRAME.pack(len(payload), crc32(payload)) + payload
+
+    @staticmethod
+    def decode(payload: bytes) -> Record:
+        """Returns the record in a payload. Raises ValueError where there is none."""
+        line, _, stretch = payload.partition(b"\n")
+        about = json.loads(line)
+        num, rest = divmod(len(stretch), _TOKEN.itemsize + _LOGPROB.itemsize)
+        if rest or not isinstance(about, dict):
+            raise ValueError("no record of a journal")
+        end = num * _TOKEN.itemsize
+        return Record(about, stretch[:end], stretch[end:])
+
+
+def read_record(file: BinaryIO) -> Record | None:
+    """Reads the next record. None, and the file stands where it stood: there is none as it was written."""
+    start = file.tell()
+    frame = file.read(_FRAME.size)
+    if len(frame) == _FRAME.size:
+        length, checksum = _FRAME.unpack(frame)
+        payload = file.read(length)
+        if len(payload) == length and crc32(payload) == checksum:
+            try:
+                return Record.decode(payload)
+            except ValueError:
+                pass
+    file.seek(start)
+    return None
+
+
+def read_records(file: BinaryIO) -> Iterator[tuple[int, Record]]:
+    """Yields the records from here on, each with its place in the file, which stands behind the last of them at the end."""
+    while True:
+        place = file.tell()
+        record = read_record(file)
+        if record is None:
+            return
+        yield place, record

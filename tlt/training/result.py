@@ -1,0 +1,126 @@
+"""The result of a rollout phase: the responses with their rewards, and where each replica's time went. Knows no engine and no
+queue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tlt.engine.stats import EngineStats
+from tlt.training.dynamic import Group, flatten
+from tlt.types import DrafterCheck, DrafterReport, Reward, Rollout
+
+
+@dataclass(frozen=True)
+class ReplicaReport:
+    """Says what one replica did in a phase; times are on rank 0's monotonic clock.
+
+    gap_seconds: seconds without work before the last token.  gap_training: the part of them in which it trained the drafter.
+    num_refreshes: drafters of other replicas that it took up meanwhile.  num_migrated: responses that it took over.
+    """
+
+    start: float
+    last_token: float
+    end: float
+    stats: EngineStats
+    drafter: DrafterReport
+    gap_seconds: float = 0.0
+    gap_training: float = 0.0
+    num_refreshes: int = 0
+    num_migrated: int = 0
+
+    def shifted(self, seconds: float) -> ReplicaReport:
+        """Returns the same on another clock, which is so much ahead."""
+        times = {name: getattr(self, name) + seconds for name in ("start", "last_token", "end")}
+        preempted_at = self.drafter.preempted_at
+        drafter = replace(self.drafter, preempted_at=None if preempted_at is None else preempted_at + seconds)
+        return replace(self, drafter=drafter, **times)
+
+    def idle_seconds(self, last_token_of_all: float) -> float:
+        return self.gap_seconds + max(last_token_of_all - self.last_token, 0.0)
+
+    def training_seconds(self, last_token_of_all: float) -> float:
+        """Returns the part of the idle seconds in which it trained the drafter."""
+        at_the_end = min(self.drafter.seconds - self.gap_training, max(last_token_of_all - self.last_token, 0.0))
+        return self.gap_training + at_the_end
+
+    def preemption_seconds(self, last_token_of_all: float) -> float | None:
+        """Returns the seconds from the last token of all to the trainer's return; None: it was not at work then."""
+        preempted_at = self.drafter.preempted_at
+        return None if preempted_at is None or preempted_at < last_token_of_all else preempted_at - last_token_of_all
+
+    def then(self, later: ReplicaReport, last_token_of_all: float) -> ReplicaReport:
+        """Returns this round and the next as one; what was idle at this one's end, `last_token_of_all`, is now a gap. `stats`
+        and `num_refreshes` count on through a phase."""
+        return replace(
+            later,
+            start=self.start,
+            drafter=self.drafter.plus(later.drafter),
+            gap_seconds=self.idle_seconds(last_token_of_all) + later.gap_seconds,
+            gap_training=self.training_seconds(last_token_of_all) + later.gap_training,
+            num_migrated=self.num_migrated + later.num_migrated,
+        )
+
+
+@dataclass(frozen=True)
+class PhaseResult:
+    """All replicas' responses with their rewards, ordered by (problem id, sample index), and where the time went.
+
+    check: of the learned drafter; None where there is none or it was not asked for.
+    groups: the same responses by problem, in the order drawn.  kept: those of them that the update takes.
+    num_rounds: rounds in which they were sampled.  recalled_tokens: those of the responses that an earlier attempt generated.
+    """
+
+    rollouts: list[Rollout]
+    rewards: list[Reward]
+    replicas: list[ReplicaReport] = field(repr=False)
+    check: DrafterCheck | None = None
+    groups: Sequence[Group] = field(default=(), repr=False)
+    kept: Sequence[Group] = field(default=(), repr=False)
+    num_rounds: int = 1
+    recalled_tokens: int = 0
+
+    @property
+    def for_update(self) -> tuple[list[Rollout], list[Reward]]:
+        """Responses and rewards that the update takes."""
+        return flatten(self.kept)
+
+    @property
+    def seconds(self) -> float:
+        return max(r.end for r in self.replicas) - min(r.start for r in self.replicas)
+
+    @property
+    def last_token(self) -> float:
+        return max(r.last_token for r in self.replicas)
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds without work, up to the last token of all, summed over replicas."""
+        return sum(r.idle_seconds(self.last_token) for r in self.replicas)
+
+    @property
+    def drafter_seconds(self) -> float:
+        """Seconds of drafter training that lay within idle time, summed over replicas."""
+        return sum(r.training_seconds(self.last_token) for r in self.replicas)
+
+    @property
+    def preemption_seconds(self) -> tuple[float, ...]:
+        """Seconds for which drafter training outlasted the last token; one value for each replica that trained then."""
+        seconds = [r.preemption_seconds(self.last_token) for r in self.replicas]
+        return tuple(s for s in seconds if s is not None)
+
+    @property
+    def stats(self) -> EngineStats:
+        total = EngineStats()
+        for replica in self.replicas:
+            total.add(replica.stats)
+        return total
+
+
+def combine(rounds: Sequence[Sequence[ReplicaReport]]) -> list[ReplicaReport]:
+    """Returns what each replica did in all rounds of a phase."""
+    replicas = list(rounds[0])
+    for later in rounds[1:]:
+        last_token = max(replica.last_token for replica in replicas)
+        replicas = [replica.then(report, last_token) for replica, report in zip(replicas, later, strict=True)]
+    return replicas
