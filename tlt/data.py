@@ -121,7 +121,7 @@ def _read_repository(source: DataSource, repository: Repository) -> Records:
     assert pinned is not None, "the name is a repository's"
     folder = cached_assets_path("tlt", namespace=pinned.name, subfolder=str(pinned.revision))
     name = f"{source.subset or 'default'} {source.split or f'usual {source.usual_split}'}.jsonl"
-    file = Path(folder) / quote(name)
+    file = Path(folder) / quote(name, safe="")
     if not file.exists():
         rows = _load(source, pinned.name, revision=pinned.revision, name=source.subset)
         _check_commit(rows, pinned, source)

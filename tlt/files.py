@@ -148,6 +148,21 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 # Reading
 
 
+def parse_json(text: str) -> Any:
+    """Returns the value. Raises ValueError for what is no JSON, for what is nested too deeply to be read, and for text that no
+    file could hold: a character written as two escapes of which one is missing."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if "\\ud" in text.lower():
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ValueError("an escape such as \\ud83d stands without its other half") from None
+    return value
+
+
 def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
     """Reads every record with its place ("file:line"). Blank lines are skipped; a file without records is refused."""
     try:
@@ -162,9 +177,11 @@ def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
             continue
         place = f"{path}:{number}"
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except json.JSONDecodeError as error:
             raise UserError(f"{place}: not valid JSON ({error.msg}, column {error.colno}); write one object per line") from None
+        except ValueError as error:
+            raise UserError(f"{place}: not valid JSON ({error}); write one object per line") from None
         if not isinstance(record, dict):
             raise UserError(f"{place}: holds a {type(record).__name__}; write one object per line")
         records.append((place, record))
@@ -176,12 +193,15 @@ def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
 def read_appended(path: Path, parse: Callable[[str], T], kind: str) -> list[T]:
     """Returns what `parse` makes of each line of a file that a run appends to, none where there is no file. A last line that a
     kill tore is left out; for any other line that is no `kind` it raises UserError."""
-    lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); repair the file, or move it away") from None
     parsed = []
     for number, line in enumerate(lines, start=1):
         try:
             parsed.append(parse(line))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise UserError(f"{path}, line {number}: no {kind} ({error}); repair or remove the line") from None
     return parsed
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
 from typing import IO, Any
 
 
@@ -62,3 +63,17 @@ def begin() -> Connection[Any, Any]:
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a rank has some blocked; what the helper starts must hear them
     return Connection(int(sys.argv[1]))
+
+
+def be_first_to_go() -> None:
+    """Lets the kernel end this process rather than the run that started it, where the machine's memory is spent."""
+    with contextlib.suppress(OSError):  # not on every system
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def how_it_ended(exit_code: int | None) -> str:
+    """Returns in words what the exit code of a process says."""
+    if exit_code is None or exit_code >= 0:
+        return f"exit code {exit_code}"
+    name = signal.Signals(-exit_code).name
+    return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")

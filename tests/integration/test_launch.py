@@ -29,6 +29,21 @@ def say(**what):
     os.write(1, line.encode())  # one call: lines of several ranks do not mix
 
 
+def listens_at(pid):
+    """The addresses, as the kernel writes them, at which a process takes connections."""
+    sockets, found = set(), set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        try:
+            sockets.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+        except OSError:
+            continue
+    for table in ("tcp", "tcp6"):
+        for words in map(str.split, open(f"/proc/net/{table}").readlines()[1:]):
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                found.add(words[1].partition(":")[0])
+    return sorted(found)
+
+
 def entry(scenario, stop):
     import torch
     from tlt.distributed.world import (
@@ -62,7 +77,7 @@ def entry(scenario, stop):
             say(refused=str(mistake))
         say(weighted=average((1.0, 3.0)), unweighted=average((0, 0)), alone=average((0, 5.0), fill=float("nan")))
         say(bf16=average((1.0, 1.0), torch.bfloat16), double=average((1.0, 1.0), torch.float64))
-        say(nothing=average_weighted(world, [], 2.0))
+        say(nothing=average_weighted(world, [], 2.0), listens=listens_at(os.getpid()), launcher=listens_at(os.getppid()))
         coordinator = connect_coordinator(world.store, rank, world.world_size, timeout=30.0)
         coordinator.begin("rollout 0", 100)
         taken = []
@@ -469,3 +484,11 @@ def test_when_the_parent_is_killed_the_ranks_finish_and_leave(outcomes: dict[str
     assert outcome.code == -signal.SIGKILL
     assert outcome.of("finished") == [[0, 1], [0, 1]]
     assert not outcome.survivors
+
+
+def test_the_ranks_of_one_machine_and_their_launcher_listen_on_its_loopback_alone(outcomes: dict[str, Outcome]) -> None:
+    """Whoever reaches their ports is taken for a rank."""
+    outcome = outcomes["collectives"]
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    assert all(outcome.of("listens")), "the store of rank 0, and gloo"
+    assert {address for found in outcome.of("listens") + outcome.of("launcher") for address in found} <= loopback

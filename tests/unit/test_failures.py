@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tlt.distributed.failures import Failure, RankFailure, Restarts, find_cause, how_it_ended
+from tlt.distributed.failures import Failure, RankFailure, Restarts, find_cause
+from tlt.processes import how_it_ended
 
 TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line {}, in step\n    1 / 0\nZeroDivisionError: {}\n'
 KILLED = Failure(("rank 1 ended without a word: killed by SIGKILL (out of memory?)",))

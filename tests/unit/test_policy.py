@@ -401,11 +401,22 @@ def test_a_non_finite_update_names_the_step_and_leaves_the_weights_alone() -> No
         model.model.layers[1].mlp.down_proj.weight[0, 0] = math.inf
     trainer = make_trainer(model)
     before = flat(model)
-    with pytest.raises(NonFiniteUpdate, match="step 5"):
+    with pytest.raises(NonFiniteUpdate, match=r"^policy update of step 5: loss nan, gradient norm nan; .* --resume") as caught:
         trainer.update(*make_batch(), 4)
+    assert isinstance(caught.value, UserError), "one line, and no restart: it would come again"
     assert torch.equal(before, flat(model))
     assert not trainer.optimizer.state
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_gradient_that_is_not_finite_is_named_although_the_loss_is() -> None:
+    model = make_model()
+    trainer = make_trainer(model)
+    model.model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
+    before = flat(model)
+    with pytest.raises(NonFiniteUpdate, match="step 1: gradient norm nan;"):
+        trainer.update(*make_batch(), 0)
+    assert torch.equal(before, flat(model))
 
 
 # ── two ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────

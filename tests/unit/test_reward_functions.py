@@ -93,6 +93,18 @@ class Task:
         return {"reward": 0.5, "solved": text == "42"}
 
 TASK = Task()
+
+class Awkward:
+    """A tensor of two numbers, say, or a lazy value."""
+    def __bool__(self):
+        raise RuntimeError("awkward")
+    __float__ = __bool__
+
+class AwkwardTask(Task):
+    def score(self, problem, text):
+        return {"reward": 1.0, "solved": Awkward()}
+
+AWKWARD = AwkwardTask()
 '''
 
 
@@ -211,10 +223,25 @@ def test_what_a_function_raises_is_named_with_its_place(name: str, error: str, t
         ("[]", "says: returned []; it must be a list with one reward a completion"),
         ("0.5", "says: returned 0.5; it must be a list with one reward a completion"),
         ("None", "says: returned None; it must be a list with one reward a completion"),
+        ("[float('inf')]", "says: the reward is inf; it must be a finite number"),
+        ("[10**400]", "says: the reward is " + repr(10**400)[:79] + "…; it must be a finite number"),
     ],
 )
 def test_what_is_no_reward_is_an_error_and_not_a_number(returned: str, error: str) -> None:
     assert score(spec("says"), {}, returned).error == error
+
+
+def test_a_sum_that_is_not_finite_is_no_reward_either() -> None:
+    error = score(spec("says", weights=(1e300,)), {}, "[1e300]").error
+    assert error == "the weighted sum: the reward is inf; it must be a finite number"
+
+
+@pytest.mark.parametrize("by_task", [False, True])
+def test_a_reward_that_does_not_bear_being_looked_at_is_this_responses_error(by_task: bool) -> None:
+    rule = RewardSpec("my_rewards:AWKWARD") if by_task else spec("says")
+    error = score(rule, {}, "[Awkward()]").error
+    assert error.startswith("RuntimeError: awkward, ")
+    assert "my_rewards.py" in error
 
 
 def test_numbers_of_other_libraries_are_numbers() -> None:

@@ -20,7 +20,7 @@ from tlt.rl.scoring import RewardSpec
 from tlt.types import Reward, UserError
 
 TASK = '''
-import os, signal, sys, time
+import os, resource, signal, sys, time
 
 class FaultyTask:
     """Does what the response says."""
@@ -46,6 +46,13 @@ class FaultyTask:
             os._exit(3)
         if verb == "exit":
             sys.exit(4)
+        if verb == "allocate":
+            resource.setrlimit(resource.RLIMIT_AS, (2**31, 2**31))
+            bytearray(2**33)
+        if verb == "kernel":  # what it does where the machine's memory is spent
+            os.kill(os.getpid(), signal.SIGKILL)
+        if verb == "score":
+            return {"reward": float(open("/proc/self/oom_score_adj").read()), "solved": False}
         if verb == "modules":
             return {"reward": float(any(name in sys.modules for name in value.split(","))), "solved": False}
         if verb == "mask":
@@ -141,8 +148,18 @@ def test_a_hung_scorer_is_killed_at_its_time_out_while_others_go_on(task: str) -
             pool.submit(("fine", i), {"worth": 1.0}, "fine")
         rewards = pool.drain()
         assert rewards.pop(("hung", 0)) == Reward(0.0, False, "time-out: not scored within 2 s")
-        assert rewards.pop(("dead", 0)) == Reward(0.0, False, "the worker died with exit code 3")
+        assert rewards.pop(("dead", 0)) == Reward(0.0, False, "the worker died: exit code 3")
         assert rewards == {("fine", i): Reward(1.0, True) for i in range(10)}
+
+
+def test_a_scorer_that_allocates_too_much_costs_its_own_response_and_goes_before_the_run(task: str) -> None:
+    with RewardPool(RewardSpec(task), 1, timeout_seconds=30) as pool:
+        for verb in ("allocate", "kernel", "score"):
+            pool.submit((verb, 0), {}, verb)
+        rewards = pool.drain()
+    assert rewards["allocate", 0].error.startswith("MemoryError")
+    assert rewards["kernel", 0] == Reward(0.0, False, "the worker died: killed by SIGKILL (out of memory?)")
+    assert rewards["score", 0] == Reward(1000.0, False), "the kernel ends this process first"
 
 
 def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: str) -> None:
@@ -163,7 +180,7 @@ def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: 
     finally:
         is_over.set()
         busy.join()
-    died = Reward(0.0, False, "the worker died with exit code 3")
+    died = Reward(0.0, False, "the worker died: exit code 3")
     assert rewards == {("p", i): died if i % 3 == 1 else Reward(1.0, True) for i in range(12)}
 
 

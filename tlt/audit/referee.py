@@ -32,7 +32,9 @@ class Referee:
         if not (folder / "config.json").is_file():
             raise UserError(f"{folder}: holds no model (no config.json); give a Hugging Face checkpoint folder")
         try:
-            self.model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype).eval()
+            self.model = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, trust_remote_code=False, dtype=dtype
+            ).eval()
         except Exception as error:  # transformers refuses by exceptions of many kinds
             message = " ".join(str(error).split())[:200]
             raise UserError(f"{folder}: transformers cannot load it ({message}); give a complete checkpoint folder") from None

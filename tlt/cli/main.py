@@ -38,11 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, BrokenPipeError):  # whoever read our output has gone, such as head
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
+        from tlt.secrets import hide
         from tlt.types import UserError
 
         if not isinstance(error, UserError):
             raise
-        print(f"tlt: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(hide(f"tlt: error: {' '.join(str(error).split())}"), file=sys.stderr)
         return 2
     finally:
         if is_ours:

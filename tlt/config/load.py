@@ -26,6 +26,7 @@ from tlt.config.mistakes import Keys, section_of, validate
 from tlt.config.schema import DEFAULT_OUT_DIR, Config
 from tlt.hub import Repository
 from tlt.recipes import resolve_config
+from tlt.secrets import holds_credential
 from tlt.types import UserError
 
 _PATH_KEYS = (("model", "path"), ("task", "data"), ("drafter", "path"), ("evaluation", "data"))
@@ -57,12 +58,23 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     for override in read_overrides(overrides):
         _assign(values, override)
         places[override.keys] = override.place
+    _refuse_credentials(values, file, places)
     run = values.setdefault("run", {})
     if isinstance(run, dict) and isinstance(out_dir := run.setdefault("out_dir", str(DEFAULT_OUT_DIR)), str | Path):
         run["out_dir"] = str(Path(out_dir).absolute())
     config = validate(Config, values, file, places)
     _check_paths(config, file, places)
     return config
+
+
+def _refuse_credentials(value: Any, file: str, places: Mapping[Keys, str], keys: Keys = ()) -> None:
+    """Refuses, without repeating them, values that the run would write into its config.json and show to its trackers."""
+    if isinstance(value, Mapping | list | tuple):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            _refuse_credentials(item, file, places, (*keys, str(key)))
+    elif isinstance(value, str | Path) and holds_credential(str(value)):
+        place, remedy = places.get(keys, file), "remove it, and have the code that needs it read it from the environment"
+        raise UserError(f"{place}: {'.'.join(keys)} holds a password or token, which the run would write down; {remedy}")
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -74,7 +86,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read ({error}); give the path of a TOML configuration") from None
     try:
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be parsed ({error}); correct that place") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: holds no configuration; it must be a table of sections")
@@ -85,8 +97,9 @@ def _resolve(text: str, folder: Path) -> Path:
     """Returns an absolute path: from `folder` if it exists there, else from the working directory; or the name of a repository
     of the hub where there is no such path."""
     for path in (folder / text, Path(text)):
-        if path.exists():
-            return path.absolute()
+        with suppress(OSError):  # a name that no file can have is refused with the others
+            if path.exists():
+                return path.absolute()
     return Path(text) if Repository.parse(text) is not None else Path(text).absolute()
 
 

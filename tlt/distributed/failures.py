@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from signal import Signals
 
 from tlt.distributed.signals import say
+from tlt.secrets import hide
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -60,14 +60,6 @@ def find_cause(reports: Collection[RankFailure], first: Collection[int], how: Ca
     return Failure((f"rank {cause.rank} failed: {cause.message}",), cause.traceback)
 
 
-def how_it_ended(exit_code: int | None) -> str:
-    """Returns in words what the exit code of a process says."""
-    if exit_code is None or exit_code >= 0:
-        return f"exit code {exit_code}"
-    name = Signals(-exit_code).name
-    return f"killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
-
-
 class Restarts:
     """Decides whether the ranks are started again, and says so in one line.
 
@@ -107,16 +99,17 @@ class Restarts:
         """Appends the traceback to the log; returns where it is."""
         if not failure.traceback:
             return ""
+        text = hide(f"{'; '.join(failure.causes)}\n{failure.traceback}")
         if self._log is None or not self._log.parent.is_dir():
-            sys.stderr.write(failure.traceback)
+            sys.stderr.write(hide(failure.traceback))
             return ""
         with self._log.open("a", encoding="utf-8") as file:
-            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {'; '.join(failure.causes)}\n{failure.traceback}\n")
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
         return f", traceback in {self._log}"
 
 
 def _tell(failure: Failure, why: str | None = None) -> None:
-    sys.stderr.write(failure.traceback)
+    sys.stderr.write(hide(failure.traceback))
     for cause in failure.causes:
         say(f"error: {cause}" + (f"; {why}" if why else ""))
 

@@ -37,10 +37,10 @@ from tlt.distributed.failures import (
     RankFailure,
     Restarts,
     find_cause,
-    how_it_ended,
 )
 from tlt.distributed.place import find_place
 from tlt.distributed.signals import SharedEvent, StopRequest, Supervisor, handling_stop_signals, listen_as_rank, say
+from tlt.processes import how_it_ended
 from tlt.types import UserError
 
 Entry = Callable[[str, StopRequest], object]
@@ -147,14 +147,15 @@ def _attempt(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from tlt.distributed import one_machine
+
     report_dir = tempfile.mkdtemp(prefix="tlt-launch-")
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=supervisor.num_ranks,
         run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0",
+        rdzv_backend=one_machine.register(),
         local_addr="127.0.0.1",
         max_restarts=0,  # the agent's own restarts know no user's mistakes, and would share a store
         monitor_interval=monitor_seconds,
@@ -197,11 +198,13 @@ def _quiet_agent() -> Iterator[None]:
 @contextmanager
 def _environment(threads_per_rank: int) -> Iterator[None]:
     """Sets what the ranks inherit. The store of the rendezvous is not shared with them: across restarts gloo would read stale
-    addresses from it (torch issue 135712). RES_OPTIONS: a reverse look-up of localhost may otherwise take 5 s."""
+    addresses from it (torch issue 135712). RES_OPTIONS: a reverse look-up of localhost may otherwise take 5 s. Ranks of one
+    machine talk over its loopback, so that nobody else can reach them."""
     added = {
         "OMP_NUM_THREADS": str(threads_per_rank),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
+        **({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if sys.platform == "linux" else {}),
     }
     previous = {name: os.environ.get(name) for name in (*added, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
     os.environ.update(added)

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Protocol
 
 from tlt.distributed.place import find_place
+from tlt.secrets import hide
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REPEAT_SECONDS = 1.0
@@ -54,7 +55,7 @@ class StopRequest:
 
 def say(text: str) -> None:
     """Prints one line of the launcher's to stderr."""
-    sys.stderr.write(f"tlt: {text}\n")
+    sys.stderr.write(hide(f"tlt: {text}\n"))
     sys.stderr.flush()
 
 

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
@@ -46,12 +47,26 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
     where, timeout = f"{place.master_addr}:{place.master_port}", timedelta(seconds=timeout_seconds)
     try:
         return TCPStore(
-            place.master_addr, place.master_port, is_master=place.is_server, timeout=timeout, wait_for_workers=False
+            place.master_addr,
+            place.master_port,
+            is_master=place.is_server,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=_listen(place) if place.is_server else None,
         )
-    except RuntimeError as error:  # torch's DistError is one
+    except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
         what = "cannot be opened" if place.is_server else f"nobody answered within {timeout_seconds:g} s"
         reason = str(error).splitlines()[0]
         raise UserError(f"MASTER_ADDR, MASTER_PORT: {where} {what} ({reason}); every rank needs rank 0's address") from None
+
+
+def _listen(place: Place) -> int | None:
+    """Opens the store's port to this machine alone, where the ranks meet at an address of its own. None: torch opens it to all
+    networks, and that is said, for the store asks nobody who they are."""
+    if place.master_addr != "localhost" and not place.master_addr.startswith("127."):
+        say(f"the ranks' store listens on port {place.master_port} of all networks; keep it to one that you trust")
+        return None
+    return socket.create_server((place.master_addr, place.master_port)).detach()
 
 
 @dataclass(frozen=True)
@@ -107,23 +122,54 @@ def is_over(store: Store, attempt: Attempt) -> bool:
     return PrefixStore("meeting", store).add("hellos", 0) > attempt.num_hellos
 
 
-def leave_when_over(store: Store, attempt: Attempt) -> threading.Event:
-    """Starts a thread that ends this process, from whatever it waits for, once another attempt begins: a launcher sees those
-    die that it has started, not those on other machines. Setting the event that is returned ends the thread."""
-    connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
-    has_left = threading.Event()
+@dataclass(frozen=True)
+class Watch:
+    """What the threads share that end this process from whatever it waits for. has_left: to be set where it ends by itself.
+    has_answered: set whenever the store has answered."""
 
-    def watch() -> None:
-        while not has_left.wait(WATCH_SECONDS):
+    has_left: threading.Event = field(default_factory=threading.Event)
+    has_answered: threading.Event = field(default_factory=threading.Event)
+
+
+def leave_when_over(store: Store, attempt: Attempt) -> Watch:
+    """Starts a thread that ends this process once another attempt begins: a launcher sees those die that it has started, not
+    those on other machines."""
+    connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
+    watch = Watch()
+
+    def look() -> None:
+        while not watch.has_left.wait(WATCH_SECONDS):
             try:
-                if is_over(connection, attempt):
-                    say("a rank was started again; this one leaves, to be started again too")
-                    os._exit(1)
+                over = is_over(connection, attempt)
             except RuntimeError:  # the store is gone, and with it its launcher or rank 0: others see to that
                 return
+            watch.has_answered.set()
+            if over:
+                say("a rank was started again; this one leaves, to be started again too")
+                os._exit(1)
 
-    threading.Thread(target=watch, name="tlt-attempt", daemon=True).start()
-    return has_left
+    threading.Thread(target=look, name="tlt-attempt", daemon=True).start()
+    return watch
+
+
+def leave_when_silent(watch: Watch, timeout_seconds: float, whose: str) -> None:
+    """Starts a thread that ends this process where the store has not answered for so long: whoever asks a store over a network
+    that is gone waits for the network's own time-out, a quarter of an hour. Rounds are counted, so that a process which was
+    stopped for a while finds the store as it left it.
+
+    whose: the store's address, to be named.
+    """
+
+    def look() -> None:
+        silent = 0.0
+        while not watch.has_left.wait(WATCH_SECONDS):
+            silent = 0.0 if watch.has_answered.is_set() else silent + WATCH_SECONDS
+            watch.has_answered.clear()
+            if silent > timeout_seconds:
+                say(f"error: the store of rank 0 at {whose} has not answered for {silent:g} s (run.timeout_seconds); leaving")
+                os._exit(1)
+
+    threading.Thread(target=look, name="tlt-store", daemon=True).start()
 
 
 def _missing(meeting: Store, number: int, roster: Sequence[str]) -> list[int]:

@@ -6,10 +6,11 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from tlt.distributed.store import ABSENT, read_now
 from tlt.distributed.world import World, gather_objects
@@ -79,6 +80,40 @@ def lead(world: World, name: str, work: Callable[[], None]) -> None:
         raise
     finally:
         waiting.tell(key, outcome)
+
+
+class RankAwaited(RuntimeError):
+    """Ranks have waited in a collective for others that did not come."""
+
+
+ROLL_CALL_SECONDS = 5.0
+"""For so long a rank that has waited in vain looks who else has: their time-outs end together, but for their clocks."""
+
+
+@contextmanager
+def naming_who_is_awaited(world: World) -> Iterator[None]:
+    """Turns the time-out of a collective into RankAwaited, which names the ranks that have not come: those that did not wait in
+    vain themselves. Its traceback stays the collective's."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.world_size == 1 or "timed out" not in str(error).lower():
+            raise
+        absent = _call_the_roll(world)
+        names = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}" if absent else "nobody: all ranks waited"
+        told = f"rank {world.rank} has waited {world.timeout_seconds:g} s (run.timeout_seconds) in a collective for {names}"
+        raise RankAwaited(told).with_traceback(error.__traceback__) from None
+
+
+def _call_the_roll(world: World) -> list[int]:
+    """Returns the ranks that have not waited in vain."""
+    roll, deadline = PrefixStore("waited", world.store), time.monotonic() + ROLL_CALL_SECONDS
+    roll.set(str(world.rank), "here")
+    while True:
+        absent = [rank for rank in range(world.world_size) if read_now(roll, str(rank)) == ABSENT]
+        if not absent or time.monotonic() > deadline:
+            return absent
+        time.sleep(_LONGEST_PAUSE)
 
 
 def together(world: World, work: Callable[[], T]) -> T:

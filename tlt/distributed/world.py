@@ -11,7 +11,6 @@ import json
 import math
 import os
 import socket
-import threading
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlt.distributed.place import Place, find_place
-from tlt.distributed.store import attempt_store, leave_when_over, meet, open_store
+from tlt.distributed.store import Watch, attempt_store, leave_when_over, leave_when_silent, meet, open_store
 from tlt.types import UserError
 
 TIMEOUT_SECONDS = 600.0
@@ -39,7 +38,7 @@ class World:
     store: this attempt's part of the c10d Store (a HashStore when this process is alone).
     group: the default process group, or None when this process is alone: then no collective communicates.
     timeout_seconds: how long a collective waits for the other ranks; infinite when this process is alone.
-    has_left: set by `shutdown`; None: nobody watches for it.
+    watch: who ends this process where the attempt or its store is gone, until `shutdown`; None: nobody does.
     """
 
     rank: int
@@ -49,7 +48,7 @@ class World:
     store: dist.Store
     group: dist.ProcessGroup | None
     timeout_seconds: float = math.inf
-    has_left: threading.Event | None = None
+    watch: Watch | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -89,13 +88,13 @@ class Rendezvous:
     """The ranks of an attempt, who have met on a store and have no process group yet.
 
     number: of the attempt, from 1 on.  store: this attempt's part of it.
-    has_left: to be set when this rank leaves: until then it is watched whether another attempt begins.
+    watch: who ends this process once another attempt begins.
     """
 
     place: Place
     number: int
     store: dist.Store
-    has_left: threading.Event
+    watch: Watch
 
     @property
     def is_restart(self) -> bool:
@@ -105,7 +104,7 @@ class Rendezvous:
 def meet_ranks(place: Place, timeout_seconds: float) -> Rendezvous:
     """Waits for all ranks. Raises UserError where some do not come in time."""
     if place.world_size == 1:
-        return Rendezvous(place, 1, dist.HashStore(), threading.Event())
+        return Rendezvous(place, 1, dist.HashStore(), Watch())
     store = open_store(place, timeout_seconds)
     attempt = meet(store, place.rank, place.world_size, timeout_seconds)
     return Rendezvous(place, attempt.number, attempt_store(store, attempt), leave_when_over(store, attempt))
@@ -134,7 +133,9 @@ def init_process_group_from_env(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     group_store, rank, world_size = dist.PrefixStore("group", store), place.rank, place.world_size
     dist.init_process_group(backend, store=group_store, rank=rank, world_size=world_size, timeout=timeout)
-    return World(rank, world_size, place.local_rank, device, store, dist.group.WORLD, timeout_seconds, met.has_left)
+    if world_size > 1:
+        leave_when_silent(met.watch, timeout_seconds, f"{place.master_addr}:{place.master_port}")
+    return World(rank, world_size, place.local_rank, device, store, dist.group.WORLD, timeout_seconds, met.watch)
 
 
 def _device_of(place: Place, device: torch.device) -> torch.device:
@@ -168,8 +169,8 @@ def shutdown(world: World) -> None:
     if world.group is None:
         return
     dist.barrier(world.group)
-    if world.has_left is not None:
-        world.has_left.set()
+    if world.watch is not None:
+        world.watch.has_left.set()
     gc.collect()
     dist.destroy_process_group(None if world.group is dist.group.WORLD else world.group)
 

@@ -18,6 +18,9 @@ from tlt.types import UserError
 
 ARCHITECTURES: dict[str, Architecture] = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2", "Qwen3ForCausalLM": "qwen3"}
 
+LARGEST_NUMBER, LARGEST_SIZE, MOST_LAYERS = 1e30, 2**31, 10_000
+"""Beyond any model: a config.json that says more is damaged, and to build what it describes would take forever."""
+
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -37,7 +40,7 @@ def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
     fields = _Fields(raw, source)
     architecture = _architecture(fields)
     _refuse_other_computations(fields, architecture)
-    num_layers, num_heads = fields.integer("num_hidden_layers"), fields.integer("num_attention_heads")
+    num_layers, num_heads = fields.integer("num_hidden_layers", most=MOST_LAYERS), fields.integer("num_attention_heads")
     hidden_size, max_positions = fields.integer("hidden_size"), fields.integer("max_position_embeddings")
     inherits_heads = architecture == "llama" or ("num_key_value_heads" in raw and raw["num_key_value_heads"] is None)
     num_kv_heads = fields.integer("num_key_value_heads", num_heads if inherits_heads else None)
@@ -104,8 +107,8 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, An
 def _architecture(fields: _Fields) -> Architecture:
     raw, supported = fields.raw, f"supported are {', '.join(ARCHITECTURES)}"
     no_experts = f"mixtures of experts are not supported, use a dense model ({supported})"
-    names = raw.get("architectures") or []
-    name = names[0] if isinstance(names, list) and len(names) == 1 else None
+    names = fields.items("architectures")
+    name = names[0] if len(names) == 1 and isinstance(names[0], str) else None
     for key in ("num_experts", "num_local_experts", "n_routed_experts"):
         if raw.get(key):
             raise fields.refusal(key, no_experts)
@@ -140,15 +143,15 @@ def _refuse_sliding_windows(fields: _Fields, num_layers: int, max_positions: int
     """Raises UserError for a sliding window, unless it hides nothing (switched off, or as long as the model's own). Without
     layer_types, transformers lets the layers from max_window_layers on slide."""
     raw = fields.raw
-    window = raw.get("sliding_window") if raw.get("use_sliding_window") else None
+    is_set = raw.get("use_sliding_window") and raw.get("sliding_window") is not None
+    window = fields.integer("sliding_window") if is_set else None
     remedy = "only full attention is supported; lower max_position_embeddings to the window, or set use_sliding_window to false"
     hides = window is not None and window < max_positions
-    layer_types = raw.get("layer_types")
-    if layer_types is None:
-        if hides and raw.get("max_window_layers", 28) < num_layers:
+    if raw.get("layer_types") is None:
+        if hides and (raw.get("max_window_layers") == 0 or fields.integer("max_window_layers", 28) < num_layers):
             raise fields.refusal("sliding_window", remedy)
         return
-    for layer_type in layer_types:
+    for layer_type in fields.items("layer_types"):
         if layer_type != "full_attention" and (layer_type != "sliding_attention" or window is None or hides):
             raise _refusal(fields.source, "layer_types", layer_type, remedy)
 
@@ -156,10 +159,10 @@ def _refuse_sliding_windows(fields: _Fields, num_layers: int, max_positions: int
 def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
     """Returns (theta, scaling). As in transformers, rope_scaling goes before rope_parameters, theta inside before outside."""
     named = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
-    given = raw.get(named) or {}
+    given = _Fields(raw, source).table(named)
     if any(isinstance(value, dict) for value in given.values()):
         raise _refusal(source, named, given, "one rotary base per layer type is not supported, only one for all layers")
-    rope = _Fields({"rope_theta": raw.get("rope_theta", 10000.0)} | given, source, prefix=f"{named}.")
+    rope = _Fields({"rope_theta": raw.get("rope_theta", 10000.0), **given}, source, prefix=f"{named}.")
     theta = rope.number("rope_theta")
     rope_type = given.get("rope_type", given.get("type", "default"))
     rotated_share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
@@ -191,14 +194,26 @@ class _Fields:
 
     def number(self, name: str, default: float | None = None) -> float:
         value = default if self.raw.get(name) is None else self.raw[name]
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < LARGEST_NUMBER:
             raise self.refusal(name, "it must be a positive number")
         return float(value)
 
-    def integer(self, name: str, default: int | None = None) -> int:
+    def integer(self, name: str, default: int | None = None, most: int = LARGEST_SIZE) -> int:
         value = default if self.raw.get(name) is None else self.raw[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= most:
             raise self.refusal(name, "it must be a positive integer")
+        return value
+
+    def items(self, name: str) -> list[Any]:
+        value = [] if self.raw.get(name) is None else self.raw[name]
+        if not isinstance(value, list):
+            raise self.refusal(name, "it must be a list")
+        return value
+
+    def table(self, name: str) -> Mapping[str, Any]:
+        value = self.raw.get(name) or {}
+        if not isinstance(value, Mapping):
+            raise self.refusal(name, "it must be an object")
         return value
 
 

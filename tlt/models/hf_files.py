@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tlt.files import parse_json
 from tlt.types import UserError
 
 
@@ -29,9 +30,9 @@ def read_json(file: Path) -> dict[str, Any]:
     if not file.exists():
         raise UserError(f"{file}: is missing; give a directory with a whole Hugging Face checkpoint")
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:  # names no file by itself
-        raise UserError(f"{file}: is no JSON ({error}); download it again") from error
+        value = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # names no file by itself
+        raise UserError(f"{file}: is no JSON ({error}); download it again") from None
     if not isinstance(value, dict):
         raise UserError(f"{file}: holds a JSON {type(value).__name__}, not an object; download it again")
     return value

@@ -13,6 +13,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -127,9 +128,12 @@ def _weight_files(directory: Path) -> list[Path]:
         shards = read_json(directory / INDEX).get("weight_map")
         if not isinstance(shards, dict) or not shards:
             raise UserError(f"{directory / INDEX}: weight_map is missing or empty; download the file again")
+        if strange := [name for name in shards.values() if not isinstance(name, str) or name != Path(name).name]:
+            remedy = "which is no file beside it; download the file again"
+            raise UserError(f"{directory / INDEX}: weight_map names {strange[0]!r}, {remedy}")
         files = [directory / name for name in sorted(set(shards.values()))]
         for file in files:
-            if not file.exists():
+            if not os.path.exists(file):  # Path.exists raises for a name that is too long
                 raise UserError(f"{directory / INDEX}: shard {file.name} is missing; download it into {directory}")
         return files
     pickled = sorted(directory.glob("*.bin"))
@@ -151,7 +155,7 @@ def _stored_tensors(files: list[Path]) -> dict[str, _Stored]:
                         raise UserError(f"{file}: tensor {name} is also in {stored[name].file.name}; keep one of the two")
                     header = opened.get_slice(name)
                     stored[name] = _Stored(file, torch.Size(header.get_shape()), header.get_dtype())
-        except SafetensorError as error:  # names no file by itself
+        except (SafetensorError, OSError) as error:  # names no file by itself
             remedy = "download it again (or run git lfs pull)"
             raise UserError(f"{file}: is no readable safetensors file ({error}); {remedy}") from error
     return stored

@@ -75,7 +75,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     if not has_tokenizer(path):
         raise UserError(f"{path}: has no tokenizer (none of {', '.join(_TOKENIZER_FILES)}); copy the model's files there")
     try:
-        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
+        hf = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        hf("")  # what is wrong with its settings shows at the first text
     except Exception as error:  # a broken file surfaces as anything, down to the tokenizers library's bare Exception
         message = f"{path}: the tokenizer cannot be loaded ({one_line(error, 160)}); copy the model's files there again"
         raise UserError(message) from None

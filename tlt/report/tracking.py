@@ -18,7 +18,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from json import JSONDecodeError, loads
+from json import loads
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -76,7 +76,7 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
 def run_id(folder: Path) -> str:
     """Returns the id by which trackers know the run in this folder: made once, kept in its tracking.json."""
     path = folder / "tracking.json"
-    with contextlib.suppress(OSError, JSONDecodeError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         return str(loads(path.read_text(encoding="utf-8"))["run_id"])
     made = uuid.uuid4().hex[:8]
     write_json(path, {"run_id": made})

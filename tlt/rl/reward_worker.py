@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from tlt.plugins import describe
-from tlt.processes import Helper, begin
+from tlt.processes import Helper, be_first_to_go, begin, how_it_ended
 from tlt.rl.scoring import Response, RewardSpec, Scorer
 from tlt.types import Reward
 
@@ -49,9 +49,9 @@ class Worker:
             reward: Reward = self.pipe.recv()
             return reward
         except (EOFError, BrokenPipeError, ConnectionResetError):
-            self._helper.exit_code(1.0)  # its own says more than our signal
+            code = self._helper.exit_code(1.0)  # its own says more than our signal
             self.kill()
-            return Reward(0.0, False, f"the worker died with exit code {self.process.returncode}")
+            return Reward(0.0, False, f"the worker died: {how_it_ended(code)}")
 
     def kill(self) -> None:
         """Kills the process; once more does nothing. Another thread that waits on the pipe sees its end."""
@@ -65,6 +65,7 @@ class Worker:
 def work() -> None:
     """Runs in the worker: says why it cannot begin, or "", and then scores until the pipe ends; the parent's death ends it."""
     pipe = begin()
+    be_first_to_go()
     try:
         scorer = Scorer(RewardSpec.from_json(sys.argv[2]))
         scorer.warm_up()

@@ -142,6 +142,8 @@ class Scorer:
             return self._score_by_functions(response, task)
         except Failure as failure:
             return Reward(0.0, False, str(failure), task=task)
+        except Exception as error:  # what the user's code returned does not bear being looked at
+            return Reward(0.0, False, describe(error), task=task)
 
     def warm_up(self) -> None:
         """Does now what the first score would wait for."""
@@ -163,6 +165,7 @@ class Scorer:
             total += self.own_weight * parts[OWN_SCORE]
         if not parts:
             raise Failure("not applicable: every reward function returned None")
+        total = _to_number(total, "the weighted sum: ")
         return Reward(total, total >= self.spec.solved_at if is_solved is None else is_solved, "", parts, metrics, task)
 
     def _call_functions(self, offered: Mapping[str, Any]) -> dict[str, float]:
@@ -229,7 +232,7 @@ def _offer(response: Response, metrics: dict[str, float]) -> dict[str, Any]:
         "completions": [completion],
         "completion_ids": [list(response.token_ids)],
         "trainer_state": TrainerState(response.step),
-        "log_metric": lambda name, value: metrics.__setitem__(name, float(value)),
+        "log_metric": lambda name, value: metrics.__setitem__(str(name), float(value)),
         "log_extra": lambda column, values: None,
     }
 

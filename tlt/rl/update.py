@@ -45,8 +45,9 @@ SAMPLED_TOKENS = 4096
 stand for all of them in the means."""
 
 
-class NonFiniteUpdate(ArithmeticError):
-    """The loss or a gradient was not finite. Raised on every rank, before the optimizer could spread it to the weights."""
+class NonFiniteUpdate(UserError):
+    """The loss or a gradient was not finite. Raised on every rank, before the optimizer could spread it to the weights. As the
+    update is a pure function it would come again, so no restart follows."""
 
 
 @dataclass(frozen=True)
@@ -311,10 +312,11 @@ class PolicyTrainer:
     def _optimizer_step(self, loss: float, step: int) -> float:
         """Clips the gradient and takes the optimizer's step; returns the norm before clipping."""
         grad_norm = self.gradients.norm()
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        values = {"loss": loss, "gradient norm": grad_norm}
+        if wrong := ", ".join(f"{name} {value}" for name, value in values.items() if not math.isfinite(value)):
             raise NonFiniteUpdate(
-                f"policy update of step {step + 1}: loss {loss}, gradient norm {grad_norm}; the weights did not take "
-                "this step; resume from the last checkpoint with a lower optimizer.learning_rate"
+                f"policy update of step {step + 1}: {wrong}; the weights did not take it, and the last checkpoint is whole: "
+                "tlt train --resume tries again; where it comes again, begin a run with a lower optimizer.learning_rate"
             )
         if grad_norm > self.schedule.clip_grad_norm:
             self.gradients.scale(self.schedule.clip_grad_norm / grad_norm)

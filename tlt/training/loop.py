@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlt.config.schema import Config
-from tlt.distributed.waiting import lead
+from tlt.distributed.waiting import lead, naming_who_is_awaited
 from tlt.distributed.world import Rendezvous, gather_objects, shutdown, tell
 from tlt.models.hf_weights import StoredTensors, content_hash
 from tlt.report.console import near
@@ -52,11 +52,12 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
     config = Config.from_json(described["config"])
     world = join_ranks(config, met)
     try:
-        run = Run(config, world, stop, started_at=described["started_at"])
-        try:
-            train(run)
-        finally:
-            run.close()
+        with naming_who_is_awaited(world):
+            run = Run(config, world, stop, started_at=described["started_at"])
+            try:
+                train(run)
+            finally:
+                run.close()
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise
