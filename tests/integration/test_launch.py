@@ -20,6 +20,7 @@ import pytest
 
 PROGRAM = '''
 import json, os, sys, time
+from pathlib import Path
 from tlt.distributed.failures import Restarts
 from tlt.distributed.launch import launch
 
@@ -38,7 +39,7 @@ def listens_at(pid):
         except OSError:
             continue
     for table in ("tcp", "tcp6"):
-        for words in map(str.split, open(f"/proc/net/{table}").readlines()[1:]):
+        for words in map(str.split, Path(f"/proc/net/{table}").read_text().splitlines()[1:]):
             if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
                 found.add(words[1].partition(":")[0])
     return sorted(found)
