@@ -52,8 +52,9 @@ FIXED = ("step", "reward_mean", "solve_rate", "num_tokens", "response_tokens", "
 """What the law fixes of a step's record."""
 TASK = """
 class Digits:
-    def problems(self, num, seed, split="train"):
-        return [{"problem_id": f"{split}-{i}", "prompt": f"[{i % 9 + 1},{i % 7 + 1}:{i % 50 + 1}]"} for i in range(num)]
+    def problems(self, num, seed, split="train", first=1):
+        prompts = [f"[{i % 9 + 1},{i % 7 + first}:{i % 50 + 1}]" for i in range(num)]
+        return [{"problem_id": f"{split}-{i}", "prompt": prompt} for i, prompt in enumerate(prompts)]
 
     def score(self, problem, text):
         share = sum(c.isdigit() for c in text) / max(len(text), 1)
@@ -61,6 +62,7 @@ class Digits:
 
 TASK = Digits()
 """
+"""A response is rewarded for the digits in it, so that a random policy has something to learn."""
 RUN = """
 [run]
 num_steps = {num_steps}
@@ -95,14 +97,19 @@ samples_per_problem = 2
 
 
 def make_workspace(folder: Path, num_steps: int = 12) -> None:
-    """Writes a random policy, its drafter, a task and a configuration."""
+    """Writes all that a run takes, and its configuration."""
+    make_models(folder)
+    (folder / "run.toml").write_text(RUN.format(num_steps=num_steps))
+
+
+def make_models(folder: Path) -> None:
+    """Writes a random policy with Countdown's tokenizer, its random drafter, and a task."""
     tokens = load_model_config(BASE).vocab_size
     shape = ModelConfig("llama", tokens, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=256)
     policy = Transformer(shape).initialize(0, std=0.15)
     save_model(folder / "model", shape, policy.state_dict(), dtype=torch.float32, source=BASE)
     save_drafter(folder / "drafter", DraftModel(drafter_shape(shape)).initialize(0), torch.float32)
     (folder / "digits.py").write_text(TASK)
-    (folder / "run.toml").write_text(RUN.format(num_steps=num_steps))
 
 
 def run_with(workspace: Path, name: str, plan: Sequence[Kill]) -> dict[str, Any]:
