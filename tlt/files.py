@@ -202,7 +202,8 @@ def read_appended(path: Path, parse: Callable[[str], T], kind: str) -> list[T]:
         try:
             parsed.append(parse(line))
         except (ValueError, TypeError, RecursionError) as error:
-            raise UserError(f"{path}, line {number}: no {kind} ({error}); repair or remove the line") from None
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{path}, line {number}: no {kind} ({reason}); repair or remove the line") from None
     return parsed
 
 

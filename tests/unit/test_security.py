@@ -89,7 +89,7 @@ def test_the_name_of_a_datasets_part_leads_out_of_no_cache(tmp_path: Path, monke
     commit, asked = "0" * 40, []
     monkeypatch.setattr("huggingface_hub.cached_assets_path", lambda *_, **__: tmp_path / "cache")
     (tmp_path / "cache").mkdir()
-    (tmp_path / "secret.jsonl").write_text('{"prompt": "not yours"}\n')
+    (tmp_path / "secret%20x.jsonl").write_text('{"prompt": "not yours"}\n')
 
     def load(source: DataSource, *_: object, **__: object) -> object:
         asked.append(source)
@@ -97,10 +97,8 @@ def test_the_name_of_a_datasets_part_leads_out_of_no_cache(tmp_path: Path, monke
 
     monkeypatch.setattr("tlt.data._load", load)
     with pytest.raises(UserError, match="no such subset"):
-        read_data(DataSource(Path(f"owner/name@{commit}"), "--data", subset="..", split="../secret"))
-    with pytest.raises(UserError, match="no such subset"):
-        read_data(DataSource(Path(f"owner/name@{commit}"), "--data", subset="x/..", split="/../../secret"))
-    assert len(asked) == 2
+        read_data(DataSource(Path(f"owner/name@{commit}"), "--data", subset="../secret", split="x"))
+    assert len(asked) == 1
 
 
 # ── credentials ──────────────────────────────────────────────────────────────────────────────────────────────────────

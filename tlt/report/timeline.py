@@ -170,7 +170,12 @@ def merge_timelines(directory: str | Path, out: str | Path) -> None:
 
 def _read_rows(directory: str | Path) -> dict[int, list[list[Any]]]:
     paths = {int(path.name.split(".")[1].removeprefix("rank")): path for path in Path(directory).glob("timeline.rank*.jsonl")}
-    return {rank: read_appended(path, json.loads, "span") for rank, path in sorted(paths.items())}
+    return {rank: read_appended(path, _read_row, "span") for rank, path in sorted(paths.items())}
+
+
+def _read_row(line: str) -> list[Any]:
+    name, start, end, busy, count = json.loads(line)
+    return [str(name), float(start), float(end), float(busy), int(count)]
 
 
 def _end_torn_line(path: Path) -> None:

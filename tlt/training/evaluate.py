@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import TypeAdapter
+
 from tlt.files import read_appended, write_jsonl
 from tlt.report.console import Gain
 from tlt.report.metrics import paired_sign_flip_test
@@ -46,6 +48,9 @@ class Evaluation:
         by_problem = {problem: sum(values) / len(values) for problem, values in scores.items()}
         by_task = summarize(phase.rewards).solve_rate_by_task
         return Evaluation(step, sum(by_problem.values()) / len(by_problem), phase.seconds, by_problem, by_task)
+
+
+_EVALUATION = TypeAdapter(Evaluation)
 
 
 class Evaluations:
@@ -92,7 +97,7 @@ class Evaluations:
 
 def read_evaluations(path: Path) -> list[Evaluation]:
     """Returns all whole lines of the file; none where there is no file."""
-    return read_appended(path, lambda line: Evaluation(**json.loads(line)), "evaluation")
+    return read_appended(path, _EVALUATION.validate_json, "evaluation")
 
 
 def evaluate(run: Run) -> None:

@@ -104,9 +104,9 @@ def test_a_full_disk_is_one_line_and_with_room_again_the_run_goes_on(
     assert code == 2, said
     assert "Traceback" not in said
     (line,) = (line for line in said.splitlines() if line.startswith("tlt: error: "))
-    assert "cannot be written" in line
+    assert "cannot be written" in line or "is not written" in line
     assert "make room" in line
-    assert (place == "the start") == (checkpoints == []) or place == "the best policy"
+    assert checkpoints or place not in ("the metrics", "a checkpoint", "the last products")
     assert resumed == 0, said_then
     out_dir, undisturbed = workspace / place, workspace / "none"
     assert [record["step"] for record in records(out_dir)] == [0, 1, 2, 3]
