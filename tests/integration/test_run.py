@@ -108,6 +108,7 @@ def test_a_run_leaves_everything_the_readme_promises(speculating_run: Path) -> N
     assert {"prefill", "speculate", "update", "step"} <= names
     assert (speculating_run / "drafter" / "config.json").exists()
     assert (speculating_run / "config.json").exists()
+    assert not (speculating_run / "journal").exists(), "the last checkpoint has all of it"
     assert [record["step"] for record in records(speculating_run)] == [0, 1, 2, 3, 4]
     assert [record["policy_version"] for record in records(speculating_run)] == [0, 1, 2, 3, 4]
 

@@ -297,7 +297,7 @@ def test_the_plan_counts_gradients_and_optimizer_of_the_adapters_alone() -> None
 
 def test_the_header_says_how_much_is_trained() -> None:
     said = describe_lora(make_config(targets=("q_proj", "v_proj")), 1_234_567, 7_620_000_000)
-    assert said == ", LoRA of rank 4 on q_proj, v_proj: 1.2 M beside 7.6 B parameters trained"
+    assert said == ", LoRA of rank 4 on q_proj, v_proj: 1.2 M parameters beside 7.6 B frozen ones"
     assert describe_lora(make_config(rank=0, alpha=32.0), None, 7_620_000_000) == ""
 
 

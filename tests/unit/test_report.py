@@ -368,6 +368,15 @@ def test_responses_that_could_not_be_scored_are_counted_below_the_row() -> None:
     assert said[0].endswith("the first: ZeroDivisionError: in score")
 
 
+def test_what_stood_in_the_journal_is_said_below_the_row() -> None:
+    stream = io.StringIO()
+    with Console(stream=stream, environ={}) as console:
+        console.step(record(0, recalled_tokens=0))
+        console.step(record(1, recalled_tokens=1200, num_tokens=4800))
+    said = [line.strip() for line in stream.getvalue().splitlines() if "journal" in line]
+    assert said == ["step 2: 1,200 of its 4,800 tokens stood in the journal"]
+
+
 def test_the_header_names_everything_before_training() -> None:
     stream = io.StringIO()
     with Console(stream=stream, environ={}) as console:

@@ -189,6 +189,10 @@ class Console:
         self._step = record.step + 1
         self._recent.append(record.step_seconds)
         self._print(_row(self._columns, [(column.write(record), column.style) for column in self._columns]))
+        if record.recalled_tokens:
+            self.note(
+                f"step {record.step + 1}: {record.recalled_tokens:,} of its {record.num_tokens:,} tokens stood in the journal"
+            )
         self.reward_errors(record)
 
     def reward_errors(self, record: StepRecord) -> None:

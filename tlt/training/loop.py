@@ -27,6 +27,7 @@ from tlt.rl.rewards import check_scorable
 from tlt.spans import SpanName
 from tlt.training.dynamic import DynamicSampling
 from tlt.training.evaluate import evaluate
+from tlt.training.lock import forget_journal
 from tlt.training.phase import StopRequested
 from tlt.training.problems import data_source, problems_of_step, spare_problems
 from tlt.training.record import record
@@ -141,6 +142,7 @@ def finish(run: Run) -> None:
 def write_products(run: Run) -> None:
     """Writes what others load beside the policy, and says what there is. Rank 0 does it."""
     folder = run.out_dir
+    forget_journal(folder)  # the last checkpoint has all of it
     policy_hash = content_hash(StoredTensors(folder / "policy", run.policy.config))
     run.drafter.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
     merge_timelines(folder, folder / "timeline.json")

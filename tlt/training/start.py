@@ -228,8 +228,8 @@ def describe_lora(config: Config, num_adapted: int | None, num_parameters: int) 
     """Returns what LoRA trains, behind a comma; nothing where it is off."""
     if num_adapted is None:
         return ""
-    share = f"{_short(num_adapted)} beside {_short(num_parameters)} parameters"
-    return f", LoRA of rank {config.lora.rank} on {', '.join(config.lora.targets)}: {share} trained"
+    share = f"{_short(num_adapted)} parameters beside {_short(num_parameters)} frozen ones"
+    return f", LoRA of rank {config.lora.rank} on {', '.join(config.lora.targets)}: {share}"
 
 
 def describe_algorithm(config: Config) -> str:
