@@ -258,8 +258,9 @@ def test_an_attempt_that_is_not_gone_on_with_leaves_nothing(tmp_path: Path) -> N
     assert not can_go_on(tmp_path), "nothing was generated"
     journal.note_finished(answer(ask(1)[0][0]))
     assert can_go_on(tmp_path)
-    forget_journal(tmp_path)
+    assert forget_journal(tmp_path), "so that it can be told"
     assert not can_go_on(tmp_path)
+    assert not forget_journal(tmp_path)
 
 
 # ── damage ───────────────────────────────────────────────────────────────────────────────────────────────────────────

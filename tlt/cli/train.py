@@ -14,6 +14,7 @@ from tlt.cli.options import WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.place import Place, check_num_ranks, find_place
+from tlt.distributed.signals import say
 from tlt.hub import Repository
 from tlt.training.lock import can_go_on, forget_journal, refuse_begun
 from tlt.types import UserError
@@ -62,8 +63,8 @@ def run(options: Train) -> int:
         config = prepare(resolve_config(options.config, options.overrides, options.resume, place, goes_on))
         if is_checkpoint(options.resume) and not goes_on:
             go_back(options.resume)
-        if options.resume is None and not goes_on:
-            forget_journal(config.run.out_dir)  # of an attempt that left nothing else: nothing of it is gone on with
+        if options.resume is None and not goes_on and forget_journal(config.run.out_dir):
+            say(f"{config.run.out_dir}: the journal of an earlier attempt is removed; --resume would have gone on with it")
         return config
 
     if place is not None:

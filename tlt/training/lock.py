@@ -24,9 +24,11 @@ def can_go_on(folder: Path) -> bool:
     return has_begun(folder) or any(folder.glob("journal/step-*/*"))
 
 
-def forget_journal(folder: Path) -> None:
-    """Removes the responses of an attempt that is not gone on with."""
+def forget_journal(folder: Path) -> bool:
+    """Removes the responses of an attempt that is not gone on with. Returns whether there were any."""
+    had_any = any(folder.glob("journal/step-*/*"))
     shutil.rmtree(folder / "journal", ignore_errors=True)
+    return had_any
 
 
 def refuse_begun(folder: Path) -> None:
