@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from tlt.bench.report import environment, write_report
-from tlt.build import EngineSettings, build_engine
+from tlt.build.engine import EngineSettings, build_engine
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.model import DraftModel, drafter_shape

@@ -23,7 +23,8 @@ from typing import Any, TypedDict, Unpack
 
 import torch
 
-from tlt.build import EngineSettings, Model, load_engine, load_model, resolve_device
+from tlt.build.engine import EngineSettings, load_engine
+from tlt.build.model import Model, load_model, resolve_device
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.failures import EXIT_OK, EXIT_USER_ERROR

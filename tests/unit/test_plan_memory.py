@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import make_policy
-from tlt.build import EngineSettings, build_engine
+from tlt.build.engine import EngineSettings, build_engine
 from tlt.cli.main import main
 from tlt.config.load import load_config
 from tlt.config.schema import Config

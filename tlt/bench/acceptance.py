@@ -20,7 +20,8 @@ from itertools import pairwise
 from torch import Tensor
 
 from tlt.bench.measure import Ratio, in_turns
-from tlt.build import EngineSettings, Model, build_engine, build_learned
+from tlt.build.engine import EngineSettings, build_engine, build_learned
+from tlt.build.model import Model
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.learned import LearnedProposal, OnVerdicts

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from tlt.cli.data import Data, PromptOptions
-from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, show_busy
+from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import File, Names, Options
 from tlt.cli.responses import response_ids
 from tlt.config.mistakes import mistake
@@ -84,6 +84,8 @@ class Audit(Options):
         for name, value in (("--responses", self.responses), ("--url", self.url)):
             if value is not None and (self.speculation != ("off",) or self.engine.drafter or self.plant_fault):
                 raise mistake(f"{name}: {value} is another engine; leave --speculation, --drafter and --plant-fault out")
+        if self.plant_fault and self.engine.engine == "vllm":
+            raise mistake("--plant-fault: is for engine tlt; vLLM verifies for itself")
         if (self.url is None) != (self.engine_model is None):
             raise mistake("--url and --engine-model belong together: the server's address and the name it serves the model by")
         if self.responses is not None and (self.prompts is not None or self.task is not None):
@@ -179,11 +181,12 @@ def _modes(
 
 def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
     from tlt.audit.fault import PlantedFault
-    from tlt.build import load_engine, load_model
+    from tlt.build.engine import load_engine
+    from tlt.build.model import load_model
     from tlt.speculative.verify import verify
 
     faulty = PlantedFault(options.plant_fault, options.sampling.seed) if options.plant_fault else verify
-    settings = options.engine.settings(speculation)
+    settings = options.engine.settings(speculation, longest(requests))
     engine = load_engine(load_model(resolve_model(options.model)), settings, options.engine.drafter_folder, faulty)
     return generate_in_order(engine, requests)
 

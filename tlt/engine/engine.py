@@ -69,7 +69,8 @@ class RolloutEngine:
         cache_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
         config = model.config
-        self.model, self.config, self.device = model, config, model.device
+        self.model = self.target = model
+        self.config, self.device = config, model.device
         self.tuner = tuner
         self.drafter: Drafter[Any] | None = None
         self.scheduler = Scheduler(max_batch_size, config.max_positions)

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from tlt.build import preset_changes
+from tlt.build.drafter import preset_changes
 from tlt.config.schema import Config
 from tlt.drafter.hybrid import drafter_kinds
 from tlt.drafter.losses import DEFAULT_PRESET, PRESETS

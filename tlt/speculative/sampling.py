@@ -96,9 +96,16 @@ class BatchParams:
 
     def rows(self, first: int, end: int) -> BatchParams:
         """Returns those of the sequences first .. end - 1."""
+        return self._part(slice(first, end))
+
+    def take(self, sequences_R: Tensor) -> BatchParams:
+        """Returns those of these sequences, in this order, any of them several times."""
+        return self._part(sequences_R)
+
+    def _part(self, index: slice | Tensor) -> BatchParams:
         part = BatchParams.__new__(BatchParams)
         for name, value in vars(self).items():
-            setattr(part, name, value[first:end] if isinstance(value, Tensor) else value)
+            setattr(part, name, value[index] if isinstance(value, Tensor) else value)
         return part
 
     def scale(self, logits_BNV: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlt.build import EngineSettings, build_engine
+from tlt.build.engine import EngineSettings, build_engine
 from tlt.config.drafter import DrafterSection
 from tlt.config.mistakes import validate
 from tlt.distributed.work_queue import connect_coordinator

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
-from tlt.build import all_ranks, drafter_folder, local_ranks, model_folder, preset_changes, reward_spec
+from tlt.build.drafter import preset_changes
+from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder
+from tlt.build.policy import reward_spec
 from tlt.config.schema import Config
 from tlt.distributed.failures import EXIT_USER_ERROR, Restarts
 from tlt.distributed.launch import is_rank, launch, run_here

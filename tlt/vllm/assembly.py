@@ -1,0 +1,86 @@
+"""A checkpoint folder and its settings → a rollout engine that is vLLM, seen to follow the law."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tlt.drafter.folder import StoredDrafter
+from tlt.drafter.formats import Target
+from tlt.drafter.model import PackedDrafter
+from tlt.engine.sequence import Decode
+from tlt.models.decoder import ModelConfig
+from tlt.models.packed import EMBEDDING, HEAD, PackedTransformer
+from tlt.spans import Span
+from tlt.tuning.tuner import make_tuner
+from tlt.vllm.check import check_law
+from tlt.vllm.drafter import VllmDrafter, export_for_vllm
+from tlt.vllm.engine import VllmEngine
+from tlt.vllm.link import Link, VllmSettings
+from tlt.vllm.strategies import depth_of, kinds_of
+
+NGRAM: Mapping[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+"""vLLM's own retrieval: from the sequence's own text alone."""
+
+
+@dataclass(frozen=True)
+class VllmPlan:
+    """What an engine is asked to be.
+
+    settings: what vLLM is started with, but for its drafter.  speculation, tuner: as EngineSettings has them.
+    trains: whether the drafter is trained or measured here, which needs a copy of the policy in our layout.
+    """
+
+    settings: VllmSettings
+    speculation: str
+    tuner: str
+    trains: bool = False
+
+
+def build_vllm(
+    plan: VllmPlan,
+    config: ModelConfig,
+    policy: Mapping[str, Tensor],
+    stored: StoredDrafter | None = None,
+    *,
+    on_span: Callable[[Span], None] | None = None,
+    decode: Decode | None = None,
+) -> VllmEngine:
+    """Returns the engine, with the policy in it. UserError where vLLM cannot do what is asked, or does not follow the law."""
+    kinds = kinds_of(plan.speculation, stored is not None)
+    depth = depth_of(plan.speculation, plan.settings.section.max_draft_tokens) if kinds else 0
+    settings, dtype = plan.settings, plan.settings.dtype
+    with tempfile.TemporaryDirectory(prefix="tlt-drafter-") as folder:
+        drafting: Mapping[str, Any] | None = None
+        if kinds == ("learned",):
+            assert stored is not None
+            target = Target(settings.model.name, config.architecture, policy.get(HEAD, policy[EMBEDDING]).detach().cpu())
+            drafting = export_for_vllm(stored, target, Path(folder))
+        elif kinds:
+            drafting = NGRAM
+        link = Link(dataclasses.replace(settings, drafter=drafting, max_depth=depth))
+    target_copy, drafter = None, None
+    if stored is not None and kinds == ("learned",):
+        packed = PackedDrafter.from_tensors(stored.config, stored.tensors, dtype, link.device)
+        drafter = VllmDrafter(packed, stored, link.load_drafter, EMBEDDING if config.tie_embeddings else HEAD)
+        target_copy = PackedTransformer(config, dtype, link.device) if plan.trains else None
+    engine = VllmEngine(
+        link,
+        max_batch_size=settings.max_batch_size,
+        window=settings.window,
+        kinds=kinds,
+        tuner=make_tuner(plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depth, trees=False),
+        drafter=drafter,
+        target=target_copy,
+        on_span=on_span,
+        decode=decode,
+    )
+    engine.load_policy(policy)
+    check_law(engine, config.vocab_size)
+    return engine

@@ -1,0 +1,34 @@
+"""vLLM's scheduler with a draft length that can be set before every step, and a note of what was verified in it.
+
+K that is chosen for a step is drafted at its end, and verified in the next one (in the one after that where vLLM schedules
+asynchronously). So what a step verified is read of what it was given, and never of what was chosen.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+
+class LengthScheduler(Scheduler):
+    """Schedules by vLLM's rules. Every request drafts `num_to_draft` tokens at the end of the next step."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.num_to_draft = self.num_spec_tokens
+        self.num_scheduled: dict[str, int] = {}
+        """Tokens of each request in the step whose outputs came last."""
+        self.num_verified: dict[str, int] = {}
+        """Drafted tokens among them."""
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self.dynamic_sd_lookup is not None:
+            self.dynamic_sd_lookup = [self.num_to_draft] * len(self.dynamic_sd_lookup)
+        return super().schedule(*args, **kwargs)
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        drafts = scheduler_output.scheduled_spec_decode_tokens
+        self.num_scheduled = dict(scheduler_output.num_scheduled_tokens)
+        self.num_verified = {request_id: len(tokens) for request_id, tokens in drafts.items()}
+        return super().update_from_output(scheduler_output, model_runner_output)

@@ -1,0 +1,83 @@
+"""Starts vLLM with the law inside. Imports vLLM: link.py says when."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm
+from vllm.sampling_params import RequestOutputKind
+
+from tlt.vllm.link import VllmSettings
+from tlt.vllm.plugin import CONFIG, register
+from tlt.vllm.scheduler import LengthScheduler
+
+MakeParams = Callable[[int, list[int], dict[str, Any]], vllm.SamplingParams]
+
+
+def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
+    """Returns vLLM, ready, and what makes its sampling parameters: (max_tokens, stop_ids, extra_args)."""
+    register()
+    # a reload names every layer without weights of its own as not loaded; link.py sees for itself what has arrived
+    logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+    with torch.random.fork_rng():  # the caller's random numbers stay as they are
+        llm = vllm.LLM(**arguments(settings))
+    return llm, sampling_params
+
+
+def arguments(settings: VllmSettings) -> dict[str, Any]:
+    """Returns vLLM's arguments."""
+    is_cuda = torch.cuda.is_available()
+    kv_gib = settings.kv_gib if settings.kv_gib is not None or is_cuda else 1.0
+    return {
+        "model": str(settings.model),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "max_model_len": settings.window,
+        "max_num_seqs": settings.max_batch_size,
+        "tensor_parallel_size": settings.section.tensor_parallel,
+        "distributed_executor_backend": "uni" if settings.is_in_process else "mp",
+        "kv_cache_memory_bytes": None if kv_gib is None else int(kv_gib * 2**30),
+        "enforce_eager": not settings.section.compile,
+        "enable_prefix_caching": settings.section.prefix_caching,
+        "enable_sleep_mode": is_cuda,
+        "speculative_config": speculative_config(settings),
+        "additional_config": {CONFIG: {"tau": settings.tau, "captures": settings.captures and settings.is_in_process}},
+        "worker_extension_cls": "tlt.vllm.worker.TltWorker",
+        "scheduler_cls": LengthScheduler,
+        "async_scheduling": False,
+        "logprobs_mode": "processed_logits",
+        "generation_config": "vllm",  # no top-k or other defaults of the checkpoint
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+
+
+def speculative_config(settings: VllmSettings) -> dict[str, Any] | None:
+    """Returns how vLLM drafts. Every length that may be chosen is named, so that graphs are captured for it."""
+    if settings.drafter is None:
+        return None
+    lengths = [(depth + 1, depth + 1, depth) for depth in range(settings.max_depth)]
+    lengths.append((settings.max_depth + 1, max(settings.max_batch_size, settings.max_depth + 1), settings.max_depth))
+    return {
+        **settings.drafter,
+        "num_speculative_tokens": settings.max_depth,
+        "num_speculative_tokens_per_batch_size": lengths,
+    }
+
+
+def sampling_params(max_tokens: int, stop_ids: list[int], extra_args: dict[str, Any]) -> vllm.SamplingParams:
+    """Returns a request's parameters. The law is in `extra_args`; vLLM itself is asked for the likeliest token, which costs it
+    least, and takes what the law leaves."""
+    return vllm.SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        stop_token_ids=stop_ids,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=extra_args,
+    )
