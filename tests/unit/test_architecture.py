@@ -20,6 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "spans", "config", "files", "hub", "plugins", "processes", "recipes", "secrets"}),
     frozenset({"models", "speculative", "tasks", "data"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
+    frozenset({"vllm"}),
     frozenset({"build"}),
     frozenset({"plan"}),
     frozenset({"training", "audit"}),

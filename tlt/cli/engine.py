@@ -46,17 +46,13 @@ class SamplingOptions(SamplingSection, Options):
         return SamplingParams(stop_ids=stop_ids, **self.model_dump(exclude={"samples"}))
 
 
-class VllmOptions(VllmSection, Options):
-    """Settings of vLLM, for --engine vllm."""
-
-
-class EngineOptions(Options):
+class EngineOptions(VllmSection, Options):
     """Drafter, numbers and device of the engine."""
+
+    model_config = ConfigDict(strict=False)
 
     engine: Literal["tlt", "vllm"] = "tlt"
     """What generates: TLT's own engine, or an installed vLLM with the same sampling law inside."""
-    vllm: VllmOptions = VllmOptions()
-    """Settings of vLLM, for --engine vllm."""
     drafter: Drafter = None
     """Learned drafter: a folder as tlt drafter train writes it, or OWNER/NAME on the hub. Retrieval (ngram) needs none."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -102,7 +98,7 @@ class EngineOptions(Options):
             max_batch_size=self.max_batch_size,
             kv_gib=self.kv_gib,
             engine=self.engine,
-            vllm=self.vllm,
+            vllm=VllmSection.model_validate({key: getattr(self, key) for key in VllmSection.model_fields}),
             window=window,
         )
 

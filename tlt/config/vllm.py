@@ -9,9 +9,9 @@ class VllmSection(Section):
     """Settings of vLLM, where rollout.engine is vllm."""
 
     tensor_parallel: PositiveInt = 1
-    """Devices that one engine is spread over."""
+    """Devices that one vLLM is spread over."""
     max_draft_tokens: PositiveInt = 8
-    """Tokens drafted at a time, at most; adaptive speculation chooses any number up to this at every step."""
+    """Tokens that vLLM drafts at a time, at most; adaptive speculation chooses a number up to this at every step."""
     compile: bool = True
     """Whether vLLM compiles the model, and on GPUs captures graphs; it then starts later and generates faster."""
     prefix_caching: bool = True

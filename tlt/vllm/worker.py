@@ -2,8 +2,8 @@
 
     begin_policy ─▶ policy_part, policy_part, … ─▶ end_policy          a part: tensors of whole layers, by Hugging Face names
 
-A part is a dictionary where worker and engine share a process, and else the path of a safetensors file in shared memory: nothing
-is pickled. Each rank takes its slices of it.
+A part is a dictionary where worker and engine share a process, and else the path of a safetensors file in shared memory:
+nothing is pickled. Each rank takes its slices of it.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class TltWorker:
 
     def _tlt_head_error(self, model: Any) -> float:
         head = model.lm_head
-        weight_VE = model.get_input_embeddings().weight if model.config.tie_word_embeddings else head.weight
-        if weight_VE is None or not weight_VE.numel():
+        weight_VE = head.weight
+        if not weight_VE.numel():
             return 0.0  # packed away: there is nothing to compare with
         hidden_1E = weight_VE[:1].clone()
         wanted_V = torch.nn.functional.linear(hidden_1E, weight_VE)[0]
