@@ -2,9 +2,9 @@
 
     python -m benchmarks.vllm_longtail --vllm PYTHON --rounds 5 --out benchmarks/results/vllm-longtail
 
-Every arm is a process that stays alive and does the same responses when it is told to, in turns (vllm_longtail_worker.py). With
-the law inside, and in our engine, the responses end by themselves. vLLM's own sampling draws other tokens: it is made to generate
-as many, response by response. PYTHON: an interpreter with both vLLM and tlt, as `make vllm-test` sets one up.
+Every arm is a process that stays alive and does the same responses when it is told to, in turns (vllm_longtail_worker.py).
+With the law inside, and in our engine, the responses end by themselves. vLLM's own sampling draws other tokens: it is made to
+generate as many, response by response. PYTHON: an interpreter with both vLLM and tlt, as `make vllm-test` sets one up.
 """
 
 from __future__ import annotations
@@ -72,11 +72,8 @@ def main() -> None:
     workload = read_workload(RECIPE / "longtail.json", hash_model(base))
     with tempfile.TemporaryDirectory() as folder:
         exported, job = Path(folder) / "eagle", Path(folder) / "job.json"
-        export(
-            DrafterExport.model_validate(
-                {"drafter": RECIPE / "drafter", "target": base, "to": exported, "format": "vllm-eagle"}
-            )
-        )
+        asked = {"drafter": RECIPE / "drafter", "target": base, "to": exported, "format": "vllm-eagle"}
+        export(DrafterExport.model_validate(asked))
         described = {"model": str(base), "drafter": str(RECIPE / "drafter"), "exported": str(exported), "eager": options.eager}
         job.write_text(json.dumps({**described, "workload": str(RECIPE / "longtail.json")}), encoding="utf-8")
         arms = [Arm(options.vllm, name, job) for name in options.arms.split(",")]
@@ -132,8 +129,8 @@ def to_markdown(report: dict[str, Any]) -> str:
                 "# The long tail in vLLM",
                 *provenance(report),
                 f"vLLM {report['vllm']}; {report['num_tokens']:,} tokens, {report['lengths']}; float32, one thread, batch 128.",
-                "`vllm-*`: vLLM's own sampling; off, EAGLE at a fixed length, EAGLE by its schedule of batch sizes. `law-*`: our law"
-                " in vLLM; off, fixed lengths, our tuner. `tlt-*`: our own engine. Arms stay alive and work in turns; ratios are the"
+                "`vllm-*`: vLLM's own sampling; off, EAGLE at a fixed length, or by a schedule of batch sizes. `law-*`: our law"
+                " in vLLM; off, fixed lengths, our tuner. `tlt-*`: our own engine. Arms stay alive and work in turns. Ratios: the"
                 " geometric mean of paired rounds with a 95 % interval.",
                 table(columns, rows),
             ]

@@ -21,6 +21,7 @@ from tlt.build.engine import EngineSettings, load_engine
 from tlt.build.model import load_model
 from tlt.config.vllm import VllmSection
 from tlt.engine.stats import EngineStats
+from tlt.tuning.cost_model import CostModel
 from tlt.types import Rollout
 
 Measure = Callable[[int], dict[str, Any]]
@@ -42,7 +43,7 @@ def main(name: str, job: dict[str, Any]) -> None:
 
 
 def _ours(kind: str, what: str, job: dict[str, Any], workload: Workload) -> tuple[Measure, str | None]:
-    """Our engine, or our law in vLLM. A tuner that has seen the workload before is forgotten: the engine's is made anew."""
+    """Our engine, or our law in vLLM. Before every round the tuner forgets what it knows."""
     speculation = what if what in ("off", "adaptive") else f"{what}x1x{what}"
     settings = EngineSettings(
         speculation,
@@ -56,6 +57,8 @@ def _ours(kind: str, what: str, job: dict[str, Any], workload: Workload) -> tupl
 
     def measure(num: int) -> dict[str, Any]:
         engine.stats = EngineStats()
+        if isinstance(engine.tuner, CostModel):
+            engine.tuner = CostModel(engine.tuner.arms)
         start = time.perf_counter()
         rollouts = list(engine.generate(workload.requests[:num]))
         seconds = time.perf_counter() - start
