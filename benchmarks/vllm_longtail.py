@@ -130,8 +130,8 @@ def to_markdown(report: dict[str, Any]) -> str:
                 *provenance(report),
                 f"vLLM {report['vllm']}; {report['num_tokens']:,} tokens, {report['lengths']}; float32, one thread, batch 128.",
                 "`vllm-*`: vLLM's own sampling; off, EAGLE at a fixed length, or by a schedule of batch sizes. `law-*`: our law"
-                " in vLLM; off, fixed lengths, our tuner. `tlt-*`: our own engine. Arms stay alive and work in turns. Ratios: the"
-                " geometric mean of paired rounds with a 95 % interval.",
+                " in vLLM; off, fixed lengths, our tuner. `tlt-*`: our own engine. Arms stay alive and work in turns. Ratios:"
+                " the geometric mean of paired rounds with a 95 % interval.",
                 table(columns, rows),
             ]
         )
