@@ -48,7 +48,7 @@ class VllmSettings:
     kv_gib: GiB for keys and values; None: vLLM's own share of a GPU, and 1 GiB on a CPU.
     section: the user's own settings of vLLM.
     drafter: {"method": …} as vLLM's speculative_config has it, without a length; None: no speculation.
-    max_depth: drafted tokens at most.  tau: the drafter's temperature (LawTable).
+    depths: numbers of tokens that may be drafted at a time, rising from 0.  tau: the drafter's temperature (LawTable).
     captures: whether features are kept for the drafter's training.
     own_process: whether the worker is a process of its own even on one device, as where this one has a process group already.
     """
@@ -60,10 +60,14 @@ class VllmSettings:
     kv_gib: float | None = None
     section: VllmSection = field(default_factory=VllmSection)
     drafter: Mapping[str, Any] | None = None
-    max_depth: int = 0
+    depths: tuple[int, ...] = (0,)
     tau: float = DEFAULT_TAU
     captures: bool = False
     own_process: bool = False
+
+    @property
+    def max_depth(self) -> int:
+        return self.depths[-1]
 
     @property
     def is_in_process(self) -> bool:

@@ -56,15 +56,14 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def speculative_config(settings: VllmSettings) -> dict[str, Any] | None:
-    """Returns how vLLM drafts. Every length that may be chosen is named, so that graphs are captured for it."""
+    """Returns how vLLM drafts. Every length that may be chosen is named, so that graphs are captured for it: as the length of
+    some batch size, which is then never used (scheduler.py sets the length for all of them)."""
     if settings.drafter is None:
         return None
-    lengths = [(depth + 1, depth + 1, depth) for depth in range(settings.max_depth)]
-    lengths.append((settings.max_depth + 1, max(settings.max_batch_size, settings.max_depth + 1), settings.max_depth))
     return {
         **settings.drafter,
         "num_speculative_tokens": settings.max_depth,
-        "num_speculative_tokens_per_batch_size": lengths,
+        "num_speculative_tokens_per_batch_size": [(i, i, depth) for i, depth in enumerate(settings.depths, start=1)],
     }
 
 
