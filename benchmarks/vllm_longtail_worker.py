@@ -82,14 +82,7 @@ def _alone(what: str, job: dict[str, Any], workload: Workload) -> tuple[Measure,
     os.environ.update({k: v for k, v in vllm_environment({}, 1).items() if k.startswith("VLLM_")})
     repair_expand()
     vllm = importlib.import_module("vllm")
-    speculative: dict[str, Any] | None = {"method": "eagle", "model": job["exported"], "num_speculative_tokens": 3}
-    if what == "off":
-        speculative = None
-    elif what == "schedule":  # by hand, as vLLM's page advises: long drafts for few sequences, short ones for many
-        schedule = [(1, 8, 6), (9, 32, 4), (33, 128, 2)]
-        speculative |= {"num_speculative_tokens": 6, "num_speculative_tokens_per_batch_size": schedule}
-    else:
-        speculative["num_speculative_tokens"] = int(what)
+    speculative = _speculation(what, job["exported"])
     llm = vllm.LLM(
         model=job["model"],
         dtype="float32",
@@ -116,6 +109,17 @@ def _alone(what: str, job: dict[str, Any], workload: Workload) -> tuple[Measure,
         return {"seconds": seconds, "accept_length": length, "token_hash": None}
 
     return measure, vllm.__version__
+
+
+def _speculation(what: str, drafter: str) -> dict[str, Any] | None:
+    """vLLM's speculative_config of an arm."""
+    if what == "off":
+        return None
+    eagle: dict[str, Any] = {"method": "eagle", "model": drafter}
+    if what == "schedule":  # by hand, as vLLM's page advises: long drafts for few sequences, short ones for many
+        schedule = [(1, 8, 6), (9, 32, 4), (33, 128, 2)]
+        return {**eagle, "num_speculative_tokens": 6, "num_speculative_tokens_per_batch_size": schedule}
+    return {**eagle, "num_speculative_tokens": int(what)}
 
 
 def _accepted(llm: Any) -> tuple[float, float]:
