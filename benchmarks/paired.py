@@ -148,9 +148,7 @@ def main() -> None:
     parser.add_argument("after", type=Path, help="the checkout to judge")
     parser.add_argument("--what", choices=["headline", "longtail", "one-rank"], required=True)
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements")
-    parser.add_argument(
-        "--steps", type=int, default=5, help="of headline and one-rank, in every round; the first does not count"
-    )
+    parser.add_argument("--steps", type=int, default=5, help="of headline and one-rank, per round; the first does not count")
     parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 2:
