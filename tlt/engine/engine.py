@@ -68,16 +68,15 @@ class RolloutEngine:
         decode: Decode | None = None,
         cache_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
-        config = model.config
         self.model = self.target = model
-        self.config, self.device = config, model.device
+        self.config, self.device = model.config, model.device
         self.tuner = tuner
         self.drafter: Drafter[Any] | None = None
-        self.scheduler = Scheduler(max_batch_size, config.max_positions)
-        self.cache = Cache(config, config.num_layers, model.dtype, self.device, max_batch_size)
-        self.memory = CacheMemory(self.cache, config.max_positions, cache_bytes)
+        self.scheduler = Scheduler(max_batch_size, self.config.max_positions)
+        self.cache = Cache(self.config, self.config.num_layers, model.dtype, self.device, max_batch_size)
+        self.memory = CacheMemory(self.cache, self.config.max_positions, cache_bytes)
         self.max_depth = Strategy.MAX_DEPTH if tuner is not None else 0
-        self.noise = NoiseBlocks(config.vocab_size, max_batch_size, self.max_depth, self.device)
+        self.noise = NoiseBlocks(self.config.vocab_size, max_batch_size, self.max_depth, self.device)
         self.on_span = on_span
         self.verify, self.decode = verify, decode
         self.stats = EngineStats()

@@ -21,7 +21,7 @@ from tlt.spans import Span
 from tlt.tuning.tuner import make_tuner
 from tlt.vllm.check import check_law
 from tlt.vllm.drafter import VllmDrafter, export_for_vllm
-from tlt.vllm.engine import VllmEngine
+from tlt.vllm.engine import Speculation, VllmEngine
 from tlt.vllm.link import Link, VllmSettings
 from tlt.vllm.strategies import depth_of, kinds_of
 
@@ -60,27 +60,19 @@ def build_vllm(
         drafting: Mapping[str, Any] | None = None
         if kinds == ("learned",):
             assert stored is not None
-            target = Target(settings.model.name, config.architecture, policy.get(HEAD, policy[EMBEDDING]).detach().cpu())
-            drafting = export_for_vllm(stored, target, Path(folder))
+            head_VE = policy[EMBEDDING if config.tie_embeddings else HEAD].detach().cpu()
+            drafting = export_for_vllm(stored, Target(settings.model.name, config.architecture, head_VE), Path(folder))
         elif kinds:
             drafting = NGRAM
         link = Link(dataclasses.replace(settings, drafter=drafting, max_depth=depth))
-    target_copy, drafter = None, None
+    target, drafter = None, None
     if stored is not None and kinds == ("learned",):
         packed = PackedDrafter.from_tensors(stored.config, stored.tensors, dtype, link.device)
         drafter = VllmDrafter(packed, stored, link.load_drafter, EMBEDDING if config.tie_embeddings else HEAD)
-        target_copy = PackedTransformer(config, dtype, link.device) if plan.trains else None
-    engine = VllmEngine(
-        link,
-        max_batch_size=settings.max_batch_size,
-        window=settings.window,
-        kinds=kinds,
-        tuner=make_tuner(plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depth, trees=False),
-        drafter=drafter,
-        target=target_copy,
-        on_span=on_span,
-        decode=decode,
-    )
+        target = PackedTransformer(config, dtype, link.device) if plan.trains else None
+    tuner = make_tuner(plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depth, trees=False)
+    slots, window, speculation = settings.max_batch_size, settings.window, Speculation(kinds, tuner, drafter, target)
+    engine = VllmEngine(link, max_batch_size=slots, window=window, speculation=speculation, on_span=on_span, decode=decode)
     engine.load_policy(policy)
     check_law(engine, config.vocab_size)
     return engine

@@ -65,7 +65,7 @@ class VllmDrafter:
 
     def note(self, part: Mapping[str, Tensor]) -> None:
         """Looks for the head in a part of a new policy, whose rows the drafter uses."""
-        if self._head in part:
+        if self._head is not None and self._head in part:
             head_VE = part[self._head].detach()
             self._rows = head_VE.clone() if self._token_ids is None else head_VE[self._token_ids.to(head_VE.device)]
 

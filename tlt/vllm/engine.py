@@ -14,6 +14,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,12 +30,24 @@ from tlt.vllm.law import RowLaw
 from tlt.vllm.link import Link
 
 
+@dataclass(frozen=True)
+class Speculation:
+    """How drafts are made and chosen; by default they are not.
+
+    kinds: names that a strategy's drafter may have; () without one.  drafter: the learned one; None: there is none.
+    target: a copy of the policy in our own layout, for those who train and measure the drafter; None: nobody does.
+    """
+
+    kinds: tuple[str, ...] = ()
+    tuner: StrategyTuner | None = None
+    drafter: VllmDrafter | None = None
+    target: PackedTransformer | None = None
+
+
 class VllmEngine:
     """Generates responses for requests. `link` holds vLLM.
 
     max_batch_size: sequences that vLLM runs at a time.  window: positions that it has room for.
-    kinds: names that a strategy's drafter may have; () without one.  drafter: the learned one; None: there is none.
-    target: a copy of the policy in our own layout, for those who train and measure the drafter; None: nobody does.
     """
 
     def __init__(
@@ -43,15 +56,13 @@ class VllmEngine:
         *,
         max_batch_size: int,
         window: int,
-        kinds: tuple[str, ...] = (),
-        tuner: StrategyTuner | None = None,
-        drafter: VllmDrafter | None = None,
-        target: PackedTransformer | None = None,
+        speculation: Speculation = Speculation(),
         on_span: Callable[[Span], None] | None = None,
         decode: Decode | None = None,
     ) -> None:
         self.link, self.max_batch_size, self.window = link, max_batch_size, window
-        self.kinds, self.tuner, self.drafter, self.target = kinds, tuner, drafter, target
+        self.kinds, self.tuner = speculation.kinds, speculation.tuner
+        self.drafter, self.target = speculation.drafter, speculation.target
         self.on_span, self.decode = on_span, decode
         self.stats = EngineStats()
         self.policy_version = 0

@@ -16,15 +16,16 @@ class LengthScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.num_to_draft = self.num_spec_tokens
+        self.num_to_draft: int = self.num_spec_tokens
         self.num_scheduled: dict[str, int] = {}
         """Tokens of each request in the step whose outputs came last."""
         self.num_verified: dict[str, int] = {}
         """Drafted tokens among them."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        if self.dynamic_sd_lookup is not None:
-            self.dynamic_sd_lookup = [self.num_to_draft] * len(self.dynamic_sd_lookup)
+        lengths: list[int] | None = self.dynamic_sd_lookup
+        if lengths is not None:
+            lengths[:] = [self.num_to_draft] * len(lengths)
         return super().schedule(*args, **kwargs)
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
