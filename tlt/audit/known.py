@@ -1,6 +1,6 @@
 """Faults of other engines that are known by name, so that a verdict can say which one it has probably met. Knows no statistics.
 
-A server tells its version (`/version`) and that it drafts (`/metrics`), but not what it computes on: the sentence says "on a CPU".
+A server tells its version (`/version`) and that it drafts (`/metrics`), but not what it computes on: the sentence names that.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def known_fault(server: Server, temperature: float) -> str | None:
     """Returns the known fault under which a server that is not lossless would look so; None: there is none."""
     if temperature > 0 and server.drafts and server.version.startswith("0.32."):
         return (
-            f"vLLM {server.version} with drafts, sampling on its own: on a CPU this is vllm issue 55005 (draft rows are divided by"
-            " uninitialized memory), a known bug of vLLM's CPU builds and not of vLLM on GPUs"
+            f"vLLM {server.version} with drafts, sampling on its own: on a CPU this is vllm issue 55005 (draft rows are divided"
+            " by uninitialized memory), a known bug of vLLM's CPU builds and not of vLLM on GPUs"
         )
     return None
 

@@ -1,7 +1,7 @@
 """What the law cannot serve is refused in one sentence: a server when it starts, a request with HTTP 400. Knows vLLM's
 configuration and a request's parameters, and nothing that runs.
 
-    vllm serve ─▶ check_server ─▶ …                           a request ─▶ check_request ─▶ its seed, or one drawn here ─▶ workers
+    vllm serve ─▶ check_server ─▶ …               a request ─▶ check_request ─▶ its seed, or one drawn here ─▶ workers
 
 Everything else that vLLM offers comes before the law (penalties, bias, grammar, …) or after it (stop texts, streaming).
 """
@@ -57,7 +57,7 @@ def check_server(config: Any) -> None:
         ),
         (
             not is_v2 and has_own_processors,
-            "--logits-processors: the law may come before them in vLLM's first model runner; leave them out, and uninstall plug-ins",
+            "--logits-processors: not all of them come before the law in vLLM's first model runner; leave them out",
         ),
         (model.return_sampling_mask, "--return-sampling-mask: the law keeps one token a row; leave it out"),
         (model.is_diffusion, f"model: {model.model} is a diffusion model, which the law does not know; leave {CONFIG} out"),
