@@ -51,13 +51,13 @@ class RowLaw:
     @staticmethod
     def of(asked: Sampling) -> RowLaw:
         """Returns the law of a request as vLLM has it. Our engine sends it whole. For anybody else's request the key follows
-        from its seed; without a seed it is drawn at random."""
+        from its seed; what vLLM warms up with has none, and is drawn at random."""
         given = (asked.extra_args or {}).get(EXTRA)
         if given is not None:
             return RowLaw(tuple(given["key"]), SamplingParams(**given["params"]))
         seed = secrets.randbits(62) if asked.seed is None else asked.seed % 2**63
         top_k = max(asked.top_k, 0)  # vLLM's -1 keeps all tokens, too
-        params = SamplingParams(asked.temperature, top_k, asked.top_p, asked.min_p, seed=seed)
+        params = SamplingParams(float(asked.temperature), top_k, float(asked.top_p), float(asked.min_p), seed=seed)
         return RowLaw(Request("served", 0, (), params, "generate").key, params)
 
     @staticmethod
