@@ -179,10 +179,14 @@ class NoiseWindow:
 
 
 class Slots:
-    """Gives the requests of a running batch slots of the table, and takes those back whose requests are gone."""
+    """Gives the requests of a running batch slots of the table, and takes those back whose requests are gone.
+
+    on_enter: is told of every slot that a request has been given.
+    """
 
     def __init__(self, table: LawTable) -> None:
         self.table = table
+        self.on_enter: Callable[[int], None] = lambda _: None
         self._slot_of: dict[str, int] = {}
         self._free = list(range(len(table.laws)))[::-1]
 
@@ -195,6 +199,7 @@ class Slots:
             if request_id not in self._slot_of:
                 self._slot_of[request_id] = slot = self._free.pop()
                 self.table.put(slot, RowLaw.of(asked(request_id)))
+                self.on_enter(slot)
         self.table.flush()
 
     def slot_of(self, request_id: str) -> int:

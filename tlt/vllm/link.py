@@ -146,10 +146,10 @@ class Link:
         found: int = self._scheduler.num_verified.get(internal_id, 0)
         return found
 
-    @property
-    def num_preemptions(self) -> int:
-        """Requests that vLLM has put back for want of memory."""
+    def take_preemptions(self) -> int:
+        """Returns how many requests vLLM has put back for want of memory since this was asked last."""
         found: int = self._scheduler.num_preempted
+        self._scheduler.num_preempted = 0
         return found
 
     def captured(self, internal_id: str, num_positions: int) -> Tensor | None:

@@ -10,6 +10,7 @@ import torch
 import vllm
 from vllm.sampling_params import RequestOutputKind
 
+from tlt.types import UserError, one_line
 from tlt.vllm.link import VllmSettings
 from tlt.vllm.plugin import CONFIG, register
 from tlt.vllm.scheduler import LengthScheduler
@@ -23,7 +24,11 @@ def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
     # a reload names every layer without weights of its own as not loaded; link.py sees for itself what has arrived
     logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
     with torch.random.fork_rng():  # the caller's random numbers stay as they are
-        llm = vllm.LLM(**arguments(settings))
+        try:
+            llm = vllm.LLM(**arguments(settings))
+        except ValueError as error:  # so vLLM refuses a model, or a cache without room for a whole response
+            remedy = "change [vllm], rollout.kv_gib or the model, or use engine tlt"
+            raise UserError(f"engine: vllm does not start ({one_line(error, 400)}); {remedy}") from None
     return llm, sampling_params
 
 
