@@ -188,7 +188,10 @@ def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> 
     faulty = PlantedFault(options.plant_fault, options.sampling.seed) if options.plant_fault else verify
     settings = options.engine.settings(speculation, longest(requests))
     engine = load_engine(load_model(resolve_model(options.model)), settings, options.engine.drafter_folder, faulty)
-    return generate_in_order(engine, requests)
+    try:
+        return generate_in_order(engine, requests)
+    finally:
+        engine.close()
 
 
 def _read_responses(path: Path, referee: Referee) -> list[Rollout]:

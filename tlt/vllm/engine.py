@@ -165,6 +165,10 @@ class VllmEngine:
         assert self.is_idle
         self.link.release()
 
+    def close(self) -> None:
+        """Ends vLLM."""
+        self.link.close()
+
     # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, captures: bool = False) -> list[Finished]:

@@ -10,8 +10,9 @@ import torch
 import vllm
 from vllm.sampling_params import RequestOutputKind
 
+from tlt.engine.memory import GPU_SHARE
 from tlt.types import UserError, one_line
-from tlt.vllm.link import VllmSettings
+from tlt.vllm.link import CPU_KV_GIB, VllmSettings
 from tlt.vllm.plugin import CONFIG, register
 from tlt.vllm.scheduler import LengthScheduler
 
@@ -35,13 +36,14 @@ def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
 def arguments(settings: VllmSettings) -> dict[str, Any]:
     """Returns vLLM's arguments."""
     is_cuda = torch.cuda.is_available()
-    kv_gib = settings.kv_gib if settings.kv_gib is not None or is_cuda else 1.0
+    kv_gib = settings.kv_gib if settings.kv_gib is not None or is_cuda else CPU_KV_GIB
     return {
         "model": str(settings.model),
         "dtype": str(settings.dtype).removeprefix("torch."),
         "max_model_len": settings.window,
         "max_num_seqs": settings.max_batch_size,
         "tensor_parallel_size": settings.section.tensor_parallel,
+        **(gpu_arguments(settings) if is_cuda else {}),
         "distributed_executor_backend": "uni" if settings.is_in_process else "mp",
         "kv_cache_memory_bytes": None if kv_gib is None else int(kv_gib * 2**30),
         "enforce_eager": not settings.section.compile,
@@ -58,6 +60,16 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
         "disable_log_stats": True,
         "seed": 0,
     }
+
+
+def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """Returns which GPUs are this engine's, where every process of the machine has one over so many, and its share of what is
+    free there: vLLM's own default is nine tenths of all, and the policy that is trained lies there already."""
+    size = settings.section.tensor_parallel
+    first = settings.device_index * size
+    free, total = torch.cuda.mem_get_info(first)
+    share = {"gpu_memory_utilization": GPU_SHARE * free / total}
+    return share if first == 0 else {**share, "device_ids": list(range(first, first + size))}
 
 
 def speculative_config(settings: VllmSettings) -> dict[str, Any] | None:
