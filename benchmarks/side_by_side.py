@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt.audit.referee import Referee, law
 from tlt.engine.backend import RolloutBackend
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor
-from tlt.types import BatchState, Request, Rollout, SamplingParams, StepOutcome, Strategy
+from tlt.types import BatchState, Request, Rollout, StepOutcome, Strategy
 
 NEAR_TIE = 1e-3
 """Difference of two tokens' scores up to which rounding in float32 may have decided between them."""

@@ -231,7 +231,9 @@ def child(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     requests = {law: [to_request(record) for record in wanted] for law, wanted in job["requests"].items()}
     longest = max(len(r.prompt_ids) + r.params.max_tokens for wanted in requests.values() for r in wanted)
-    section = VllmSection(compile=False, tensor_parallel=start.tensor_parallel, prefix_caching=start.prefix_caching is not False)
+    section = VllmSection(
+        compile=False, tensor_parallel=start.tensor_parallel, prefix_caching=start.prefix_caching is not False
+    )
     speculation = SPECULATION.get(start.drafter, f"{DEPTH}x1x{DEPTH}")
     settings = EngineSettings(
         speculation, engine="vllm", max_batch_size=start.size.batch, window=longest, kv_gib=start.kv_gib, vllm=section
@@ -416,7 +418,9 @@ def audit_table(found: Sequence[Mapping[str, Any]]) -> str:
         verdict = "lossless" if audit["is_lossless"] else f"**not lossless**: {'; '.join(audit['reasons'])}"
         is_enough = "yes" if audit["suffices"] else "no"
         evidence = wrong if e is None else f"e 10^{e:.1f}"
-        rows.append([audit["first"], audit["law"], audit["num_cells"], verdict, f"{audit['num_tokens']:,}", is_enough, evidence])
+        rows.append(
+            [audit["first"], audit["law"], audit["num_cells"], verdict, f"{audit['num_tokens']:,}", is_enough, evidence]
+        )
     return table(columns, rows)
 
 
