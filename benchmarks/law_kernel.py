@@ -120,7 +120,9 @@ def _any_params(generator: torch.Generator) -> SamplingParams:
 class _Moved(TorchDispatchMode):
     """Counts the bytes that operators read and write, each tensor of theirs once; views move nothing."""
 
-    num_bytes = 0
+    def __init__(self) -> None:
+        TorchDispatchMode.__init__(self)
+        self.num_bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -137,7 +139,7 @@ def count_bytes(function: Callable[[], object]) -> dict[str, float]:
         result = function()
     del result
     held = peak = allocated = 0
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]  # type: ignore[union-attr]
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
     for event in sorted(events, key=lambda event: event.start_ns()):
         held += event.nbytes()
         allocated += max(event.nbytes(), 0)
@@ -285,23 +287,24 @@ def compile_apart(archs: Sequence[int], options: dict[str, Any] | None = None) -
 
 EQUAL = """\
 Of {num_words:,} words, {differ:,} become other noise by -log(-log(1 - w)) than by the plain law's -log(-log1p(-w)), both in
-float64 and rounded once. {uncertain:,} lie so close to the border between two float32 numbers that a GPU, whose float64 logarithms
-may err in their last bit, might round them to the other one: {each_row:.1g} values in a row of {vocab_size:,}, by one unit of
-float32 each. A token changes only where such a value belongs to the best score or the second best, and the two are that close."""
+float64 and rounded once. {uncertain:,} lie so close to the border between two float32 numbers that a GPU, whose float64
+logarithms may err in their last bit, might round them to the other one: {each_row:.1g} values in a row of {vocab_size:,},
+by one unit of float32 each. A token changes only where such a value belongs to the best score or the second best, and the
+two are that close."""
 
 CASES = """\
 {rows:,} random rows in the interpreter (float32, bfloat16, float16; T = 0 and above; with truncation and without; up to
-{vocab_size:,} tokens): {other_tokens} other tokens; {other_noise} of {values:,} noise values of other bits; log-probabilities
-apart by at most {logprob_share:.2f} of the bound that fused.py states."""
+{vocab_size:,} tokens): {other_tokens} other tokens; {other_noise} of {values:,} noise values of other bits; log-
+probabilities apart by at most {logprob_share:.2f} of the bound that fused.py states."""
 
 MEMORY = """\
-Bytes for each logit, with {num_rows} rows of {vocab_size:,} float32 logits, beside the logits themselves. Allocated (in sum) and
-held (at most): what PyTorch's allocator recorded on the CPU; a GPU runs the same operators. Moved: what operators read and write,
-each of their tensors once; the kernel's loads and stores by arithmetic."""
+Bytes for each logit, with {num_rows} rows of {vocab_size:,} float32 logits, beside the logits themselves. Allocated (in
+sum) and held (at most): what PyTorch's allocator recorded on the CPU; a GPU runs the same operators. Moved: what operators
+read and write, each of their tensors once; the kernel's loads and stores by arithmetic."""
 
 COMPILED = """\
-{block} values a program. Instructions are those of the machine code, for each value; it has no loop. An fma of float32 would be
-a contraction, which rounds otherwise than the law."""
+{block} values a program. Instructions are those of the machine code, for each value; it has no loop. An fma of float32
+would be a contraction, which rounds otherwise than the law."""
 
 
 def to_markdown(report: dict[str, Any]) -> str:
@@ -314,8 +317,8 @@ def to_markdown(report: dict[str, Any]) -> str:
     paragraphs = [
         "# The law's kernel",
         *provenance(report),
-        "**No GPU ran any of this**, so it holds no time: the kernel ran in Triton's interpreter, and was compiled for GPUs that are "
-        "not here.",
+        "**No GPU ran any of this**, so it holds no time: the kernel ran in Triton's interpreter, and was compiled for GPUs "
+        "that are not here.",
         "## Equal bits",
         EQUAL.format(**numbers),
         CASES.format(**numbers),
