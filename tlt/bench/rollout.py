@@ -43,6 +43,8 @@ def constant(subject: Subject, variants: Sequence[str], batch_size: int, num_rou
     num = max(batch_size, 8)
     speeds = constant_batch(engines, lambda i: subject.requests(i, num), batch_size, num_rounds, seconds)
     ratios = {name: Ratio.between(speeds[name], speeds["off"]) for name in variants}
+    for engine in engines.values():
+        engine.close()
     return {
         "kind": "constant",
         "name": f"constant batch {batch_size}",

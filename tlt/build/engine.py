@@ -148,10 +148,11 @@ def build_backend(
         settings.max_batch_size,
         window if settings.window is None else min(settings.window, window),
         settings.kv_gib,
+        device_index=torch.device(settings.device).index or 0,
         tau=drafting.coupling_temperature or DEFAULT_TAU,
         captures=drafting.train and drafting.features == "captured",
         section=settings.vllm,
-        own_process=dist.is_initialized(),
+        own_process=settings.vllm.own_process or dist.is_initialized(),
     )
     plan = VllmPlan(vllm, settings.speculation, settings.tuner, trains=drafter is not None)
     return build_vllm(plan, model.config, model.tensors, drafter, on_span=on_span, decode=model.decode)

@@ -72,11 +72,10 @@ class EngineOptions(VllmSection, Options):
         from tlt.tuning.tuner import make_tuner
 
         if self.engine == "vllm":
-            from tlt.vllm.link import check_installed
-            from tlt.vllm.strategies import check_speculation
+            from tlt.vllm.preflight import check_vllm
 
-            check_installed()
-            check_speculation(speculation, self.drafter is not None)
+            device, has_drafter = self.choose_device().type, self.drafter is not None
+            check_vllm(speculation, has_drafter, resolve_dtype(self.dtype), device, self.tensor_parallel)
         make_tuner(speculation, drafter_kinds(self.drafter is not None))
         if self.drafter is not None and not self.drafter.is_dir() and Repository.parse(self.drafter) is None:
             raise UserError(f"--drafter: {self.drafter} does not exist; give a drafter folder, or OWNER/NAME on the hub")

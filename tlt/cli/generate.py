@@ -69,6 +69,7 @@ def run(options: Generate) -> Record:
     begin = time.perf_counter()
     rollouts = generate_in_order(engine, requests)
     seconds = time.perf_counter() - begin
+    engine.close()
     write_jsonl(options.out, (vars(to_response(rollout, model.tokenizer)) for rollout in rollouts))
     summary = summarize(rollouts, seconds, engine.stats)
     return summary | {"device": str(engine.device), "elapsed": time.perf_counter() - start}

@@ -152,3 +152,6 @@ class RolloutBackend(Protocol):
 
     def release(self) -> None:
         """Gives the caches' memory back; only when idle."""
+
+    def close(self) -> None:
+        """Ends the processes that it has started, if any; nothing can be asked of it afterwards."""

@@ -52,9 +52,9 @@ from tlt.types import (
 class RolloutEngine:
     """Generates responses for requests. All state lives in this object; nothing in it is random.
 
-    on_span receives what the engine spent its time on (prefill, decode, speculate). `verify` is an argument so that
-    an audit can put a faulty one in its place. `decode` gives the text in which stop texts are sought; None: a request with
-    any is refused. `cache_bytes` returns the memory that all caches may take from now on; it is asked when they start anew.
+    on_span: receives what time was spent on.  verify: an argument, so that an audit can put a faulty one in its place.
+    decode: gives the text in which stop texts are sought; None: a request with any is refused.
+    cache_bytes: returns the memory that all caches may take from now on; it is asked when they start anew.
     """
 
     def __init__(
@@ -70,16 +70,14 @@ class RolloutEngine:
     ) -> None:
         self.model = self.target = model
         self.config, self.device = model.config, model.device
-        self.tuner = tuner
+        self.tuner, self.stats = tuner, EngineStats()
         self.drafter: Drafter[Any] | None = None
         self.scheduler = Scheduler(max_batch_size, self.config.max_positions)
         self.cache = Cache(self.config, self.config.num_layers, model.dtype, self.device, max_batch_size)
         self.memory = CacheMemory(self.cache, self.config.max_positions, cache_bytes)
         self.max_depth = Strategy.MAX_DEPTH if tuner is not None else 0
         self.noise = NoiseBlocks(self.config.vocab_size, max_batch_size, self.max_depth, self.device)
-        self.on_span = on_span
-        self.verify, self.decode = verify, decode
-        self.stats = EngineStats()
+        self.on_span, self.verify, self.decode = on_span, verify, decode
         self._params: BatchParams | None = None
         self._predicted_speed: float | None = None
 
@@ -173,6 +171,9 @@ class RolloutEngine:
         assert self.is_idle
         self.memory.release()
         self.noise.release()
+
+    def close(self) -> None:
+        """Does nothing: it has started no processes."""
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

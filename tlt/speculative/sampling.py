@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tlt.types import SamplingParams, UserError
 
-_MAX_INVERSE_TEMPERATURE = 1e30
+MAX_INVERSE_TEMPERATURE = 1e30
 """Colder counts as this cold, so that a scaled logit fits into float32. Logits that differ in any engine's dtype are then
 farther apart than any noise."""
 
@@ -99,7 +99,7 @@ class BatchParams:
             return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
         temperatures = [p.temperature or 1.0 for p in params]
-        inverse = [min(1.0 / t, _MAX_INVERSE_TEMPERATURE) for t in temperatures]
+        inverse = [min(1.0 / t, MAX_INVERSE_TEMPERATURE) for t in temperatures]
         self.inverse_temperature_B11 = None if all(t == 1.0 for t in temperatures) else column(inverse)
         is_sampled = [float(p.temperature > 0) for p in params]
         self.noise_scale_B11 = None if all(is_sampled) else column(is_sampled)

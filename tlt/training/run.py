@@ -225,6 +225,7 @@ class Run:
     def close(self) -> None:
         """Ends worker processes and gives up files, terminal and folder."""
         self.checkpoints.close()
+        self.engine.close()
         if self.metrics is not None:
             self.metrics.close()
         self.scorers.close()

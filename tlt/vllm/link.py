@@ -8,9 +8,10 @@ updates, only requests by name, their new tokens, and tensors that go in.
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.config.vllm import VllmSection
+from tlt.processes import how_it_ended
 from tlt.types import UserError
 from tlt.vllm.law import DEFAULT_TAU
 
@@ -34,6 +36,9 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
+CPU_KV_GIB = 1.0
+"""GiB for keys and values where nobody says how much, on a CPU."""
+
 _HEAD_TOLERANCE = 0.05
 """Relative difference between the head's product and its own weights from which on an update has not arrived: bfloat16 rounds
 to 0.4 %, and weights of another policy are far apart."""
@@ -48,9 +53,10 @@ class VllmSettings:
     kv_gib: GiB for keys and values; None: vLLM's own share of a GPU, and 1 GiB on a CPU.
     section: the user's own settings of vLLM.
     drafter: {"method": …} as vLLM's speculative_config has it, without a length; None: no speculation.
-    max_depth: drafted tokens at most.  tau: the drafter's temperature (LawTable).
+    depths: numbers of tokens that may be drafted at a time, rising from 0.  tau: the drafter's temperature (LawTable).
     captures: whether features are kept for the drafter's training.
     own_process: whether the worker is a process of its own even on one device, as where this one has a process group already.
+    device_index: of the GPU that is this process's; vLLM takes its share of all, counted from there.
     """
 
     model: Path
@@ -60,10 +66,15 @@ class VllmSettings:
     kv_gib: float | None = None
     section: VllmSection = field(default_factory=VllmSection)
     drafter: Mapping[str, Any] | None = None
-    max_depth: int = 0
+    depths: tuple[int, ...] = (0,)
     tau: float = DEFAULT_TAU
     captures: bool = False
     own_process: bool = False
+    device_index: int = 0
+
+    @property
+    def max_depth(self) -> int:
+        return self.depths[-1]
 
     @property
     def is_in_process(self) -> bool:
@@ -94,12 +105,20 @@ class Link:
             os.environ.setdefault(name, value)
         from tlt.vllm.start import start  # imports vllm, which reads the environment
 
-        self._llm, self._sampling_params = start(settings)
+        with nullcontext() if settings.is_in_process else workers_deaf_to_interrupts():
+            try:
+                self._llm, self._sampling_params = start(settings)
+            except ValueError as error:
+                from tlt.vllm.preflight import refused
+
+                raise refused(error, settings) from error
         engine = self._llm.llm_engine
         self._engine, self._scheduler = engine, engine.engine_core.engine_core.scheduler
         self.device = torch.device(engine.vllm_config.device_config.device_type)
         self.is_v2 = bool(engine.vllm_config.use_v2_model_runner)
         self._is_asleep = False
+        if not settings.is_in_process:
+            self.call("tlt_hear_termination")
 
     @property
     def captures(self) -> bool:
@@ -122,7 +141,9 @@ class Link:
     def step(self) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
         """Runs one of vLLM's steps; returns the new tokens and their log-probabilities, by the request's name."""
         found = {}
-        for output in self._engine.step():
+        with self._naming_dead_workers():
+            outputs = self._engine.step()
+        for output in outputs:
             (completion,) = output.outputs
             if token_ids := tuple(completion.token_ids):
                 logprobs = tuple(scores[token].logprob for scores, token in zip(completion.logprobs, token_ids, strict=True))
@@ -142,10 +163,10 @@ class Link:
         found: int = self._scheduler.num_verified.get(internal_id, 0)
         return found
 
-    @property
-    def num_preemptions(self) -> int:
-        """Requests that vLLM has put back for want of memory."""
+    def take_preemptions(self) -> int:
+        """Returns how many requests vLLM has put back for want of memory since this was asked last."""
         found: int = self._scheduler.num_preempted
+        self._scheduler.num_preempted = 0
         return found
 
     def captured(self, internal_id: str, num_positions: int) -> Tensor | None:
@@ -219,9 +240,38 @@ class Link:
 
     def call(self, name: str, *arguments: Any) -> list[Any]:
         """Calls one of our methods (worker.py) on every worker; returns what each returned."""
-        found: list[Any] = self._llm.collective_rpc(name, args=arguments)
+        with self._naming_dead_workers():
+            found: list[Any] = self._llm.collective_rpc(name, args=arguments)
         return found
 
+    @contextmanager
+    def _naming_dead_workers(self) -> Iterator[None]:
+        """Says of a call that failed since a worker process is gone, which one and how it ended."""
+        executor = self._engine.engine_core.engine_core.model_executor
+        processes = [] if self.settings.is_in_process else [worker.proc for worker in executor.workers]
+        try:
+            yield
+        except Exception as error:
+            for index, process in enumerate(processes):
+                process.join(1)  # a call fails a moment before its worker has ended
+                if not process.is_alive():
+                    raise RuntimeError(f"vllm: worker {index} has ended: {how_it_ended(process.exitcode)}") from error
+            raise
+
     def close(self) -> None:
-        """Ends vLLM's processes."""
-        self._engine.engine_core.shutdown()
+        """Ends vLLM, and its processes."""
+        core = self._engine.engine_core
+        if self.settings.is_in_process:
+            core.shutdown()
+        else:  # and no more: the whole of vLLM's shutdown would end this process's own process group, too
+            core.engine_core.model_executor.shutdown()
+
+
+@contextmanager
+def workers_deaf_to_interrupts() -> Iterator[None]:
+    """Lets processes be born with SIGINT blocked: Ctrl-C reaches all of a terminal's, and this one decides what then happens."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

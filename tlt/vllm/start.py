@@ -10,7 +10,9 @@ import torch
 import vllm
 from vllm.sampling_params import RequestOutputKind
 
-from tlt.vllm.link import VllmSettings
+from tlt.engine.memory import GPU_SHARE
+from tlt.types import UserError, one_line
+from tlt.vllm.link import CPU_KV_GIB, VllmSettings
 from tlt.vllm.plugin import CONFIG, register
 from tlt.vllm.scheduler import LengthScheduler
 
@@ -23,20 +25,25 @@ def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
     # a reload names every layer without weights of its own as not loaded; link.py sees for itself what has arrived
     logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
     with torch.random.fork_rng():  # the caller's random numbers stay as they are
-        llm = vllm.LLM(**arguments(settings))
+        try:
+            llm = vllm.LLM(**arguments(settings))
+        except ValueError as error:  # so vLLM refuses a model, or a cache without room for a whole response
+            remedy = "change [vllm], rollout.kv_gib or the model, or use engine tlt"
+            raise UserError(f"engine: vllm does not start ({one_line(error, 400)}); {remedy}") from None
     return llm, sampling_params
 
 
 def arguments(settings: VllmSettings) -> dict[str, Any]:
     """Returns vLLM's arguments."""
     is_cuda = torch.cuda.is_available()
-    kv_gib = settings.kv_gib if settings.kv_gib is not None or is_cuda else 1.0
+    kv_gib = settings.kv_gib if settings.kv_gib is not None or is_cuda else CPU_KV_GIB
     return {
         "model": str(settings.model),
         "dtype": str(settings.dtype).removeprefix("torch."),
         "max_model_len": settings.window,
         "max_num_seqs": settings.max_batch_size,
         "tensor_parallel_size": settings.section.tensor_parallel,
+        **(gpu_arguments(settings) if is_cuda else {}),
         "distributed_executor_backend": "uni" if settings.is_in_process else "mp",
         "kv_cache_memory_bytes": None if kv_gib is None else int(kv_gib * 2**30),
         "enforce_eager": not settings.section.compile,
@@ -55,16 +62,25 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
     }
 
 
+def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """Returns which GPUs are this engine's, where every process of the machine has one over so many, and its share of what is
+    free there: vLLM's own default is nine tenths of all, and the policy that is trained lies there already."""
+    size = settings.section.tensor_parallel
+    first = settings.device_index * size
+    free, total = torch.cuda.mem_get_info(first)
+    share = {"gpu_memory_utilization": GPU_SHARE * free / total}
+    return share if first == 0 else {**share, "device_ids": list(range(first, first + size))}
+
+
 def speculative_config(settings: VllmSettings) -> dict[str, Any] | None:
-    """Returns how vLLM drafts. Every length that may be chosen is named, so that graphs are captured for it."""
+    """Returns how vLLM drafts. Every length that may be chosen is named, so that graphs are captured for it: as the length of
+    some batch size, which is then never used (scheduler.py sets the length for all of them)."""
     if settings.drafter is None:
         return None
-    lengths = [(depth + 1, depth + 1, depth) for depth in range(settings.max_depth)]
-    lengths.append((settings.max_depth + 1, max(settings.max_batch_size, settings.max_depth + 1), settings.max_depth))
     return {
         **settings.drafter,
         "num_speculative_tokens": settings.max_depth,
-        "num_speculative_tokens_per_batch_size": lengths,
+        "num_speculative_tokens_per_batch_size": [(i, i, depth) for i, depth in enumerate(settings.depths, start=1)],
     }
 
 

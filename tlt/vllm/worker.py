@@ -9,6 +9,7 @@ nothing is pickled. Each rank takes its slices of it.
 from __future__ import annotations
 
 import hashlib
+import signal
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,10 @@ class TltWorker:
     model_runner: Any
     vllm_config: Any
     device: torch.device
+
+    def tlt_hear_termination(self) -> None:
+        """Hears SIGTERM, which this process may be born with blocked: a rank that ends waits for those it has sent one."""
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
     def tlt_begin(self, is_drafter: bool) -> None:
         """Begins an update of the policy's or the drafter's weights."""
@@ -57,9 +62,6 @@ class TltWorker:
 
                 dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
             return self._tlt_head_error(model)
-
-    def tlt_set_tau(self, tau: float) -> None:
-        self._tlt_installed.table.tau = tau
 
     def tlt_captured(self, request_id: str, num_positions: int) -> Tensor | None:
         """Returns what was captured of a request that still runs, [num_positions, F]; None where it is not whole."""
