@@ -60,7 +60,7 @@ def compare_words(num_words: int, per_part: int = 1 << 15) -> dict[str, Any]:
         exponential = -np.log((4294967295.5 - words) * 2.0**-32)
         noise = -np.log(exponential)
         differ += int((noise.astype(np.float32).view(np.int32) != plain.view(np.int32)).sum())
-        # ours and the GPU's may each be off by a unit (2^-52 at most, relatively), in E, which is then noise's own error, and in G
+        # ours and the GPU's may each err by a unit, 2^-52 of the value at most: in E, which shifts the noise, and in the noise
         error = (1 + np.abs(noise)) * 2.0**-51
         uncertain += int(((noise - error).astype(np.float32) != (noise + error).astype(np.float32)).sum())
     each_row = uncertain / num_words * VOCAB_SIZE
@@ -336,8 +336,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("law-kernel"))
     parser.add_argument("--num-words", type=int, default=1 << 32)
-    parser.add_argument("--num-cases", type=int, default=200)
-    parser.add_argument("--num-rows", type=int, default=8)
+    parser.add_argument("--num-cases", type=int, default=80)
+    parser.add_argument("--num-rows", type=int, default=4)
     parser.add_argument("--compile-only", type=json.loads, help="JSON of the arguments of compile_kernels")
     options = parser.parse_args()
     if options.compile_only is not None:
