@@ -21,7 +21,7 @@ from tlt.tuning.tuner import Fixed, default_arms
 from tlt.types import Strategy, UserError
 
 POLICY = make_policy()
-REQUESTS = make_requests(num_problems=5, num_samples=3, seed=5)
+REQUESTS = make_requests(num_problems=4, num_samples=2, seed=5)
 OFF = tokens_of(make_engine(POLICY), REQUESTS)
 CHAIN, TREE = Strategy("learned", 4, 1, 4), Strategy("learned", 3, 2, 6)
 
