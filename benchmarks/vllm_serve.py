@@ -338,15 +338,15 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         "",
         *provenance(report),
         "",
-        f"{num} seeds through the `openai` client, a quarter of them at temperature 0.7 with top-p 0.9. Counted are the texts that"
-        " are those of the same sampling without drafts, asked for in company"
+        f"{num} seeds through the `openai` client, a quarter of them at temperature 0.7 with top-p 0.9. Counted are the texts"
+        " that are those of the same sampling without drafts, asked for in company"
         f" ({report['distinct']} different ones). Company: all {num} at once, and {report['others']} requests of other"
         " people's without seeds.",
         "",
         table(["server", "alone", "in company", "drafts accepted", "tlt audit --url"], rows),
         "",
-        "On a CPU, vLLM's own sampling with drafts is not lossless: vllm issue 55005, a known bug of its CPU builds. Nothing here"
-        " says that of GPUs. What the audit said:",
+        "On a CPU, vLLM's own sampling with drafts is not lossless: vllm issue 55005, a known bug of its CPU builds. Nothing"
+        " here says that of GPUs. What the audit said:",
         "",
         *(f"- {server}: {found['audit']['said']}" for server, found in servers.items() if found["audit"] is not None),
         "",
