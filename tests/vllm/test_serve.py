@@ -27,8 +27,8 @@ pytestmark = [
     pytest.mark.slow,
 ]
 
-PROMPT = "".join(f"[2,3,{i}:21]" for i in range(10, 28))
-"""Longer than a block of the cache, so that it can be shared, and than a step's tokens."""
+PROMPT = "".join(f"[2,3,{i}:21]" for i in range(10, 40))
+"""Longer than two blocks of the cache, of which the first can then be shared where EAGLE drafts, and than a step's tokens."""
 
 MAX_TOKENS = 120
 TRUNCATED = {"temperature": 0.7, "top_p": 0.9, "extra_body": {"top_k": 6}}
@@ -42,16 +42,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     export(DrafterExport.model_validate({"drafter": drafter, "target": base, "to": folder / "eagle", "format": "vllm-eagle"}))
     (folder / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     drafting = {"method": "eagle", "model": str(folder / "eagle"), "num_speculative_tokens": 3}
-    cramped = (
-        "--max-num-seqs",
-        "16",
-        "--max-num-batched-tokens",
-        "64",
-        "--max-model-len",
-        "384",
-        "--num-gpu-blocks-override",
-        "16",
-    )
+    cramped = "--max-num-seqs 16 --max-num-batched-tokens 64 --max-model-len 512 --num-gpu-blocks-override 16".split()
     chat = ("--chat-template", str(folder / "chat.jinja"))
     with serving(folder, "server", *LAW, *cramped, *chat, "--speculative-config", dumps(drafting)) as address:
         yield address
