@@ -42,7 +42,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     export(DrafterExport.model_validate({"drafter": drafter, "target": base, "to": folder / "eagle", "format": "vllm-eagle"}))
     (folder / "chat.jinja").write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
     drafting = {"method": "eagle", "model": str(folder / "eagle"), "num_speculative_tokens": 3}
-    cramped = "--max-num-seqs 16 --max-num-batched-tokens 64 --max-model-len 512 --num-gpu-blocks-override 16".split()
+    cramped = ("--max-num-seqs=16", "--max-num-batched-tokens=64", "--max-model-len=512", "--num-gpu-blocks-override=16")
     chat = ("--chat-template", str(folder / "chat.jinja"))
     with serving(folder, "server", *LAW, *cramped, *chat, "--speculative-config", dumps(drafting)) as address:
         yield address
