@@ -1,4 +1,4 @@
-"""Our own engine, and vLLM with our law inside it, on the same requests: do the tokens agree, and where not, how near was a tie?
+"""Our own engine, and vLLM with our law inside it, on the same requests: do the tokens agree? If not, how near was a tie?
 
     requests ─┬─▶ our engine ──▶ responses ─┐
               └─▶ vLLM ────────▶ responses ─┴─▶ first difference ─▶ float64: by how much do the two tokens' scores differ?
@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt.audit.referee import Referee, law
 from tlt.engine.backend import RolloutBackend
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor
-from tlt.types import BatchState, Request, Rollout, SamplingParams, StepOutcome, Strategy
+from tlt.types import BatchState, Request, Rollout, StepOutcome, Strategy
 
 NEAR_TIE = 1e-3
 """Difference of two tokens' scores up to which rounding in float32 may have decided between them."""

@@ -1,11 +1,12 @@
 """Makes benchmarks/results/vllm-table.{json,md}: vLLM with our law inside it, against our own engine, token for token.
 
-    our engine, plain ─────────────────────────────────────────────────▶ responses ─┐
-    for every (model runner, drafter, tensor parallelism) a child with one vLLM      ├─ equal? else: how near was the tie?
-      × temperatures × draft lengths (one, another at every step) ─────▶ responses ─┘        └─ the audit judges the tokens
+    our engine, plain ─────────────────────────────────────────────▶ responses ─┐
+    a child with one vLLM: model runner, drafter, tensor parallelism            ├─ equal? else how near was a tie?
+      × temperatures × draft lengths (one, another at every step) ─▶ responses ─┘  └─ the audit judges the tokens
 
-Run it by an interpreter that has tlt and vLLM: `python -m benchmarks.vllm_table --eagle3 FOLDER`. The second model runner is that
-of GPUs; here Triton's interpreter carries it, so it gets few and short responses. Exit code 1 where a difference is no near-tie.
+Run it by an interpreter that has tlt and vLLM: `python -m benchmarks.vllm_table --eagle3 FOLDER`. The second model runner is
+that of GPUs; here Triton's interpreter carries it, so it gets few and short responses. Exit code 1 where a difference is no
+near-tie.
 """
 
 from __future__ import annotations
@@ -135,15 +136,16 @@ def run(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     drafters["EAGLE-3"] = options.eagle3 or train_eagle3(BASE, work)
     asked = [start for start in starts(sizes) if options.only in start.name]
     own = load_engine(model, EngineSettings(max_batch_size=16))
-    requests = {start.name: requests_of(model, start, own) for start in asked}
+    work_of = {start.name: (start.size, start.prefix_caching is None) for start in asked}
+    wanted = {work_of[start.name]: requests_of(model, start, own) for start in asked}  # many starts have the same work
     with ThreadPoolExecutor(options.at_once) as pool:
-        jobs = {s.name: pool.submit(run_child, s, requests[s.name], drafters[s.drafter], work) for s in asked}
-        ours = {name: {law: answers(own, wanted) for law, wanted in of.items()} for name, of in requests.items()}
+        jobs = {s.name: pool.submit(run_child, s, wanted[work_of[s.name]], drafters[s.drafter], work) for s in asked}
+        ours = {key: {law: answers(own, requests) for law, requests in of.items()} for key, of in wanted.items()}
         cells = []
         for start in asked:
             theirs = jobs[start.name].result()
             print(f"{start.name}: {theirs.get('refused') or 'done'}", flush=True)
-            cells += judge(start, requests[start.name], ours[start.name], theirs)
+            cells += judge(start, wanted[work_of[start.name]], ours[work_of[start.name]], theirs)
     return {
         "command": "python -m benchmarks.vllm_table --eagle3 FOLDER",
         "environment": environment() | versions(),
@@ -173,13 +175,14 @@ def random_drafter(folder: Path) -> Path:
 
 
 def requests_of(model: Model, start: Start, own: Any) -> dict[str, list[Request]]:
-    """Returns the requests by law. Prompts that vLLM is to cache are longer than one of its blocks of 128 tokens."""
+    """Returns the requests by law. Prompts that vLLM is to cache are longer than two of its blocks of 128 tokens:
+    with a drafter it reads the last whole one again."""
     assert model.tokenizer is not None
     size = start.size
     problems = make_problems("countdown", size.problems, 0, {"split": "test"})
     prompts = {p["problem_id"]: tuple(model.tokenizer.encode_text(p["prompt"])) for p in problems}
     if start.prefix_caching is not None:
-        longer = SamplingParams(1.0, max_tokens=150, seed=99)
+        longer = SamplingParams(1.0, max_tokens=290, seed=99)
         begun = answers(own, [Request(name, 0, ids, longer, "generate") for name, ids in prompts.items()])
         prompts = {name: ids + begun[name, 0].token_ids for name, ids in prompts.items()}
     found: dict[str, list[Request]] = {}
@@ -231,7 +234,9 @@ def child(job: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     requests = {law: [to_request(record) for record in wanted] for law, wanted in job["requests"].items()}
     longest = max(len(r.prompt_ids) + r.params.max_tokens for wanted in requests.values() for r in wanted)
-    section = VllmSection(compile=False, tensor_parallel=start.tensor_parallel, prefix_caching=start.prefix_caching is not False)
+    section = VllmSection(
+        compile=False, tensor_parallel=start.tensor_parallel, prefix_caching=start.prefix_caching is not False
+    )
     speculation = SPECULATION.get(start.drafter, f"{DEPTH}x1x{DEPTH}")
     settings = EngineSettings(
         speculation, engine="vllm", max_batch_size=start.size.batch, window=longest, kv_gib=start.kv_gib, vllm=section
@@ -303,8 +308,8 @@ def to_rollout(record: Mapping[str, Any]) -> Rollout:
 
 
 def audits(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Judges every distinct set of tokens once: cells whose tokens are the same have the same verdict. Takes the responses out of
-    the cells, and says in each by which audit it was judged."""
+    """Judges every distinct set of tokens once: cells whose tokens are the same have the same verdict. Takes the responses out
+    of the cells, and says in each by which audit it was judged."""
     referee, known, found = Referee(BASE), dict[str, int](), list[dict[str, Any]]()
     for cell in cells:
         if "refused" in cell:
@@ -349,8 +354,8 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     equal = sum(cell["num_equal"] for cell in cells)
     responses = sum(cell["num_responses"] for cell in cells)
     summary = (
-        f"{equal:,} of {responses:,} responses equal token for token; {num_tokens - len(differences):,} of {num_tokens:,} tokens"
-        f" ({1 - len(differences) / max(num_tokens, 1):.4%}); largest margin of a difference in float64: {margin:.1e}."
+        f"{equal:,} of {responses:,} responses equal token for token; {num_tokens - len(differences):,} of {num_tokens:,}"
+        f" tokens ({1 - len(differences) / max(num_tokens, 1):.4%}); largest margin of a difference in float64: {margin:.1e}."
     )
     main = [cell for cell in cells if "cache" not in cell["name"]]
     special = [cell for cell in cells if "cache" in cell["name"]]
@@ -370,7 +375,7 @@ LEGEND = (
 )
 SPECIAL = (
     "Small cache: 0.02 GiB, so that vLLM puts sequences back and reads them again. Prefix cache: four samples of each prompt,"
-    " which is longer than a block of vLLM's cache; `read` counts the tokens that went through the target."
+    " which is longer than two blocks of vLLM's cache; `read` counts the tokens that went through the target."
 )
 AUDIT = (
     "`tlt.audit` on the tokens of vLLM. Equal sets of tokens are judged once. Enough: there are as many tokens as it takes to"
@@ -416,7 +421,9 @@ def audit_table(found: Sequence[Mapping[str, Any]]) -> str:
         verdict = "lossless" if audit["is_lossless"] else f"**not lossless**: {'; '.join(audit['reasons'])}"
         is_enough = "yes" if audit["suffices"] else "no"
         evidence = wrong if e is None else f"e 10^{e:.1f}"
-        rows.append([audit["first"], audit["law"], audit["num_cells"], verdict, f"{audit['num_tokens']:,}", is_enough, evidence])
+        rows.append(
+            [audit["first"], audit["law"], audit["num_cells"], verdict, f"{audit['num_tokens']:,}", is_enough, evidence]
+        )
     return table(columns, rows)
 
 

@@ -96,7 +96,9 @@ def test_values_that_pad_a_head_are_never_drawn() -> None:
 
 def test_a_drafter_with_the_target_s_own_logits_guesses_what_the_target_draws() -> None:
     """At tau 1 and without truncation the ranking is the law itself."""
-    found = [replace(law, params=SamplingParams(temperature)) for law, temperature in zip(laws(3), (0.0, 0.6, 1.0), strict=True)]
+    found = [
+        replace(law, params=SamplingParams(temperature)) for law, temperature in zip(laws(3), (0.0, 0.6, 1.0), strict=True)
+    ]
     table = LawTable(3, VOCAB, CPU, tau=1.0)
     for slot, law in enumerate(found):
         table.put(slot, law)

@@ -1,4 +1,4 @@
-"""Tiny models of every family that both engines know, in vLLM with retrieval, its worker a process of its own; and two workers."""
+"""Tiny models of every family that both engines know, in vLLM with retrieval; and a model that two workers share."""
 
 from __future__ import annotations
 
