@@ -75,7 +75,7 @@ def step_by_step(engine: Any, requests: Sequence[Request], lengths: Iterator[int
     """Returns the responses of an engine that is vLLM, with another draft length at every single step: its own choice keeps a
     length for two steps at least."""
     tuner, engine.tuner = engine.tuner, None
-    found = {}
+    found: Responses = {}
     engine.add(requests)
     while not engine.is_idle:
         engine.link.draft(next(lengths))

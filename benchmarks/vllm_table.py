@@ -252,10 +252,17 @@ def child(job: dict[str, Any]) -> None:
     engine.link.close()
 
 
-def to_request(record: dict[str, Any]) -> Request:
-    params = SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in record["params"].items()})
-    rest = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items() if k != "params"}
-    return Request(**rest, params=params)
+def to_request(record: Mapping[str, Any]) -> Request:
+    return Request(**with_tuples({**record, "params": SamplingParams(**with_tuples(record["params"]))}))
+
+
+def to_rollout(record: Mapping[str, Any]) -> Rollout:
+    return Rollout(**with_tuples(record))
+
+
+def with_tuples(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the record with tuples where JSON has lists."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
 
 
 def measure(engine: Any, requests: Sequence[Request], lengths: str) -> dict[str, Any]:
@@ -301,10 +308,6 @@ def judge(
         compared = dataclasses.asdict(compare(requests[law], ours[law], found, BASE))
         cells.append({**place, **cell, **compared})
     return cells
-
-
-def to_rollout(record: Mapping[str, Any]) -> Rollout:
-    return Rollout(**{key: tuple(value) if isinstance(value, list) else value for key, value in record.items()})
 
 
 def audits(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

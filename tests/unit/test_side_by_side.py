@@ -131,9 +131,8 @@ def test_responses_travel_whole() -> None:
 def test_an_environment_that_has_vllm_and_tlt_stays_as_it_is(tmp_path: Path) -> None:
     python, asked = tmp_path / "bin" / "python", tmp_path / "asked"
     python.parent.mkdir()
-    python.write_text(
-        f'#!/bin/sh\necho "$@" >> {asked}\ncase "$*" in *xdist*) test -e {asked}.done;; *pip*) touch {asked}.done;; esac\n'
-    )
+    pip, probe = f"*pip*) touch {asked}.done;;", f"*xdist*) test -e {asked}.done;;"
+    python.write_text(f'#!/bin/sh\necho "$@" >> {asked}\ncase "$*" in {pip} {probe} esac\n')
     python.chmod(0o755)
     assert setup_vllm_tests(tmp_path) == python
     assert "pip install --quiet -e . pytest" in asked.read_text()

@@ -56,10 +56,15 @@ def test_a_tuner_that_picks_at_random_changes_no_token(live: Any, own: Any) -> N
 
 
 def test_drafts_of_the_trained_drafter_are_accepted(live: Any, own: Any) -> None:
-    """As many as in our own engine, which drafts with the target's noise as well: 4.8 tokens a step here, 2.6 without."""
-    requests = countdown(8, 80)
-    assert_equal(requests, own, answers(live, requests), BASE)
-    assert live.stats.accept_length > 4
+    """Where the temperature is high, guesses agree for the noise that they share with the target, and hardly else."""
+    requests = [*countdown(6, 60), *countdown(6, 60, temperature=3.0)]
+    lengths = []
+    for part in (requests[:6], requests[6:]):
+        live.stats = type(live.stats)()
+        assert_equal(part, own, answers(live, part), BASE)
+        lengths.append(live.stats.accept_length)
+    print(lengths)
+    assert min(lengths) > 3
 
 
 def test_many_samples_of_one_prompt_take_turns(live: Any, own: Any) -> None:
