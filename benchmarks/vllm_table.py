@@ -58,6 +58,8 @@ LAWS = {
 DRAFTERS = ("none", "EAGLE", "EAGLE-3", "n-gram", "random")
 SPECULATION = {"none": "off", "n-gram": f"ngram:{DEPTH}x1x{DEPTH}"}
 LENGTHS = ("fixed", "changing")
+TIMEOUT = 3600
+"""Seconds that a child may take."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def main() -> int:
     parser.add_argument("--eagle3", type=Path, help="an eagle3 drafter of the recipe's model; else one is trained")
     parser.add_argument("--work", type=Path, help="keep what children bring in this folder, and go on from there")
     parser.add_argument("--only", default="", help="children whose name holds this text")
+    parser.add_argument("--report", action="store_true", help="start nothing: report what is in --work")
     parser.add_argument("--at-once", type=int, default=1, help="children at a time")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm-table"), help="OUT.json and OUT.md")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -139,7 +142,8 @@ def run(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     work_of = {start.name: (start.size, start.prefix_caching is None) for start in asked}
     wanted = {work_of[start.name]: requests_of(model, start, own) for start in asked}  # many starts have the same work
     with ThreadPoolExecutor(options.at_once) as pool:
-        jobs = {s.name: pool.submit(run_child, s, wanted[work_of[s.name]], drafters[s.drafter], work) for s in asked}
+        bring = known_child if options.report else run_child
+        jobs = {s.name: pool.submit(bring, s, wanted[work_of[s.name]], drafters[s.drafter], work) for s in asked}
         ours = {key: {law: answers(own, requests) for law, requests in of.items()} for key, of in wanted.items()}
         cells = []
         for start in asked:
@@ -209,11 +213,20 @@ def run_child(start: Start, requests: Mapping[str, list[Request]], drafter: Path
     with (work / f"{start.name}.log").open("w", encoding="utf-8") as log:
         command = [sys.executable, "-m", "benchmarks.vllm_table", "--child", str(job)]
         environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT, check=False)
+        try:
+            subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT, check=False, timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return {"refused": f"it was not done after {TIMEOUT} seconds"}
     if not out.exists():
         return {"refused": last_line(work / f"{start.name}.log")}
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return found
+
+
+def known_child(start: Start, requests: Any, drafter: Path | None, work: Path) -> dict[str, Any]:
+    """Returns what a child found before."""
+    out = work / f"{start.name}.json"
+    return run_child(start, requests, drafter, work) if out.exists() else {"refused": "not measured"}
 
 
 def last_line(log: Path) -> str:

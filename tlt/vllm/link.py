@@ -8,6 +8,7 @@ updates, only requests by name, their new tokens, and tensors that go in.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -50,7 +51,7 @@ class VllmSettings:
     drafter: {"method": …} as vLLM's speculative_config has it, without a length; None: no speculation.
     max_depth: drafted tokens at most.  tau: the drafter's temperature (LawTable).
     captures: whether features are kept for the drafter's training.
-    own_process: whether the worker is a process of its own even on one device, as where this one has a process group already.
+    own_process: whether the worker is a process of its own even on one device (`needs_own_process`).
     """
 
     model: Path
@@ -68,6 +69,12 @@ class VllmSettings:
     @property
     def is_in_process(self) -> bool:
         return self.section.tensor_parallel == 1 and not self.own_process
+
+
+def needs_own_process() -> bool:
+    """Returns whether vLLM's worker cannot be in this process: it has a process group already, or has loaded numba (as vLLM's
+    n-gram drafter does), whose objects vLLM trips over when it looks for its kernels."""
+    return torch.distributed.is_initialized() or "llvmlite" in sys.modules
 
 
 def check_installed() -> str:
