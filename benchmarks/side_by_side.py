@@ -1,4 +1,4 @@
-"""Our own engine, and vLLM with our law inside it, on the same requests: do the tokens agree, and where not, how near was a tie?
+"""Our own engine, and vLLM with our law inside it, on the same requests: do the tokens agree? If not, how near was a tie?
 
     requests ─┬─▶ our engine ──▶ responses ─┐
               └─▶ vLLM ────────▶ responses ─┴─▶ first difference ─▶ float64: by how much do the two tokens' scores differ?
@@ -75,7 +75,7 @@ def step_by_step(engine: Any, requests: Sequence[Request], lengths: Iterator[int
     """Returns the responses of an engine that is vLLM, with another draft length at every single step: its own choice keeps a
     length for two steps at least."""
     tuner, engine.tuner = engine.tuner, None
-    found = {}
+    found: Responses = {}
     engine.add(requests)
     while not engine.is_idle:
         engine.link.draft(next(lengths))

@@ -1,11 +1,12 @@
 """Makes benchmarks/results/vllm-table.{json,md}: vLLM with our law inside it, against our own engine, token for token.
 
-    our engine, plain ─────────────────────────────────────────────────▶ responses ─┐
-    for every (model runner, drafter, tensor parallelism) a child with one vLLM      ├─ equal? else: how near was the tie?
-      × temperatures × draft lengths (one, another at every step) ─────▶ responses ─┘        └─ the audit judges the tokens
+    our engine, plain ─────────────────────────────────────────────▶ responses ─┐
+    a child with one vLLM: model runner, drafter, tensor parallelism            ├─ equal? else how near was a tie?
+      × temperatures × draft lengths (one, another at every step) ─▶ responses ─┘  └─ the audit judges the tokens
 
-Run it by an interpreter that has tlt and vLLM: `python -m benchmarks.vllm_table --eagle3 FOLDER`. The second model runner is that
-of GPUs; here Triton's interpreter carries it, so it gets few and short responses. Exit code 1 where a difference is no near-tie.
+Run it by an interpreter that has tlt and vLLM: `python -m benchmarks.vllm_table --eagle3 FOLDER`. The second model runner is
+that of GPUs; here Triton's interpreter carries it, so it gets few and short responses. Exit code 1 where a difference is no
+near-tie.
 """
 
 from __future__ import annotations
@@ -57,6 +58,8 @@ LAWS = {
 DRAFTERS = ("none", "EAGLE", "EAGLE-3", "n-gram", "random")
 SPECULATION = {"none": "off", "n-gram": f"ngram:{DEPTH}x1x{DEPTH}"}
 LENGTHS = ("fixed", "changing")
+TIMEOUT = 3600
+"""Seconds that a child may take."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ def main() -> int:
     parser.add_argument("--eagle3", type=Path, help="an eagle3 drafter of the recipe's model; else one is trained")
     parser.add_argument("--work", type=Path, help="keep what children bring in this folder, and go on from there")
     parser.add_argument("--only", default="", help="children whose name holds this text")
+    parser.add_argument("--report", action="store_true", help="start nothing: report what is in --work")
     parser.add_argument("--at-once", type=int, default=1, help="children at a time")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm-table"), help="OUT.json and OUT.md")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
@@ -135,15 +139,17 @@ def run(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     drafters["EAGLE-3"] = options.eagle3 or train_eagle3(BASE, work)
     asked = [start for start in starts(sizes) if options.only in start.name]
     own = load_engine(model, EngineSettings(max_batch_size=16))
-    requests = {start.name: requests_of(model, start, own) for start in asked}
+    work_of = {start.name: (start.size, start.prefix_caching is None) for start in asked}
+    wanted = {work_of[start.name]: requests_of(model, start, own) for start in asked}  # many starts have the same work
     with ThreadPoolExecutor(options.at_once) as pool:
-        jobs = {s.name: pool.submit(run_child, s, requests[s.name], drafters[s.drafter], work) for s in asked}
-        ours = {name: {law: answers(own, wanted) for law, wanted in of.items()} for name, of in requests.items()}
+        bring = known_child if options.report else run_child
+        jobs = {s.name: pool.submit(bring, s, wanted[work_of[s.name]], drafters[s.drafter], work) for s in asked}
+        ours = {key: {law: answers(own, requests) for law, requests in of.items()} for key, of in wanted.items()}
         cells = []
         for start in asked:
             theirs = jobs[start.name].result()
             print(f"{start.name}: {theirs.get('refused') or 'done'}", flush=True)
-            cells += judge(start, requests[start.name], ours[start.name], theirs)
+            cells += judge(start, wanted[work_of[start.name]], ours[work_of[start.name]], theirs)
     return {
         "command": "python -m benchmarks.vllm_table --eagle3 FOLDER",
         "environment": environment() | versions(),
@@ -173,13 +179,14 @@ def random_drafter(folder: Path) -> Path:
 
 
 def requests_of(model: Model, start: Start, own: Any) -> dict[str, list[Request]]:
-    """Returns the requests by law. Prompts that vLLM is to cache are longer than one of its blocks of 128 tokens."""
+    """Returns the requests by law. Prompts that vLLM is to cache are longer than two of its blocks of 128 tokens:
+    with a drafter it reads the last whole one again."""
     assert model.tokenizer is not None
     size = start.size
     problems = make_problems("countdown", size.problems, 0, {"split": "test"})
     prompts = {p["problem_id"]: tuple(model.tokenizer.encode_text(p["prompt"])) for p in problems}
     if start.prefix_caching is not None:
-        longer = SamplingParams(1.0, max_tokens=150, seed=99)
+        longer = SamplingParams(1.0, max_tokens=290, seed=99)
         begun = answers(own, [Request(name, 0, ids, longer, "generate") for name, ids in prompts.items()])
         prompts = {name: ids + begun[name, 0].token_ids for name, ids in prompts.items()}
     found: dict[str, list[Request]] = {}
@@ -206,11 +213,20 @@ def run_child(start: Start, requests: Mapping[str, list[Request]], drafter: Path
     with (work / f"{start.name}.log").open("w", encoding="utf-8") as log:
         command = [sys.executable, "-m", "benchmarks.vllm_table", "--child", str(job)]
         environ = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT, check=False)
+        try:
+            subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT, check=False, timeout=TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return {"refused": f"it was not done after {TIMEOUT} seconds"}
     if not out.exists():
         return {"refused": last_line(work / f"{start.name}.log")}
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return found
+
+
+def known_child(start: Start, requests: Any, drafter: Path | None, work: Path) -> dict[str, Any]:
+    """Returns what a child found before."""
+    out = work / f"{start.name}.json"
+    return run_child(start, requests, drafter, work) if out.exists() else {"refused": "not measured"}
 
 
 def last_line(log: Path) -> str:
@@ -249,10 +265,17 @@ def child(job: dict[str, Any]) -> None:
     engine.link.close()
 
 
-def to_request(record: dict[str, Any]) -> Request:
-    params = SamplingParams(**{k: tuple(v) if isinstance(v, list) else v for k, v in record["params"].items()})
-    rest = {k: tuple(v) if isinstance(v, list) else v for k, v in record.items() if k != "params"}
-    return Request(**rest, params=params)
+def to_request(record: Mapping[str, Any]) -> Request:
+    return Request(**with_tuples({**record, "params": SamplingParams(**with_tuples(record["params"]))}))
+
+
+def to_rollout(record: Mapping[str, Any]) -> Rollout:
+    return Rollout(**with_tuples(record))
+
+
+def with_tuples(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the record with tuples where JSON has lists."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in record.items()}
 
 
 def measure(engine: Any, requests: Sequence[Request], lengths: str) -> dict[str, Any]:
@@ -300,13 +323,9 @@ def judge(
     return cells
 
 
-def to_rollout(record: Mapping[str, Any]) -> Rollout:
-    return Rollout(**{key: tuple(value) if isinstance(value, list) else value for key, value in record.items()})
-
-
 def audits(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Judges every distinct set of tokens once: cells whose tokens are the same have the same verdict. Takes the responses out of
-    the cells, and says in each by which audit it was judged."""
+    """Judges every distinct set of tokens once: cells whose tokens are the same have the same verdict. Takes the responses out
+    of the cells, and says in each by which audit it was judged."""
     referee, known, found = Referee(BASE), dict[str, int](), list[dict[str, Any]]()
     for cell in cells:
         if "refused" in cell:
@@ -351,8 +370,8 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     equal = sum(cell["num_equal"] for cell in cells)
     responses = sum(cell["num_responses"] for cell in cells)
     summary = (
-        f"{equal:,} of {responses:,} responses equal token for token; {num_tokens - len(differences):,} of {num_tokens:,} tokens"
-        f" ({1 - len(differences) / max(num_tokens, 1):.4%}); largest margin of a difference in float64: {margin:.1e}."
+        f"{equal:,} of {responses:,} responses equal token for token; {num_tokens - len(differences):,} of {num_tokens:,}"
+        f" tokens ({1 - len(differences) / max(num_tokens, 1):.4%}); largest margin of a difference in float64: {margin:.1e}."
     )
     main = [cell for cell in cells if "cache" not in cell["name"]]
     special = [cell for cell in cells if "cache" in cell["name"]]
@@ -372,7 +391,7 @@ LEGEND = (
 )
 SPECIAL = (
     "Small cache: 0.02 GiB, so that vLLM puts sequences back and reads them again. Prefix cache: four samples of each prompt,"
-    " which is longer than a block of vLLM's cache; `read` counts the tokens that went through the target."
+    " which is longer than two blocks of vLLM's cache; `read` counts the tokens that went through the target."
 )
 AUDIT = (
     "`tlt.audit` on the tokens of vLLM. Equal sets of tokens are judged once. Enough: there are as many tokens as it takes to"

@@ -1,7 +1,7 @@
 """An engine that is vLLM, over a pretend one: what it counts, chooses and hands over, without vLLM.
 
-The pretend vLLM has vLLM's pipeline: a prompt is read in one step, which brings a token; what is drafted at the end of a step is
-verified in the next one. Its model is a table of logits, and its tokens are the law's.
+The pretend vLLM has vLLM's pipeline: a prompt is read in one step, which brings a token; what is drafted at the end of a step
+is verified in the next one. Its model is a table of logits, and its tokens are the law's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tiny models of every family that both engines know, in vLLM with retrieval, its worker a process of its own; and two workers."""
+"""Tiny models of every family that both engines know, in vLLM with something to draft; and a model that two workers share."""
 
 from __future__ import annotations
 
@@ -49,11 +49,12 @@ def check_pushes(engine: Any, own: Any, folder: Path, name: str) -> None:
     assert sum(found[key].token_ids == before[key].token_ids for key in found) == 0
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-bias", "qwen3-norm"])
-def test_a_family_s_tokens_are_ours_before_and_after_a_push(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "drafts"), [("llama", "ngram"), ("qwen2-bias", "learned"), ("qwen3-norm", "learned")])
+def test_a_family_s_tokens_are_ours_before_and_after_a_push(name: str, drafts: str, tmp_path: Path) -> None:
     assert name in FAMILIES
     model = make_checkpoint(name, tmp_path / "model")
-    engine, own = vllm_engine(model, f"{DEPTH}x1x{DEPTH}"), own_engine(model)
+    drafter = make_drafter(model, tmp_path / "drafter") if drafts == "learned" else None
+    engine, own = vllm_engine(model, f"{drafts}:{DEPTH}x1x{DEPTH}", drafter), own_engine(model)
     try:
         requests = [*REQUESTS, *repeating(4)]
         assert_equal(requests, own, answers(engine, requests), model)

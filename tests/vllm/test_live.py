@@ -56,10 +56,15 @@ def test_a_tuner_that_picks_at_random_changes_no_token(live: Any, own: Any) -> N
 
 
 def test_drafts_of_the_trained_drafter_are_accepted(live: Any, own: Any) -> None:
-    """As many as in our own engine, which drafts with the target's noise as well: 4.8 tokens a step here, 2.6 without."""
-    requests = countdown(8, 80)
-    assert_equal(requests, own, answers(live, requests), BASE)
-    assert live.stats.accept_length > 4
+    """Where the temperature is high, guesses agree for the noise that they share with the target, and hardly else."""
+    requests = [*countdown(6, 60), *countdown(6, 60, temperature=3.0)]
+    lengths = []
+    for part in (requests[:6], requests[6:]):
+        live.stats = type(live.stats)()
+        assert_equal(part, own, answers(live, part), BASE)
+        lengths.append(live.stats.accept_length)
+    print(lengths)
+    assert min(lengths) > 3
 
 
 def test_many_samples_of_one_prompt_take_turns(live: Any, own: Any) -> None:
@@ -148,7 +153,7 @@ def test_what_vllm_s_prefix_cache_holds_is_not_taken_for_another_prompt_s(live: 
     """One at a time, so all have one slot: the third begins with 128 positions that never pass through."""
     ids = countdown(1, 1)[0].prompt_ids
     params = SamplingParams(max_tokens=12, seed=2)
-    prompts = {"a": (ids * 20)[:200], "b": (ids[::-1] * 20)[:200]}
+    prompts = {"a": (ids * 30)[:300], "b": (ids[::-1] * 30)[:300]}  # with a drafter vLLM reads the last whole block again
     found = [captured_of(live, [Request(name, i, prompts[name], params)])[0].captured_TF for i, name in enumerate("aba")]
     assert [captured_TF is None for captured_TF in found] == [False, False, True]
 
@@ -164,7 +169,10 @@ def changed_policy(scale: float) -> dict[str, Tensor]:
 
 def test_a_policy_that_is_pushed_is_the_one_that_answers(live: Any, own: Any) -> None:
     requests = countdown(6, 25, temperature=0.0)
+    long = (requests[0].prompt_ids * 30)[:300]  # vLLM's prefix cache holds its first 128 positions
+    requests.append(dataclasses.replace(requests[0], problem_id="long", prompt_ids=long))
     before = answers(own, requests)
+    assert_equal(requests, own, answers(live, requests), BASE)
     for version, policy in ((1, changed_policy(0.7)), (2, dict(MODEL.tensors))):
         live.load_policy(policy, version)
         own.load_policy(policy, version)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tlt.build.model import Model, local_ranks
@@ -139,7 +138,7 @@ def build_backend(
         return build_engine(config, tensors, settings, drafter, on_span=on_span, verify=verify, decode=model.decode)
     assert verify is verify_by_the_law, "vLLM verifies for itself"
     from tlt.vllm.assembly import VllmPlan, build_vllm
-    from tlt.vllm.link import VllmSettings
+    from tlt.vllm.link import VllmSettings, needs_own_process
 
     drafting, window = settings.drafting, model.config.max_positions
     vllm = VllmSettings(
@@ -152,7 +151,7 @@ def build_backend(
         tau=drafting.coupling_temperature or DEFAULT_TAU,
         captures=drafting.train and drafting.features == "captured",
         section=settings.vllm,
-        own_process=settings.vllm.own_process or dist.is_initialized(),
+        own_process=settings.vllm.own_process or needs_own_process(),
     )
     plan = VllmPlan(vllm, settings.speculation, settings.tuner, trains=drafter is not None)
     return build_vllm(plan, model.config, model.tensors, drafter, on_span=on_span, decode=model.decode)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -55,7 +56,7 @@ class VllmSettings:
     drafter: {"method": …} as vLLM's speculative_config has it, without a length; None: no speculation.
     depths: numbers of tokens that may be drafted at a time, rising from 0.  tau: the drafter's temperature (LawTable).
     captures: whether features are kept for the drafter's training.
-    own_process: whether the worker is a process of its own even on one device, as where this one has a process group already.
+    own_process: whether the worker is a process of its own even on one device (`needs_own_process`).
     device_index: of the GPU that is this process's; vLLM takes its share of all, counted from there.
     """
 
@@ -79,6 +80,12 @@ class VllmSettings:
     @property
     def is_in_process(self) -> bool:
         return self.section.tensor_parallel == 1 and not self.own_process
+
+
+def needs_own_process() -> bool:
+    """Returns whether vLLM's worker cannot be in this process: it has a process group already, or has loaded numba (as vLLM's
+    n-gram drafter does), whose objects vLLM trips over when it looks for its kernels."""
+    return torch.distributed.is_initialized() or "llvmlite" in sys.modules
 
 
 def check_installed() -> str:
