@@ -1,9 +1,9 @@
-"""Is a run that generates with vLLM the run that generates with TLT's own engine? The countdown recipe, small, with the same seed.
+"""Is a run that generates with vLLM the run that generates with TLT's own engine? The countdown recipe, small, one seed.
 
     python -m benchmarks.vllm_rl --out benchmarks/results/vllm-rl      with an interpreter that has vLLM
 
     tlt     engine tlt, one rank           vllm    engine vllm, one rank
-    killed  as vllm, but killed by SIGKILL in the middle of a rollout, and resumed: its journal is read, the rest generated again
+    killed  as vllm, but killed by SIGKILL in the middle of a rollout, and resumed: the journal is read, the rest generated
 
 All responses of every step are compared, token by token. The engines add numbers in different orders, so a response differs
 where two tokens are nearly as likely: the margin there, noise included, is computed anew in float64 by transformers, from the
@@ -152,7 +152,8 @@ def margins(
 
     model = AutoModelForCausalLM.from_pretrained(RECIPE.parent / "base", dtype=torch.float64)
     missing, unexpected = model.load_state_dict(policy, strict=False)
-    assert not unexpected and all(name == "lm_head.weight" for name in missing), (missing, unexpected)
+    assert not unexpected, unexpected
+    assert set(missing) <= {"lm_head.weight"}, missing
     for one, other in pairs:
         index = next(i for i, (a, b) in enumerate(zip(one["token_ids"], other["token_ids"], strict=False)) if a != b)
         prefix = [*one["prompt_ids"], *one["token_ids"][:index]]
@@ -195,8 +196,8 @@ def describe(found: dict[str, Any]) -> str:
         return f"**{name}**: all {num} responses have the same tokens ({found['tokens_before']} tokens).{from_journal}"
     worst = max(margin["margin"] for margin in found["margins"])
     return (
-        f"**{name}**: {found['responses_before']} of {num} responses, {found['tokens_before']} tokens, have the same tokens, all"
-        f" of the steps before step {found['first_difference'] + 1}. There {found['differ_in_that_step']} of"
+        f"**{name}**: {found['responses_before']} of {num} responses, {found['tokens_before']} tokens, have the same tokens,"
+        f" all of the steps before step {found['first_difference'] + 1}. There {found['differ_in_that_step']} of"
         f" {found['of_that_step']} part, where the law's two best tokens are {worst:.1e} apart at most.{from_journal}"
     )
 
