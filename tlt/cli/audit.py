@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -126,7 +126,7 @@ def run(options: Audit) -> int:
             limit=None if options.responses is not None else params.max_tokens,
             seed=params.seed,
         )
-        report = auditor.judge(mode, rollouts, referee)
+        report = _explained(auditor.judge(mode, rollouts, referee), options)
         if tokenizer is not None:
             report = report.with_texts(lambda token_id: str(tokenizer.hf.convert_ids_to_tokens(token_id)))
         reports.append(report)
@@ -221,6 +221,16 @@ def _read_responses(path: Path, referee: Referee) -> list[Rollout]:
 
 # --------------------------------------------------------------------------------------------------------------------
 # The verdict
+
+
+def _explained(report: AuditReport, options: Audit) -> AuditReport:
+    """Returns the report of a server that is not lossless with the fault that it is known to have, if there is one."""
+    from tlt.audit.known import describe as describe_server
+    from tlt.audit.known import known_fault
+
+    server = None if report.is_lossless or options.url is None else describe_server(options.url)
+    fault = None if server is None else known_fault(server, options.sampling.temperature)
+    return report if fault is None else replace(report, reasons=(*report.reasons, fault))
 
 
 def _print_report(report: AuditReport) -> None:

@@ -197,7 +197,7 @@ class RolloutEngine:
         prefixes = [sequence.num_cached for sequence in self.scheduler.running]
         nodes = layout(tree, prefixes, self.model.dtype)
         captured_BNF, logits_BNV = self._forward(tree, nodes)
-        verdicts = self.verify(tree, logits_BNV, nodes.of_depths(noise_BDV), self._batch_params())
+        verdicts = self.verify(tree, logits_BNV, self.noise.of_nodes(nodes, noise_BDV), self._batch_params())
         num_tokens, drafted = 0, [length - 1 for length in tree.row_lengths]
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
             if not math.isfinite(sum(verdict.logprobs)):
@@ -277,7 +277,7 @@ class RolloutEngine:
         return self._params
 
     def _propose(self, strategy: Strategy) -> tuple[Proposal, Tensor]:
-        """Returns the draft tree and the noise of the positions after its depths, [B, depth + 1, V]."""
+        """Returns the draft tree and the noise that was made for it (`NoiseBlocks.rows`)."""
         running = self.scheduler.running
         noise_BDV = self.noise.rows([len(s.tokens) for s in running], strategy.depth)
         if strategy.is_off:

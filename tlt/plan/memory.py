@@ -196,7 +196,7 @@ def _rollout(s: Subject, caches: int) -> Iterator[Part]:
     """What is kept beside the caches, and the most that is taken for a moment: one of these at a time."""
     c, size = s.model, s.engine_dtype.itemsize
     refill = 0
-    if s.config.sampling.temperature > 0:
+    if s.config.sampling.temperature > 0 and not s.place.is_gpu:
         depth = Strategy.MAX_DEPTH if s.config.rollout.speculation != "off" else 0
         blocks = NoiseBlocks(c.vocab_size, s.num_slots, depth, META)
         kept = blocks.max_blocks * blocks.width * c.vocab_size * 4

@@ -23,7 +23,7 @@ from tlt.vllm.check import check_law
 from tlt.vllm.drafter import VllmDrafter, export_for_vllm
 from tlt.vllm.engine import Speculation, VllmEngine
 from tlt.vllm.link import Link, VllmSettings
-from tlt.vllm.strategies import depth_of, kinds_of
+from tlt.vllm.strategies import depths_of, kinds_of
 
 NGRAM: Mapping[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 """vLLM's own retrieval: from the sequence's own text alone."""
@@ -54,7 +54,7 @@ def build_vllm(
 ) -> VllmEngine:
     """Returns the engine, with the policy in it. UserError where vLLM cannot do what is asked, or does not follow the law."""
     kinds = kinds_of(plan.speculation, stored is not None)
-    depth = depth_of(plan.speculation, plan.settings.section.max_draft_tokens) if kinds else 0
+    depths = depths_of(plan.speculation, kinds, plan.settings.section.max_draft_tokens)
     settings, dtype = plan.settings, plan.settings.dtype
     with tempfile.TemporaryDirectory(prefix="tlt-drafter-") as folder:
         drafting: Mapping[str, Any] | None = None
@@ -64,13 +64,13 @@ def build_vllm(
             drafting = export_for_vllm(stored, Target(settings.model.name, config.architecture, head_VE), Path(folder))
         elif kinds:
             drafting = NGRAM
-        link = Link(dataclasses.replace(settings, drafter=drafting, max_depth=depth))
+        link = Link(dataclasses.replace(settings, drafter=drafting, depths=depths))
     target, drafter = None, None
     if stored is not None and kinds == ("learned",):
         packed = PackedDrafter.from_tensors(stored.config, stored.tensors, dtype, link.device)
         drafter = VllmDrafter(packed, stored, link.load_drafter, EMBEDDING if config.tie_embeddings else HEAD)
         target = PackedTransformer(config, dtype, link.device) if plan.trains else None
-    tuner = make_tuner(plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depth, trees=False)
+    tuner = make_tuner(plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depths[-1], trees=False)
     slots, window, speculation = settings.max_batch_size, settings.window, Speculation(kinds, tuner, drafter, target)
     engine = VllmEngine(link, max_batch_size=slots, window=window, speculation=speculation, on_span=on_span, decode=decode)
     engine.load_policy(policy)

@@ -22,7 +22,8 @@ class Captured:
         self.runner, self.batch = runner, batch
         self.features_SLF: Tensor | None = None
         self.known_S = torch.zeros(len(batch.table.laws), dtype=torch.int64, device=batch.table.device)
-        """Positions from 0 on that are there."""
+        """Positions from 0 on that are there; -1: some are missing."""
+        batch.slots.on_enter = self.forget
         self._propose = runner.propose_draft_token_ids
         runner.propose_draft_token_ids = self.propose
 
@@ -52,6 +53,10 @@ class Captured:
                 grown[:, : kept.shape[1]] = kept
             self.features_SLF = kept = grown
         return kept
+
+    def forget(self, slot: int) -> None:
+        """What the slot holds is another request's."""
+        self.known_S[slot] = 0
 
     def read(self, slot: int, num_positions: int) -> Tensor | None:
         """Returns [num_positions, F]; None where some never passed through, as those that vLLM's prefix cache holds."""

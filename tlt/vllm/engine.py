@@ -69,8 +69,9 @@ class VllmEngine:
         self._waiting: deque[Request] = deque()
         self._running: dict[str, Sequence] = {}
         self._internal_id: dict[str, str] = {}
+        self._reading: set[str] = set()  # those whose prompt vLLM has not read to its end
         self._numbers = itertools.count()
-        self._strategy = self._drafted_by = Strategy.OFF
+        self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
         self._num_admitted = 0
 
     @property
@@ -181,19 +182,21 @@ class VllmEngine:
         start = time.perf_counter()
         batch = self._batch_state()
         self._choose(batch)
-        verified_by, self._drafted_by = self._drafted_by, self._strategy
+        self._verified_by, self._drafted_by = self._drafted_by, self._strategy
         outputs = self.link.step()
         accepted, drafted, num_tokens = [], [], 0
         for name, (token_ids, logprobs) in outputs.items():
             sequence, num_drafted = self._running[name], self.link.num_verified(self._internal_id[name])
             num_kept = self._commit(sequence, token_ids, logprobs)
             num_tokens += num_kept
-            if num_drafted:
+            # where a strategy found nothing to draft for a sequence, that is its outcome, too
+            if num_drafted or not (self._verified_by.is_off or name in self._reading):
                 accepted.append(len(token_ids) - 1)
                 drafted.append(num_drafted)
                 self.stats.record_verification(num_drafted, num_drafted, len(token_ids) - 1, num_kept)
+        self._reading -= outputs.keys()
         outcome = StepOutcome(num_tokens, tuple(accepted), tuple(drafted), time.perf_counter() - start)
-        self._account(verified_by if accepted else Strategy.OFF, batch, outcome, start)
+        self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start)
         return self._finish(captures)
 
     def _admit(self) -> None:
@@ -206,6 +209,7 @@ class VllmEngine:
                 name, sequence.tokens, sequence.num_left, stop_ids, RowLaw.extra_args(request)
             )
             self._running[name] = sequence
+            self._reading.add(name)
             self._num_admitted += 1
 
     def _batch_state(self) -> BatchState:
@@ -217,10 +221,12 @@ class VllmEngine:
     def _choose(self, batch: BatchState) -> None:
         """Chooses the length of the drafts that this step will end with. A choice is kept for two steps at least: only a step
         that verifies what it drafts itself, too, tells what the choice costs."""
-        if self.tuner is None or self._drafted_by != self._strategy:
+        if self.tuner is None:
             return
-        is_aside = self.drafter is not None and self.drafter.is_aside
-        self._strategy = Strategy.OFF if is_aside else self.tuner.choose(batch)
+        if self.drafter is not None and self.drafter.is_aside:
+            self._strategy = Strategy.OFF
+        elif self._verified_by == self._strategy:
+            self._strategy = self.tuner.choose(batch)
         self.link.draft(self._strategy.depth)
 
     def _commit(self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> int:
@@ -234,6 +240,7 @@ class VllmEngine:
         predicted = self.tuner.predicted_speed if self.tuner is not None and is_steady else None
         self.stats.num_steps += 1
         self.stats.num_tokens += outcome.num_tokens
+        self.stats.num_preemptions += self.link.take_preemptions()
         self.stats.by_strategy[str(strategy)].record(outcome, predicted)
         if self.tuner is not None and is_steady:
             self.tuner.observe(strategy, batch, outcome)
@@ -255,5 +262,6 @@ class VllmEngine:
         """Drops sequences; vLLM is told of those that it still runs."""
         if names:
             self.link.abort([self._internal_id.pop(name) for name in names])
+        self._reading -= set(names)
         for name in names:
             del self._running[name]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tlt.speculative.rows import draw
-from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor
+from tlt.speculative.sampling import MAX_INVERSE_TEMPERATURE, BatchParams, gumbel_noise, keys_tensor
 from tlt.types import Request, SamplingParams
 
 EXTRA = "tlt"
@@ -51,13 +51,13 @@ class RowLaw:
     @staticmethod
     def of(asked: Sampling) -> RowLaw:
         """Returns the law of a request as vLLM has it. Our engine sends it whole. For anybody else's request the key follows
-        from its seed; without a seed it is drawn at random."""
+        from its seed; what vLLM warms up with has none, and is drawn at random."""
         given = (asked.extra_args or {}).get(EXTRA)
         if given is not None:
             return RowLaw(tuple(given["key"]), SamplingParams(**given["params"]))
         seed = secrets.randbits(62) if asked.seed is None else asked.seed % 2**63
         top_k = max(asked.top_k, 0)  # vLLM's -1 keeps all tokens, too
-        params = SamplingParams(asked.temperature, top_k, asked.top_p, asked.min_p, seed=seed)
+        params = SamplingParams(float(asked.temperature), top_k, float(asked.top_p), float(asked.min_p), seed=seed)
         return RowLaw(Request("served", 0, (), params, "generate").key, params)
 
     @staticmethod
@@ -81,6 +81,8 @@ class LawTable:
         self.vocab_size, self.device, self.tau = vocab_size, device, tau
         self.laws = [_FREE] * num_slots
         self.keys_S4 = torch.zeros(num_slots, 4, dtype=torch.int64, device=device)
+        self.inverse_temperature_S1 = torch.ones(num_slots, 1, device=device)
+        self.noise_scale_S1 = torch.ones(num_slots, 1, device=device)
         self._params: BatchParams | None = None
         self._unwritten: set[int] = set()
         self._window = NoiseWindow(num_slots, vocab_size)
@@ -97,7 +99,12 @@ class LawTable:
         """Brings what was put to the device, before the next step."""
         if self._unwritten:
             slots = sorted(self._unwritten)
-            self.keys_S4[slots] = keys_tensor([self.laws[slot].key for slot in slots], self.device)
+            laws = [self.laws[slot] for slot in slots]
+            self.keys_S4[slots] = keys_tensor([law.key for law in laws], self.device)
+            inverse = [[min(1 / (law.params.temperature or 1.0), MAX_INVERSE_TEMPERATURE)] for law in laws]
+            self.inverse_temperature_S1[slots] = torch.tensor(inverse, device=self.device)
+            scale = [[float(law.params.temperature > 0)] for law in laws]
+            self.noise_scale_S1[slots] = torch.tensor(scale, device=self.device)
             self._params = None
             self._unwritten.clear()
         if self._params is None:
@@ -117,15 +124,13 @@ class LawTable:
 
     def rank(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> Tensor:
         """Returns the tokens that a drafter guesses: the argmax of log q / tau + the target's own noise, q being the draft
-        distribution at the sequence's temperature (as drafter/learned.py ranks)."""
+        distribution at the sequence's temperature (as drafter/learned.py ranks). On a GPU it reads nothing but tensors that
+        stay where they are, for vLLM may capture it in a graph."""
         noise_RV = self._noise(slots_R, positions_R)
         if noise_RV is None:
             noise_RV = gumbel_noise(self.keys_S4[slots_R], positions_R[:, None], self.vocab_size)[:, 0]
-        params = self.params.take(slots_R)
-        if params.noise_scale_B11 is not None:
-            noise_RV = noise_RV * params.noise_scale_B11[:, 0].to(noise_RV.dtype)
-        scaled_RV = params.scale(logits_RV[:, None])[:, 0]
-        return torch.add(noise_RV, scaled_RV[:, : self.vocab_size], alpha=1 / self.tau).argmax(-1)
+        scaled_RV = logits_RV[:, : self.vocab_size].float() * (self.inverse_temperature_S1[slots_R] / self.tau)
+        return torch.addcmul(scaled_RV, noise_RV, self.noise_scale_S1[slots_R]).argmax(-1)
 
     def _noise(self, slots_R: Tensor, positions_R: Tensor) -> Tensor | None:
         """Returns noise computed ahead, on a CPU; None: it is computed with the draw."""
@@ -174,10 +179,14 @@ class NoiseWindow:
 
 
 class Slots:
-    """Gives the requests of a running batch slots of the table, and takes those back whose requests are gone."""
+    """Gives the requests of a running batch slots of the table, and takes those back whose requests are gone.
+
+    on_enter: is told of every slot that a request has been given.
+    """
 
     def __init__(self, table: LawTable) -> None:
         self.table = table
+        self.on_enter: Callable[[int], None] = lambda _: None
         self._slot_of: dict[str, int] = {}
         self._free = list(range(len(table.laws)))[::-1]
 
@@ -190,6 +199,7 @@ class Slots:
             if request_id not in self._slot_of:
                 self._slot_of[request_id] = slot = self._free.pop()
                 self.table.put(slot, RowLaw.of(asked(request_id)))
+                self.on_enter(slot)
         self.table.flush()
 
     def slot_of(self, request_id: str) -> int:

@@ -53,7 +53,7 @@ class VllmSettings:
     kv_gib: GiB for keys and values; None: vLLM's own share of a GPU, and 1 GiB on a CPU.
     section: the user's own settings of vLLM.
     drafter: {"method": …} as vLLM's speculative_config has it, without a length; None: no speculation.
-    max_depth: drafted tokens at most.  tau: the drafter's temperature (LawTable).
+    depths: numbers of tokens that may be drafted at a time, rising from 0.  tau: the drafter's temperature (LawTable).
     captures: whether features are kept for the drafter's training.
     own_process: whether the worker is a process of its own even on one device, as where this one has a process group already.
     device_index: of the GPU that is this process's; vLLM takes its share of all, counted from there.
@@ -66,11 +66,15 @@ class VllmSettings:
     kv_gib: float | None = None
     section: VllmSection = field(default_factory=VllmSection)
     drafter: Mapping[str, Any] | None = None
-    max_depth: int = 0
+    depths: tuple[int, ...] = (0,)
     tau: float = DEFAULT_TAU
     captures: bool = False
     own_process: bool = False
     device_index: int = 0
+
+    @property
+    def max_depth(self) -> int:
+        return self.depths[-1]
 
     @property
     def is_in_process(self) -> bool:
@@ -159,10 +163,10 @@ class Link:
         found: int = self._scheduler.num_verified.get(internal_id, 0)
         return found
 
-    @property
-    def num_preemptions(self) -> int:
-        """Requests that vLLM has put back for want of memory."""
+    def take_preemptions(self) -> int:
+        """Returns how many requests vLLM has put back for want of memory since this was asked last."""
         found: int = self._scheduler.num_preempted
+        self._scheduler.num_preempted = 0
         return found
 
     def captured(self, internal_id: str, num_positions: int) -> Tensor | None:

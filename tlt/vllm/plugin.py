@@ -8,15 +8,16 @@ vLLM loads it by its entry point in every process. It changes nothing where nobo
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from tlt.types import UserError
 from tlt.vllm import runner_v1
 from tlt.vllm.capture import Captured
 from tlt.vllm.law import DEFAULT_TAU, LawTable
-
-CONFIG = "tlt"
-"""The key of vLLM's `additional_config`: {"tau": temperature of the drafter, "captures": whether features are kept}."""
+from tlt.vllm.served import CONFIG as CONFIG
+from tlt.vllm.served import asked, check_request, check_server, seed_of
 
 PROCESSOR = "tlt.vllm.runner_v2:LawProcessor"
 
@@ -30,32 +31,70 @@ class Installed:
 
 
 def register() -> None:
-    """Lets workers install the law when they load their model. It may be called several times."""
+    """Lets vLLM check what it starts with and what is asked of it, and lets workers install the law when they load their model.
+    It may be called several times."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.input_processor import InputProcessor
     from vllm.v1.worker.gpu_worker import Worker
 
-    original = Worker.load_model
-    if original.__module__ == __name__:
+    _wrap(EngineArgs, "create_engine_config", _create_engine_config)
+    _wrap(InputProcessor, "process_inputs", _process_inputs)
+    _wrap(Worker, "load_model", _load_model)
+
+
+def _wrap(owner: type, name: str, around: Callable[..., Any]) -> None:
+    """Replaces a method by around(method, self, …), once."""
+    method = getattr(owner, name)
+    if method.__module__ == __name__:
         return
 
-    @functools.wraps(original, assigned=("__name__", "__qualname__", "__doc__"))
-    def load_model(self: Any, *args: Any, **kwargs: Any) -> None:
-        asked = (self.vllm_config.additional_config or {}).get(CONFIG)
-        if asked is not None and self.vllm_config.use_v2_model_runner:
-            config = self.vllm_config.model_config
-            config.logits_processors = [*(config.logits_processors or []), PROCESSOR]
-        original(self, *args, **kwargs)
-        if asked is not None:
-            self.model_runner.tlt = install(self.model_runner, asked)
+    @functools.wraps(method, assigned=("__name__", "__qualname__", "__doc__"))
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(method, self, *args, **kwargs)
 
-    Worker.load_model = load_model
+    setattr(owner, name, wrapped)
 
 
-def install(runner: Any, asked: dict[str, Any]) -> Installed:
+def _create_engine_config(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    config = method(self, *args, **kwargs)
+    check_server(config)
+    return config
+
+
+def _process_inputs(
+    method: Callable[..., Any], self: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+) -> Any:
+    from vllm.exceptions import VLLMValidationError
+
+    request = method(self, request_id, prompt, params, *args, **kwargs)
+    if asked(self.vllm_config) is not None and request.sampling_params is not None:
+        try:
+            check_request(self.vllm_config, request.sampling_params)
+        except UserError as error:
+            raise VLLMValidationError(str(error)) from None  # of vLLM's own kind: a server answers with 400, not with 500
+        request.sampling_params.seed = seed_of(request.sampling_params)  # vLLM's own copy of the caller's parameters
+    return request
+
+
+def _load_model(method: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> None:
+    from vllm.logger import init_logger
+
+    given = asked(self.vllm_config)
+    if given is not None and self.vllm_config.use_v2_model_runner:
+        config = self.vllm_config.model_config
+        config.logits_processors = [*(config.logits_processors or []), PROCESSOR]
+    method(self, *args, **kwargs)
+    if given is not None:
+        self.model_runner.tlt = install(self.model_runner, given)
+        init_logger("vllm.tlt").info("Tokens are drawn by tlt's law: a request's seed alone decides them.")
+
+
+def install(runner: Any, given: dict[str, Any]) -> Installed:
     """Puts the law into a runner that has loaded its model."""
-    tau = float(asked.get("tau", DEFAULT_TAU))
+    tau = float(given.get("tau", DEFAULT_TAU))
     if runner.vllm_config.use_v2_model_runner:
         from tlt.vllm import runner_v2
 
         return Installed(runner_v2.install(runner, tau), None)
     batch = runner_v1.install(runner, tau)
-    return Installed(batch.table, Captured(runner, batch) if asked.get("captures") else None)
+    return Installed(batch.table, Captured(runner, batch) if given.get("captures") else None)

@@ -39,6 +39,8 @@ class Batch:
     @property
     def slots_B(self) -> Tensor:
         request_ids = self.runner.input_batch.req_ids
+        # vLLM's own generators serve nobody here, and on a CPU it fails when it sets one back for a prompt that is unfinished
+        self.runner.input_batch.generators.clear()
         if request_ids != self._request_ids:
             self._request_ids = list(request_ids)
             self.slots.enter(self._request_ids, lambda request_id: self.runner.requests[request_id].sampling_params)

@@ -17,10 +17,10 @@ class LengthScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.num_to_draft: int = self.num_spec_tokens
-        self.num_scheduled: dict[str, int] = {}
-        """Tokens of each request in the step whose outputs came last."""
         self.num_verified: dict[str, int] = {}
-        """Drafted tokens among them."""
+        """Drafted tokens of each request in the step whose outputs came last."""
+        self.num_preempted = 0
+        """Requests that were put back for want of memory, until the engine asks for them (Link.take_preemptions)."""
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         lengths: list[int] | None = self.dynamic_sd_lookup
@@ -30,6 +30,6 @@ class LengthScheduler(Scheduler):
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
         drafts = scheduler_output.scheduled_spec_decode_tokens
-        self.num_scheduled = dict(scheduler_output.num_scheduled_tokens)
         self.num_verified = {request_id: len(tokens) for request_id, tokens in drafts.items()}
+        self.num_preempted += len(scheduler_output.preempted_req_ids or ())
         return super().update_from_output(scheduler_output, model_runner_output)

@@ -11,6 +11,7 @@ import vllm
 from vllm.sampling_params import RequestOutputKind
 
 from tlt.engine.memory import GPU_SHARE
+from tlt.types import UserError, one_line
 from tlt.vllm.link import CPU_KV_GIB, VllmSettings
 from tlt.vllm.plugin import CONFIG, register
 from tlt.vllm.scheduler import LengthScheduler
@@ -24,7 +25,11 @@ def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
     # a reload names every layer without weights of its own as not loaded; link.py sees for itself what has arrived
     logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
     with torch.random.fork_rng():  # the caller's random numbers stay as they are
-        llm = vllm.LLM(**arguments(settings))
+        try:
+            llm = vllm.LLM(**arguments(settings))
+        except ValueError as error:  # so vLLM refuses a model, or a cache without room for a whole response
+            remedy = "change [vllm], rollout.kv_gib or the model, or use engine tlt"
+            raise UserError(f"engine: vllm does not start ({one_line(error, 400)}); {remedy}") from None
     return llm, sampling_params
 
 
@@ -68,15 +73,14 @@ def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def speculative_config(settings: VllmSettings) -> dict[str, Any] | None:
-    """Returns how vLLM drafts. Every length that may be chosen is named, so that graphs are captured for it."""
+    """Returns how vLLM drafts. Every length that may be chosen is named, so that graphs are captured for it: as the length of
+    some batch size, which is then never used (scheduler.py sets the length for all of them)."""
     if settings.drafter is None:
         return None
-    lengths = [(depth + 1, depth + 1, depth) for depth in range(settings.max_depth)]
-    lengths.append((settings.max_depth + 1, max(settings.max_batch_size, settings.max_depth + 1), settings.max_depth))
     return {
         **settings.drafter,
         "num_speculative_tokens": settings.max_depth,
-        "num_speculative_tokens_per_batch_size": lengths,
+        "num_speculative_tokens_per_batch_size": [(i, i, depth) for i, depth in enumerate(settings.depths, start=1)],
     }
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from tlt.tuning.tuner import default_arms
 from tlt.types import Strategy, UserError
 
 
 def check_speculation(speculation: str, has_learned: bool) -> None:
     """Raises UserError for a speculation that vLLM cannot carry out."""
-    kinds_of(speculation, has_learned)
-    depth_of(speculation, 1)
+    depths_of(speculation, kinds_of(speculation, has_learned), 1)
 
 
 def kinds_of(speculation: str, has_learned: bool) -> tuple[str, ...]:
@@ -27,12 +29,14 @@ def kinds_of(speculation: str, has_learned: bool) -> tuple[str, ...]:
     return (asked,)
 
 
-def depth_of(speculation: str, max_draft_tokens: int) -> int:
-    """Returns how many tokens are drafted at most. UserError for trees."""
-    if speculation in ("off", "adaptive"):
-        return max_draft_tokens
+def depths_of(speculation: str, kinds: Sequence[str], max_draft_tokens: int) -> tuple[int, ...]:
+    """Returns the numbers of tokens that may be drafted at a time, rising from 0. UserError for trees."""
+    if not kinds:
+        return (0,)
+    if speculation == "adaptive":
+        return tuple(sorted({arm.depth for arm in default_arms(kinds, max_draft_tokens, trees=False)}))
     strategy = Strategy.parse(speculation)
     if strategy.width > 1 or strategy.budget > strategy.depth:
         chain = f"{strategy.depth}x1x{strategy.depth}"
         raise UserError(f"speculation: {speculation!r} is a tree, and vLLM drafts chains; give {chain}, or engine tlt")
-    return strategy.depth
+    return 0, strategy.depth

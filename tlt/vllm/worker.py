@@ -63,9 +63,6 @@ class TltWorker:
                 dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
             return self._tlt_head_error(model)
 
-    def tlt_set_tau(self, tau: float) -> None:
-        self._tlt_installed.table.tau = tau
-
     def tlt_captured(self, request_id: str, num_positions: int) -> Tensor | None:
         """Returns what was captured of a request that still runs, [num_positions, F]; None where it is not whole."""
         captured = self._tlt_installed.captured
