@@ -17,6 +17,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from tlt.bench.report import environment, provenance, table, write_report
 from tlt.build.engine import EngineSettings, build_backend, load_stored
 from tlt.build.model import Model, load_model
 from tlt.config.vllm import VllmSection
+from tlt.drafter.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.tasks.base import make_problems
@@ -35,6 +37,9 @@ from tlt.vllm.drafter import VllmDrafter
 
 RECIPE = Path(__file__).parents[1] / "recipes/countdown"
 NUM_TOKENS, NUM_REQUESTS, DEPTH = 24, 4, 3
+LONG = 30
+"""Times that a problem stands in its prompt, which then fills some of vLLM's cached blocks: what they hold of an earlier policy
+would be taken for the new one's, were the prefix cache not reset."""
 NOISE = 2.0
 """Standard deviation of what is added to a tensor, in its own."""
 
@@ -55,7 +60,7 @@ def requests_of(model: Model) -> list[Request]:
     assert model.tokenizer is not None
     params = SamplingParams(0.0, max_tokens=NUM_TOKENS)
     problems = make_problems("countdown", NUM_REQUESTS, 0, {"split": "test"})
-    prompts = [model.tokenizer.encode_text(str(problem["prompt"])) for problem in problems]
+    prompts = [model.tokenizer.encode_text(LONG * str(problem["prompt"])) for problem in problems]
     return [Request(f"problem-{index}", 0, prompt, params, "generate") for index, prompt in enumerate(prompts)]
 
 
@@ -70,16 +75,32 @@ def resident_mib() -> float:
     return pages * 4096 / 2**20
 
 
-def push_all(options: argparse.Namespace) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Setup:
+    """vLLM with a drafter, our own engine beside it, and what both start with."""
+
+    model: Model
+    stored: StoredDrafter
+    vllm: RolloutBackend
+    ours: RolloutBackend
+
+
+def start() -> Setup:
     model = load_model(RECIPE / "base", torch.float32)
     stored = load_stored(RECIPE / "drafter", model)
     assert stored is not None
     speculation, section = f"{DEPTH}x1x{DEPTH}", VllmSection(compile=False)
-    settings = EngineSettings(speculation, max_batch_size=NUM_REQUESTS, engine="vllm", vllm=section, kv_gib=0.25, window=256)
+    settings = EngineSettings(speculation, max_batch_size=NUM_REQUESTS, engine="vllm", vllm=section, kv_gib=0.25, window=512)
     vllm, ours = build_backend(model, settings, stored), build_backend(model, EngineSettings(max_batch_size=NUM_REQUESTS))
+    return Setup(model, stored, vllm, ours)
+
+
+def push_all(setup: Setup, num: int) -> list[dict[str, Any]]:
+    """Pushes so many times; returns what was seen after each."""
+    model, stored, vllm, ours = setup.model, setup.stored, setup.vllm, setup.ours
     assert isinstance(vllm.drafter, VllmDrafter)
     requests, pushes, before = requests_of(model), [], None
-    for number in range(1, options.pushes + 1):
+    for number in range(1, num + 1):
         is_plain = number % 2 == 1
         policy = dict(model.tensors) if is_plain else changed(model.tensors, number, kept=1.0)
         drafter = dict(stored.tensors) if is_plain else changed(stored.tensors, number, kept=0.0)
@@ -105,7 +126,6 @@ def push_all(options: argparse.Namespace) -> list[dict[str, Any]]:
         before = found
         if number % 10 == 0:
             print(number, pushes[-1], flush=True)
-    vllm.close()
     return pushes
 
 
@@ -162,7 +182,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    pushes = push_all(options)
+    setup = start()
+    pushes = push_all(setup, options.pushes)
+    setup.vllm.close()
     command = f"python -m benchmarks.vllm_push --pushes {options.pushes}"
     report = {"command": command, "environment": environment(), "summary": summarize(pushes), "each": pushes}
     write_report(options.out, report, to_markdown(report))

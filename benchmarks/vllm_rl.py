@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +78,15 @@ def child(folder: Path, kill: Sequence[int], words: Sequence[str]) -> int:
     return main(list(words))
 
 
-def run_arm(arm: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs an arm to its end, in two attempts where it is killed."""
+def run_arm(arm: str, folder: Path, steps: int, kill: str, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Runs an arm to its end, in two attempts where it is killed. kill: "STEP,ENGINE_STEP".  changes: to the configuration."""
     if (folder / "run" / "policy").exists():
         return read_arm(arm, folder)
     folder.mkdir(parents=True)
-    changes = {**SMALL, "run.num_steps": options.steps, "run.out_dir": folder / "run"}
-    given = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+    values = {**SMALL, **(changes or {}), "run.num_steps": steps, "run.out_dir": folder / "run"}
+    given = [word for key, value in values.items() for word in (f"--{key}", str(value))]
     words = ["train", str(RECIPE), *given, "--rollout.engine", "tlt" if arm == "tlt" else "vllm"]
     if arm == "killed":
-        kill = f"{options.kill_step},{options.kill_after}"
         code = attempt(folder, kill, words)
         if code != -signal.SIGKILL:
             sys.exit(f"{arm}: ended with {code}, and was to be killed at {kill}")
@@ -168,7 +167,7 @@ def margins(
 
 
 def request_of(response: dict[str, Any]) -> Request:
-    params = SamplingParams(1.0, max_tokens=SMALL["sampling.max_tokens"], seed=0)
+    params = SamplingParams(1.0, seed=0)
     return Request(response["problem_id"], response["sample_index"], (), params, "rollout", response["step"])
 
 
@@ -209,7 +208,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     said = ", ".join(f"{key} = {value}" for key, value in SMALL.items() if key != "run.time_limit_minutes")
     report["configuration"] = f"`recipes/countdown/quickstart.toml` with {said}; float32, one thread. Steps count from 1."
     for arm in ARMS:
-        report["runs"].append(run_arm(arm, folder / arm, options))
+        report["runs"].append(run_arm(arm, folder / arm, options.steps, f"{options.kill_step},{options.kill_after}"))
         print(arm, [round(step["reward_mean"], 3) for step in report["runs"][-1]["steps"]], flush=True)
     for one, other in (("tlt", "vllm"), ("vllm", "killed")):
         found = compare(f"{one} and {other}", folder / one, folder / other)
