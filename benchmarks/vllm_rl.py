@@ -1,9 +1,9 @@
-"""Is a run that generates with vLLM the run that generates with TLT's own engine? The countdown recipe, small, with the same seed.
+"""Is a run that generates with vLLM the run that generates with TLT's own engine? The countdown recipe, small, one seed.
 
     python -m benchmarks.vllm_rl --out benchmarks/results/vllm-rl      with an interpreter that has vLLM
 
     tlt     engine tlt, one rank           vllm    engine vllm, one rank
-    killed  as vllm, but killed by SIGKILL in the middle of a rollout, and resumed: its journal is read, the rest generated again
+    killed  as vllm, but killed by SIGKILL in the middle of a rollout, and resumed: the journal is read, the rest generated
 
 All responses of every step are compared, token by token. The engines add numbers in different orders, so a response differs
 where two tokens are nearly as likely: the margin there, noise included, is computed anew in float64 by transformers, from the
@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +78,15 @@ def child(folder: Path, kill: Sequence[int], words: Sequence[str]) -> int:
     return main(list(words))
 
 
-def run_arm(arm: str, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Runs an arm to its end, in two attempts where it is killed."""
+def run_arm(arm: str, folder: Path, steps: int, kill: str, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Runs an arm to its end, in two attempts where it is killed. kill: "STEP,ENGINE_STEP".  changes: to the configuration."""
     if (folder / "run" / "policy").exists():
         return read_arm(arm, folder)
     folder.mkdir(parents=True)
-    changes = {**SMALL, "run.num_steps": options.steps, "run.out_dir": folder / "run"}
-    given = [word for key, value in changes.items() for word in (f"--{key}", str(value))]
+    values = {**SMALL, **(changes or {}), "run.num_steps": steps, "run.out_dir": folder / "run"}
+    given = [word for key, value in values.items() for word in (f"--{key}", str(value))]
     words = ["train", str(RECIPE), *given, "--rollout.engine", "tlt" if arm == "tlt" else "vllm"]
     if arm == "killed":
-        kill = f"{options.kill_step},{options.kill_after}"
         code = attempt(folder, kill, words)
         if code != -signal.SIGKILL:
             sys.exit(f"{arm}: ended with {code}, and was to be killed at {kill}")
@@ -152,7 +151,8 @@ def margins(
 
     model = AutoModelForCausalLM.from_pretrained(RECIPE.parent / "base", dtype=torch.float64)
     missing, unexpected = model.load_state_dict(policy, strict=False)
-    assert not unexpected and all(name == "lm_head.weight" for name in missing), (missing, unexpected)
+    assert not unexpected, unexpected
+    assert set(missing) <= {"lm_head.weight"}, missing
     for one, other in pairs:
         index = next(i for i, (a, b) in enumerate(zip(one["token_ids"], other["token_ids"], strict=False)) if a != b)
         prefix = [*one["prompt_ids"], *one["token_ids"][:index]]
@@ -167,7 +167,7 @@ def margins(
 
 
 def request_of(response: dict[str, Any]) -> Request:
-    params = SamplingParams(1.0, max_tokens=SMALL["sampling.max_tokens"], seed=0)
+    params = SamplingParams(1.0, seed=0)
     return Request(response["problem_id"], response["sample_index"], (), params, "rollout", response["step"])
 
 
@@ -195,8 +195,8 @@ def describe(found: dict[str, Any]) -> str:
         return f"**{name}**: all {num} responses have the same tokens ({found['tokens_before']} tokens).{from_journal}"
     worst = max(margin["margin"] for margin in found["margins"])
     return (
-        f"**{name}**: {found['responses_before']} of {num} responses, {found['tokens_before']} tokens, have the same tokens, all"
-        f" of the steps before step {found['first_difference'] + 1}. There {found['differ_in_that_step']} of"
+        f"**{name}**: {found['responses_before']} of {num} responses, {found['tokens_before']} tokens, have the same tokens,"
+        f" all of the steps before step {found['first_difference'] + 1}. There {found['differ_in_that_step']} of"
         f" {found['of_that_step']} part, where the law's two best tokens are {worst:.1e} apart at most.{from_journal}"
     )
 
@@ -208,7 +208,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     said = ", ".join(f"{key} = {value}" for key, value in SMALL.items() if key != "run.time_limit_minutes")
     report["configuration"] = f"`recipes/countdown/quickstart.toml` with {said}; float32, one thread. Steps count from 1."
     for arm in ARMS:
-        report["runs"].append(run_arm(arm, folder / arm, options))
+        report["runs"].append(run_arm(arm, folder / arm, options.steps, f"{options.kill_step},{options.kill_after}"))
         print(arm, [round(step["reward_mean"], 3) for step in report["runs"][-1]["steps"]], flush=True)
     for one, other in (("tlt", "vllm"), ("vllm", "killed")):
         found = compare(f"{one} and {other}", folder / one, folder / other)

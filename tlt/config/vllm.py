@@ -15,8 +15,8 @@ class VllmSection(Section):
     compile: bool = True
     """Whether vLLM compiles the model, and on GPUs captures graphs; it then starts later and generates faster."""
     own_process: bool = False
-    """Whether vLLM's worker is a process of its own even on one device, as it is with several ranks. What the target computed is
-    not captured for the drafter's training then, and computed again."""
+    """Whether vLLM's worker is a process of its own even on one device, as it is with several ranks. What the target computed
+    is not captured for the drafter's training then, and computed again."""
     prefix_caching: bool = True
     """Whether vLLM reads what several prompts begin with once. What it has cached is not captured for the drafter's training;
     that is then computed again."""

@@ -121,7 +121,6 @@ class RolloutEngine:
 
     @property
     def running(self) -> list[Sequence]:
-        """The responses in the making, by slot; to be looked at only."""
         return self.scheduler.running
 
     @property

@@ -276,7 +276,7 @@ class Link:
 
 @contextmanager
 def workers_deaf_to_interrupts() -> Iterator[None]:
-    """Lets processes be born with SIGINT blocked: Ctrl-C reaches all of a terminal's, and this one decides what then happens."""
+    """Lets processes be born with SIGINT blocked: Ctrl-C reaches all that a terminal runs, and this one decides on it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
