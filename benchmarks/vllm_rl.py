@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from tlt.bench.report import environment, number, provenance, table, write_report
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
-from tlt.types import Request, SamplingParams
+from tlt.types import Finished, Request, SamplingParams
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "recipes/countdown/quickstart.toml"
@@ -67,7 +67,7 @@ def child(folder: Path, kill: Sequence[int], words: Sequence[str]) -> int:
                 file.write(json.dumps({"step": run.step, "recalled": phase.recalled_tokens, **vars(rollout)}) + "\n")
         return phase
 
-    def count(engine: VllmEngine, captures: bool = False) -> Any:
+    def count(engine: VllmEngine, captures: bool = False) -> list[Finished]:
         nonlocal num_steps
         num_steps += 1
         if [current, num_steps] == list(kill):

@@ -188,10 +188,11 @@ def _caches(s: Subject, standing: int) -> tuple[Part, int]:
     if limit is not None and limit < wanted:
         held = max(limit // each, 1)
         how = f"{why}: {held} of {s.num_slots} sequences of {s.longest} tokens × {kib(each / s.longest)} at once"
+    phases: tuple[Phase, ...] = ("rollout", "idle")
     if uses_vllm(s) and limit is not None:  # it takes all of it when it starts, and on a CPU never gives it back
-        taken, phases = max(limit, least), ("rollout", "idle") if s.place.is_gpu else ()
+        taken, phases = max(limit, least), phases if s.place.is_gpu else ()
     else:
-        taken, phases = wanted if limit is None else max(min(wanted, limit), least), ("rollout", "idle")
+        taken = wanted if limit is None else max(min(wanted, limit), least)
     return Part(CACHES, taken, phases, how), least if given is None else taken
 
 
