@@ -16,7 +16,7 @@ from tlt.speculative.rows import draw
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
 from tlt.types import Request, SamplingParams, UserError
 from tlt.vllm.law import LawTable, NoiseWindow, RowLaw, Slots
-from tlt.vllm.strategies import check_speculation, depth_of, kinds_of
+from tlt.vllm.strategies import check_speculation, depths_of, kinds_of
 
 VOCAB, NUM_SLOTS = 61, 9
 CPU = torch.device("cpu")
@@ -235,7 +235,7 @@ def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("speculation", "has_learned", "kinds", "depth"),
     [
-        ("off", True, (), 8),
+        ("off", True, (), 0),
         ("adaptive", True, ("learned",), 8),
         ("adaptive", False, ("ngram",), 8),
         ("4x1x4", True, ("learned",), 4),
@@ -246,7 +246,7 @@ def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.M
 def test_one_drafter_and_its_depth(speculation: str, has_learned: bool, kinds: tuple[str, ...], depth: int) -> None:
     check_speculation(speculation, has_learned)
     assert kinds_of(speculation, has_learned) == kinds
-    assert depth_of(speculation, 8) == depth
+    assert depths_of(speculation, kinds, 8)[-1] == depth
 
 
 @pytest.mark.parametrize(
