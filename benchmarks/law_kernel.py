@@ -118,7 +118,7 @@ def _any_params(generator: torch.Generator) -> SamplingParams:
 
 
 class _Moved(TorchDispatchMode):
-    """Counts the bytes that operators read and write, each tensor of theirs once; views move nothing."""
+    """Counts the bytes that operators read and write, each tensor of theirs once, but a gather's source; views move nothing."""
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self)
@@ -126,8 +126,9 @@ class _Moved(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        if not func.is_view and func is not torch.ops.aten.empty.memory_format:
+            is_read = args[1:] if func is torch.ops.aten.gather.default else args
+            tensors = [leaf for leaf in tree_leaves((is_read, kwargs, result)) if isinstance(leaf, Tensor)]
             self.num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         return result
 
@@ -289,8 +290,8 @@ EQUAL = """\
 Of {num_words:,} words, {differ:,} become other noise by -log(-log(1 - w)) than by the plain law's -log(-log1p(-w)), both in
 float64 and rounded once. {uncertain:,} lie so close to the border between two float32 numbers that a GPU, whose float64
 logarithms may err in their last bit, might round them to the other one: {each_row:.1g} values in a row of {vocab_size:,},
-by one unit of float32 each. A token changes only where such a value belongs to the best score or the second best, and the
-two are that close."""
+by a unit of float32 or, near noise 0, by 2^-51. A token changes only where such a value belongs to the best score or the
+second best, and the two are that close."""
 
 CASES = """\
 {rows:,} random rows in the interpreter (float32, bfloat16, float16; T = 0 and above; with truncation and without; up to
