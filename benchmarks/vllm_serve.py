@@ -182,7 +182,7 @@ def combined(ask: Ask, max_tokens: int, seeds: Sequence[int]) -> dict[str, Any]:
     """Returns, of every combination, the texts of these seeds; or the sentence by which the server refuses it."""
     import openai
 
-    text, found = prompts(1)[0], {}
+    text, found = prompts(1)[0], dict[str, Any]()
     with ThreadPoolExecutor(len(seeds)) as pool:
         for name, asked in COMBINED.items():
             requests = [{"prompt": text, "seed": seed, "max_tokens": max_tokens, **asked} for seed in seeds]
