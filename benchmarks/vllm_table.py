@@ -137,19 +137,22 @@ def run(options: argparse.Namespace, work: Path) -> dict[str, Any]:
     model = load_model(BASE, torch.float32)
     drafters = {"none": None, "n-gram": None, "EAGLE": DRAFTER, "random": random_drafter(work / "random")}
     drafters["EAGLE-3"] = options.eagle3 or train_eagle3(BASE, work)
-    asked = [start for start in starts(sizes) if options.only in start.name]
+    chosen = [start for start in starts(sizes) if options.only in start.name]
+    asked = [start for start in chosen if not options.report or (work / f"{start.name}.json").exists()]
     own = load_engine(model, EngineSettings(max_batch_size=16))
     work_of = {start.name: (start.size, start.prefix_caching is None) for start in asked}
     wanted = {work_of[start.name]: requests_of(model, start, own) for start in asked}  # many starts have the same work
     with ThreadPoolExecutor(options.at_once) as pool:
-        bring = known_child if options.report else run_child
-        jobs = {s.name: pool.submit(bring, s, wanted[work_of[s.name]], drafters[s.drafter], work) for s in asked}
+        jobs = {s.name: pool.submit(run_child, s, wanted[work_of[s.name]], drafters[s.drafter], work) for s in asked}
         ours = {key: {law: answers(own, requests) for law, requests in of.items()} for key, of in wanted.items()}
         cells = []
         for start in asked:
             theirs = jobs[start.name].result()
             print(f"{start.name}: {theirs.get('refused') or 'done'}", flush=True)
             cells += judge(start, wanted[work_of[start.name]], ours[work_of[start.name]], theirs)
+    for start in chosen:
+        if start not in asked:
+            cells += judge(start, {}, {}, {"refused": "not measured"})
     return {
         "command": "python -m benchmarks.vllm_table --eagle3 FOLDER",
         "environment": environment() | versions(),
@@ -221,12 +224,6 @@ def run_child(start: Start, requests: Mapping[str, list[Request]], drafter: Path
         return {"refused": last_line(work / f"{start.name}.log")}
     found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return found
-
-
-def known_child(start: Start, requests: Any, drafter: Path | None, work: Path) -> dict[str, Any]:
-    """Returns what a child found before."""
-    out = work / f"{start.name}.json"
-    return run_child(start, requests, drafter, work) if out.exists() else {"refused": "not measured"}
 
 
 def last_line(log: Path) -> str:

@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": 61,
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 6,
     "num_attention_heads": 2,
     "head_dim": 32,
     "max_position_embeddings": 160,

@@ -57,14 +57,11 @@ def test_a_tuner_that_picks_at_random_changes_no_token(live: Any, own: Any) -> N
 
 def test_drafts_of_the_trained_drafter_are_accepted(live: Any, own: Any) -> None:
     """Where the temperature is high, guesses agree for the noise that they share with the target, and hardly else."""
-    requests = [*countdown(6, 60), *countdown(6, 60, temperature=3.0)]
-    lengths = []
-    for part in (requests[:6], requests[6:]):
+    for temperature, least in ((1.0, 4.5), (3.0, 2.2)):  # our own engine: 4.86 and 2.43, and 2.04 without the noise
         live.stats = type(live.stats)()
-        assert_equal(part, own, answers(live, part), BASE)
-        lengths.append(live.stats.accept_length)
-    print(lengths)
-    assert min(lengths) > 3
+        requests = countdown(6, 60, temperature)
+        assert_equal(requests, own, answers(live, requests), BASE)
+        assert live.stats.accept_length > least
 
 
 def test_many_samples_of_one_prompt_take_turns(live: Any, own: Any) -> None:
