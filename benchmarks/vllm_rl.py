@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def read_responses(folder: Path) -> tuple[dict[Place, dict[str, Any]], dict[int,
 def compare(name: str, one: Path, other: Path) -> dict[str, Any]:
     """Returns how far two arms have the same tokens, and what separates them where they no longer do."""
     (ours, _), (theirs, recalled) = read_responses(one), read_responses(other)
-    assert ours.keys() == theirs.keys(), "the runs answer the same problems"
+    assert theirs.keys() <= ours.keys(), "the runs answer the same problems, the second one perhaps for fewer steps"
+    ours = {place: ours[place] for place in theirs}
     differing = [place for place in ours if ours[place]["token_ids"] != theirs[place]["token_ids"]]
     first = min((place[0] for place in differing), default=None)
     same = [place for place in ours if first is None or place[0] < first]
@@ -180,9 +182,9 @@ def to_markdown(report: dict[str, Any]) -> str:
     by_arm = {run["arm"]: run["steps"] for run in report["runs"]}
     columns = ["step", *(f"{arm}: {what}" for what in ("reward", "tokens", "rollout, s", "step, s") for arm in by_arm)]
     rows = []
-    for index, steps in enumerate(zip(*by_arm.values(), strict=True)):
+    for index, steps in enumerate(zip_longest(*by_arm.values(), fillvalue={})):
         keys = (("reward_mean", ".3f"), ("num_tokens", "d"), ("rollout_seconds", ".1f"), ("step_seconds", ".1f"))
-        rows.append([index + 1, *(number(step[key], form) for key, form in keys for step in steps)])
+        rows.append([index + 1, *(number(step.get(key), form) for key, form in keys for step in steps)])
     return "\n\n".join([*blocks, table(columns, rows)]) + "\n"
 
 
@@ -203,12 +205,13 @@ def describe(found: dict[str, Any]) -> str:
 
 def measure(options: argparse.Namespace, folder: Path) -> None:
     command = f"python -m benchmarks.vllm_rl --steps {options.steps} --kill-step {options.kill_step}"
-    command += f" --kill-after {options.kill_after}"
+    command += f" --killed-steps {options.killed_steps} --kill-after {options.kill_after}"
     report: dict[str, Any] = {"command": command, "environment": environment(), "runs": [], "comparisons": []}
     said = ", ".join(f"{key} = {value}" for key, value in SMALL.items() if key != "run.time_limit_minutes")
     report["configuration"] = f"`recipes/countdown/quickstart.toml` with {said}; float32, one thread. Steps count from 1."
     for arm in ARMS:
-        report["runs"].append(run_arm(arm, folder / arm, options.steps, f"{options.kill_step},{options.kill_after}"))
+        steps = options.killed_steps if arm == "killed" else options.steps
+        report["runs"].append(run_arm(arm, folder / arm, steps, f"{options.kill_step},{options.kill_after}"))
         print(arm, [round(step["reward_mean"], 3) for step in report["runs"][-1]["steps"]], flush=True)
     for one, other in (("tlt", "vllm"), ("vllm", "killed")):
         found = compare(f"{one} and {other}", folder / one, folder / other)
@@ -225,8 +228,9 @@ def main() -> None:
         prog="python -m benchmarks.vllm_rl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--steps", type=int, default=20, help="policy updates")
-    parser.add_argument("--kill-step", type=int, default=7, help="step in which the third arm is killed, from 0 on")
-    parser.add_argument("--kill-after", type=int, default=40, help="engine steps in it before that")
+    parser.add_argument("--killed-steps", type=int, default=8, help="policy updates of the third arm")
+    parser.add_argument("--kill-step", type=int, default=6, help="step in which it is killed, from 0 on")
+    parser.add_argument("--kill-after", type=int, default=20, help="engine steps in it before that")
     parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     parser.add_argument("--folder", type=Path, help="keep the runs there; those that have ended there are not run again")
     options = parser.parse_args()

@@ -34,8 +34,8 @@ def assert_same_until_a_near_tie(one: Path, other: Path, least: int) -> dict[str
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One rank: our own engine, vLLM, and vLLM killed in the third step's rollout and resumed. Adapters are trained, quickly,
-    so that every policy that is published is merged anew, and differs much from the last."""
+    """One rank: our own engine, vLLM, and vLLM killed in the third step's rollout and resumed. Adapters are trained, quickly:
+    every policy that is published is merged anew, and differs much from the last."""
     folder = tmp_path_factory.mktemp("runs")
     for arm in ("tlt", "vllm", "killed"):
         run_arm(arm, folder / arm, 3, "2,12", {**FEW, **LORA})

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from tlt.bench.report import side_by_side, with_changes
 from tlt.build.engine import EngineSettings, build_backend, load_stored
 from tlt.build.model import drafter_folder, load_model, model_folder
 from tlt.build.policy import master_dtype, sampling_params
@@ -21,7 +22,7 @@ class Subject:
 
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(config.run.threads_per_rank)
-        self.config = config
+        self.config = config = with_changes(config, side_by_side(config))
         settings = EngineSettings.of_run(config, device_of(config).name)
         untrained = settings.drafting.model_copy(update={"train": False})  # nothing here trains: remember nothing for it
         self.settings = dataclasses.replace(settings, drafting=untrained)

@@ -113,12 +113,7 @@ class Link:
         from tlt.vllm.start import start  # imports vllm, which reads the environment
 
         with nullcontext() if settings.is_in_process else workers_deaf_to_interrupts():
-            try:
-                self._llm, self._sampling_params = start(settings)
-            except ValueError as error:
-                from tlt.vllm.preflight import refused
-
-                raise refused(error, settings) from error
+            self._llm, self._sampling_params = start(settings)
         engine = self._llm.llm_engine
         self._engine, self._scheduler = engine, engine.engine_core.engine_core.scheduler
         self.device = torch.device(engine.vllm_config.device_config.device_type)

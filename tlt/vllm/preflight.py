@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from tlt.types import UserError
-from tlt.vllm.link import VllmSettings, check_installed
+from tlt.vllm.link import check_installed
 from tlt.vllm.strategies import check_speculation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -31,27 +29,3 @@ def check_vllm(
         raise UserError(
             f"vllm.tensor_parallel: {each}, and this machine has {num_gpus}; give {max(num_gpus // num_engines, 1)}"
         )
-
-
-def refused(error: Exception, settings: VllmSettings) -> UserError:
-    """Returns the error of a vLLM that would not start, in one line."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    said = next((line for line in lines if "Value error," in line), lines[0]).removeprefix("Value error, ")
-    if "KV cache" in said and settings.kv_gib is not None:
-        wanted = _wanted_gib(said)
-        remedy = "give more" if wanted is None else f"give at least {wanted:g}"
-        return UserError(
-            f"kv_gib: {settings.kv_gib:g} GiB do not hold one sequence of {settings.window} tokens in vLLM; "
-            f"{remedy}, or fewer max_tokens"
-        )
-    return UserError(f"engine: vllm does not start with these settings: {said}; change them, or use engine tlt")
-
-
-def _wanted_gib(said: str) -> float | None:
-    """Returns the memory that vLLM's message asks for, rounded up so that it suffices."""
-    words: Sequence[str] = said.replace("(", " ").replace(",", " ").split()
-    found = next((words[i - 1] for i, word in enumerate(words) if word == "GiB"), None)
-    try:
-        return None if found is None else round(float(found) + 0.01, 2)
-    except ValueError:
-        return None
