@@ -81,7 +81,7 @@ PROCESS_BYTES = {"cpu": 400 * 2**20, "cuda": 1200 * 2**20}
 (NCCL, cuBLAS); the former was measured, the latter is a rule of thumb."""
 
 VLLM_PROCESS_BYTES = 600 * 2**20
-"""What an imported and started vLLM adds to a process, its weights and caches aside; measured on a CPU."""
+"""What an imported and started vLLM adds to a process, its weights and caches aside; estimated from one on a CPU."""
 
 
 def plan_memory(config: Config, model: ModelConfig, drafter: DrafterShape | None, place: Place) -> MemoryPlan:
