@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.longtail import hash_model, read_workload
-from tlt.bench.measure import Ratio, in_turns
+from tlt.bench.measure import Ratio
 from tlt.bench.report import environment, number, provenance, ratio_text, table, write_report
 from tlt.cli.drafter import DrafterExport, export
 
@@ -77,13 +77,16 @@ def main() -> None:
         described = {"model": str(base), "drafter": str(RECIPE / "drafter"), "exported": str(exported), "eager": options.eager}
         job.write_text(json.dumps({**described, "workload": str(RECIPE / "longtail.json")}), encoding="utf-8")
         arms = [Arm(options.vllm, name, job) for name in options.arms.split(",")]
+        rounds: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
         try:
-            rounds = in_turns({arm.name: arm.run for arm in arms}, options.rounds)
+            for index in range(options.rounds):  # an interrupted measurement keeps its whole rounds
+                for arm in arms if index % 2 == 0 else reversed(arms):
+                    rounds[arm.name].append(arm.run())
+                report = report_of(options, workload.num_tokens, str(workload.shape), arms, rounds)
+                write_report(options.out, report, to_markdown(report))
         finally:
             for arm in arms:
                 arm.close()
-    report = report_of(options, workload.num_tokens, str(workload.shape), arms, rounds)
-    write_report(options.out, report, to_markdown(report))
     print(to_markdown(report))
 
 
@@ -92,7 +95,7 @@ def report_of(
 ) -> dict[str, Any]:
     seconds = {name: [one["seconds"] for one in measured] for name, measured in rounds.items()}
     first = next(iter(seconds))
-    amount = f"--rounds {options.rounds}" + (" --eager" if options.eager else "")
+    amount = f"--rounds {len(seconds[first])}" + (" --eager" if options.eager else "")
     return {
         "command": f"python -m benchmarks.vllm_longtail --vllm PYTHON --arms {options.arms} {amount}",
         "environment": environment(),

@@ -36,7 +36,6 @@ def main(name: str, job: dict[str, Any]) -> None:
     kind, what = name.split("-")
     measure, version = _alone(what, job, workload) if kind == "vllm" else _ours(kind, what, job, workload)
     measure(8)  # what a fresh process is slow at
-    measure(len(workload.requests))
     print(json.dumps({"vllm": version}), flush=True)
     for _ in sys.stdin:
         print(json.dumps(measure(len(workload.requests))), flush=True)

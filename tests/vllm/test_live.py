@@ -148,6 +148,7 @@ def test_what_was_captured_is_what_the_target_computes(live: Any) -> None:
 
 def test_what_vllm_s_prefix_cache_holds_is_not_taken_for_another_prompt_s(live: Any) -> None:
     """One at a time, so all have one slot: the third begins with 128 positions that never pass through."""
+    live.load_policy(MODEL.tensors)  # what other tests have left in the cache is gone
     ids = countdown(1, 1)[0].prompt_ids
     params = SamplingParams(max_tokens=12, seed=2)
     prompts = {"a": (ids * 30)[:300], "b": (ids[::-1] * 30)[:300]}  # with a drafter vLLM reads the last whole block again
