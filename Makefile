@@ -4,13 +4,14 @@
 #   make test     set up, then the tests        make unit    the unit tests alone, two minutes
 #   make proofs   heavier whole runs, beside TRL where it is installed (pip install '.[trl]'), five minutes
 #   make vllm-check   exported drafters in an unmodified vLLM, in an environment of its own (VLLM_PYTHON=, else .venv-vllm, 2 GB)
+#   make vllm-test    tests/vllm: vLLM as an engine, in an environment that has vLLM and tlt (VLLM_PYTHON=, else .venv-vllm)
 #   make extras-check   the wheel with each extra in fresh environments, ten minutes
 #   make lint     ruff and mypy                 make setup   .venv alone       make clean   remove .venv and caches
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit proofs vllm-check extras-check lint format clean
+.PHONY: help setup train test unit proofs vllm-check vllm-test extras-check lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -71,6 +72,12 @@ unit: $(DEV_STAMP)
 
 vllm-check: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.vllm_check $(if $(VLLM_PYTHON),--vllm $(VLLM_PYTHON),--setup .venv-vllm) $(ARGS)
+
+vllm-test: $(DEV_STAMP)
+ifeq ($(VLLM_PYTHON),)
+	$(BIN)/python -m benchmarks.vllm_environment .venv-vllm
+endif
+	$(or $(VLLM_PYTHON),.venv-vllm/bin/python) -m pytest tests/vllm $(ARGS)
 
 extras-check: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.extras $(ARGS)

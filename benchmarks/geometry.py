@@ -22,14 +22,14 @@ from typing import Any
 import torch
 
 from tlt.bench.report import environment, write_report
-from tlt.build import EngineSettings, build_engine
+from tlt.build.engine import EngineSettings, build_engine
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_weights import expected_shapes
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor
-from tlt.speculative.verify import verify
+from tlt.speculative.verify import Noise, verify
 from tlt.tuning.tuner import Fixed
 from tlt.types import DraftTree, Request, SamplingParams, Strategy, Verdict
 
@@ -58,9 +58,7 @@ class SimulatedAcceptance:
     def __init__(self, accept: float, seed: int = 0) -> None:
         self.accept, self.random = accept, random.Random(seed)
 
-    def __call__(
-        self, tree: DraftTree, logits_BNV: torch.Tensor, noise_BNV: torch.Tensor, params: BatchParams
-    ) -> list[Verdict]:
+    def __call__(self, tree: DraftTree, logits_BNV: torch.Tensor, noise_BNV: Noise, params: BatchParams) -> list[Verdict]:
         verdicts = verify(tree, logits_BNV, noise_BNV, params)
         if tree.num_nodes == 1:
             return verdicts

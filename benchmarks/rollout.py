@@ -32,7 +32,7 @@ from benchmarks.traces import Trace, side_by_side
 from tlt.bench.measure import Ratio
 from tlt.bench.report import header, open_report, over_off, ratio_text, table, write_report
 from tlt.bench.subject import Subject
-from tlt.build import build_engine
+from tlt.build.engine import build_engine
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.hybrid import drafter_kinds

@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 from benchmarks.peers import _StopAtLengths
 from benchmarks.trl import Job
-from tlt.build import EngineSettings, build_engine, build_policy_trainer, load_model, load_stored
+from tlt.build.engine import EngineSettings, build_engine, load_stored
+from tlt.build.model import load_model
+from tlt.build.policy import build_policy_trainer
 from tlt.config.load import load_config
 from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import gather_objects, init_process_group_from_env, join_process_group

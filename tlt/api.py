@@ -19,11 +19,12 @@ from functools import partial
 from numbers import Integral
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypedDict, Unpack
+from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
-from tlt.build import EngineSettings, Model, load_engine, load_model, resolve_device
+from tlt.build.engine import EngineSettings, load_engine
+from tlt.build.model import Model, load_model, resolve_device
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.failures import EXIT_OK, EXIT_USER_ERROR
@@ -101,6 +102,7 @@ class Engine:
         dtype: str | torch.dtype = "float32",
         device: str | torch.device = "auto",
         max_batch_size: int = 64,
+        engine: Literal["tlt", "vllm"] = "tlt",
     ) -> Engine:
         """Loads a Hugging Face checkpoint folder, or a model of the hub, and where speculation is on, the drafter.
 
@@ -110,9 +112,12 @@ class Engine:
         speculation: "off", "adaptive" (measured while running), or a strategy such as "4x1x4": depth, width, budget.
         dtype: of weights and activations: float32, float64 or bfloat16.  device: "auto" is a GPU where there is one.
         max_batch_size: sequences decoded at a time.
+        engine: what generates, TLT's own engine or an installed vLLM with the same sampling law inside (docs/vllm.md).
         """
         if max_batch_size < 1:
             raise UserError(f"max_batch_size: is {max_batch_size}; it must be 1 or more")
+        if engine not in ("tlt", "vllm"):
+            raise UserError(f"engine: is {engine!r}; give tlt or vllm")
         if drafter is not None and not Path(drafter).is_dir() and Repository.parse(drafter) is None:
             raise UserError(f"drafter: {drafter} does not exist; give a drafter's folder, or its name on the Hugging Face hub")
         settings = EngineSettings(
@@ -120,6 +125,7 @@ class Engine:
             dtype=resolve_dtype(str(dtype).removeprefix("torch.")),
             device=resolve_device(device),
             max_batch_size=max_batch_size,
+            engine=engine,
         )
         model = load_model(resolve_model(path, revision))
         return cls(model, load_engine(model, settings, None if drafter is None else resolve_model(drafter)))

@@ -28,7 +28,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tlt.bench.report import environment, provenance, table, write_report
-from tlt.build import build_policy_trainer, open_model
+from tlt.build.model import open_model
+from tlt.build.policy import build_policy_trainer
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.launch import launch

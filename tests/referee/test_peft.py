@@ -13,7 +13,8 @@ from torch import Tensor
 
 from tests.unit.test_lora import make_config
 from tests.unit.transformer_parts import PROMPTS, packed_logits, referee, trainable
-from tlt.build import Model, build_policy, plan_policy
+from tlt.build.model import Model
+from tlt.build.policy import build_policy, plan_policy
 from tlt.config.lora import LoraSection
 from tlt.distributed.sharding import Gathered
 from tlt.models.decoder import Transformer

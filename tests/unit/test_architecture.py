@@ -20,6 +20,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "spans", "config", "files", "hub", "plugins", "processes", "recipes", "secrets"}),
     frozenset({"models", "speculative", "tasks", "data"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
+    frozenset({"vllm"}),
     frozenset({"build"}),
     frozenset({"plan"}),
     frozenset({"training", "audit"}),
@@ -148,11 +149,29 @@ def test_a_part_without_a_layer_is_found() -> None:
 
 def test_the_mathematics_of_losslessness_imports_torch_and_types_only() -> None:
     """DESIGN §3: speculative/ is auditable in an hour."""
-    allowed = {"torch", "tlt", "__future__", "collections", "dataclasses", "typing", "math", "functools", "itertools"}
+    allowed = {"torch", "tlt", "__future__", "collections", "dataclasses", "types", "typing", "math", "functools", "itertools"}
     for module, source in _modules().items():
         if _part(module) != "speculative":
             continue
         for node in ast.walk(ast.parse(source)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            assert {name.split(".")[0] for name in names} <= allowed, f"{module} imports {names}"
+            also = {"triton"} if module == KERNELS else set()
+            assert {name.split(".")[0] for name in names} <= allowed | also, f"{module} imports {names}"
+
+
+KERNELS = "tlt.speculative.fused"
+
+
+def test_the_kernels_are_imported_by_a_function_alone_so_that_all_works_without_triton() -> None:
+    found = {}
+    for module, source in _modules().items():
+        tree = ast.parse(source)
+        imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and _imports_kernels(node)]
+        if imported:
+            found[module] = [node for node in imported if node in tree.body]
+    assert found == {"tlt.speculative.sampling": []}
+
+
+def _imports_kernels(node: ast.ImportFrom) -> bool:
+    return KERNELS in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from tests.unit.test_policy import OPTIMIZER, make_batch, make_trainer
-from tlt.build import Model, build_policy, build_policy_trainer, plan_policy
+from tlt.build.model import Model
+from tlt.build.policy import build_policy, build_policy_trainer, plan_policy
 from tlt.cli.train import resolve_config
 from tlt.config.load import load_config
 from tlt.config.lora import ALL_TARGETS, LoraSection

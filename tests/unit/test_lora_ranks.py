@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.unit.test_policy import make_batch, shuffled
 from tests.unit.test_sharding import LLAMA, UNTIED, apart, assert_same_metrics
-from tlt.build import build_policy_trainer, open_model
+from tlt.build.model import open_model
+from tlt.build.policy import build_policy_trainer
 from tlt.config.schema import Config
 from tlt.distributed.sharding import Gathered, local_rows, whole
 from tlt.distributed.world import World

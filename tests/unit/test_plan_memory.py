@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import make_policy
-from tlt.build import EngineSettings, build_engine
+from tlt.build.engine import EngineSettings, build_engine
 from tlt.cli.main import main
 from tlt.config.load import load_config
 from tlt.config.schema import Config
@@ -211,7 +211,7 @@ def test_the_command_prints_parts_phases_and_a_line_for_programs(tmp_path: Path,
     assert shown["fits"] is True
     assert shown["peak_gib"].keys() == set(PHASES)
     assert shown["policy"] == "fsdp"
-    for name in ("weights", "optimizer", "engine", "caches", "noise", "a step", "gradients", "activations", "total"):
+    for name in ("weights", "optimizer", "engine", "caches", "a step", "gradients", "activations", "total"):
         assert any(line.startswith(name) for line in table), name
     parts = json.loads(out.read_text())["parts"]
     in_update = sum(part["gib"] for part in parts if not part["phases"] or "update" in part["phases"])

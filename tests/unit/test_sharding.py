@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.forked import fork_ranks, run_ranks
 from tests.unit.test_policy import SAMPLING, make_batch, shuffled
-from tlt.build import Model, build_sharded_policy
+from tlt.build.model import Model
+from tlt.build.policy import build_sharded_policy
 from tlt.config.schema import AlgorithmSection, OptimizerSection
 from tlt.distributed.sharding import (
     Gathered,

@@ -8,7 +8,7 @@ import random
 from torch import Tensor
 
 from tlt.speculative.sampling import BatchParams
-from tlt.speculative.verify import verify
+from tlt.speculative.verify import Noise, verify
 from tlt.types import DraftTree, Verdict
 
 
@@ -22,7 +22,7 @@ class PlantedFault:
         self.probability, self.random = probability, random.Random(seed)
         self.num_planted = 0
 
-    def __call__(self, tree: DraftTree, logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> list[Verdict]:
+    def __call__(self, tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams) -> list[Verdict]:
         tokens, parents = tree.tokens_BN.tolist(), tree.parents_BN.tolist()
         verdicts = verify(tree, logits_BNV, noise_BNV, params)
         logits_BNV = logits_BNV.clone()

@@ -20,13 +20,14 @@ from itertools import pairwise
 from torch import Tensor
 
 from tlt.bench.measure import Ratio, in_turns
-from tlt.build import EngineSettings, Model, build_engine, build_learned
+from tlt.build.engine import EngineSettings, build_engine, build_learned
+from tlt.build.model import Model
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.learned import LearnedProposal, OnVerdicts
 from tlt.engine.engine import RolloutEngine
 from tlt.speculative.sampling import BatchParams
-from tlt.speculative.verify import Verify, verify
+from tlt.speculative.verify import Noise, Verify, verify
 from tlt.tuning.tuner import Fixed
 from tlt.types import DraftTree, Request, Strategy, UserError, Verdict
 
@@ -99,7 +100,7 @@ def observe(model: Model, drafter: StoredDrafter, requests: Sequence[Request], d
     """
     guesses = _Guesses()
 
-    def watch(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Tensor, params: BatchParams) -> list[Verdict]:
+    def watch(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams) -> list[Verdict]:
         verdicts = verify(tree, logits_BNV, noise_BNV, params)
         if tree.num_nodes > 1:
             logprobs_BNV = params.scale(logits_BNV).log_softmax(dim=-1)

@@ -26,6 +26,12 @@ def with_changes(config: Config, changes: Changes) -> Config:
     return Config.model_validate(values)
 
 
+def side_by_side(config: Config) -> Changes:
+    """Returns the changes by which several engines live in one process alike: each vLLM has a worker process of its own, where
+    else the first alone would be without."""
+    return {"vllm": {"own_process": True}} if config.rollout.engine == "vllm" else {}
+
+
 def header(config: Config, command: str) -> dict[str, Any]:
     """Returns what it takes to repeat a measurement, without host names; of a path it holds the last part only."""
     described = config.model_dump(mode="json")

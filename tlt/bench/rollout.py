@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlt.bench.measure import Ratio, constant_batch
-from tlt.bench.report import Changes, number, open_report, over_off, ratio_text, table, with_changes
+from tlt.bench.report import Changes, number, open_report, over_off, ratio_text, side_by_side, table, with_changes
 from tlt.bench.subject import Subject
 from tlt.config.schema import Config
 from tlt.distributed.work_queue import connect_coordinator
@@ -43,6 +43,8 @@ def constant(subject: Subject, variants: Sequence[str], batch_size: int, num_rou
     num = max(batch_size, 8)
     speeds = constant_batch(engines, lambda i: subject.requests(i, num), batch_size, num_rounds, seconds)
     ratios = {name: Ratio.between(speeds[name], speeds["off"]) for name in variants}
+    for engine in engines.values():
+        engine.close()
     return {
         "kind": "constant",
         "name": f"constant batch {batch_size}",
@@ -130,6 +132,7 @@ def workload(config: Config, world: World, stop: StopRequest, num_steps: int) ->
     """Runs `num_steps` rollout phases of the configuration, each with and without speculation. The policy stays as it is."""
     coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
     plain: Changes = {"rollout": {"speculation": "off"}, "drafter": {"train": False}}
+    config = with_changes(config, side_by_side(config))
     runs: dict[str, Run] = {}
     for name, changes in (("on", {}), ("off", plain)):
         changed = with_changes(config, {**changes, "run": {"out_dir": config.run.out_dir / name}})

@@ -6,18 +6,12 @@ import dataclasses
 
 import torch
 
-from tlt.build import (
-    EngineSettings,
-    build_engine,
-    drafter_folder,
-    load_model,
-    load_stored,
-    master_dtype,
-    model_folder,
-    sampling_params,
-)
+from tlt.bench.report import side_by_side, with_changes
+from tlt.build.engine import EngineSettings, build_backend, load_stored
+from tlt.build.model import drafter_folder, load_model, model_folder
+from tlt.build.policy import master_dtype, sampling_params
 from tlt.config.schema import Config
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.backend import RolloutBackend
 from tlt.training.problems import load_problems, problems_of_step
 from tlt.training.run import device_of
 from tlt.types import Request
@@ -28,7 +22,7 @@ class Subject:
 
     def __init__(self, config: Config) -> None:
         torch.set_num_threads(config.run.threads_per_rank)
-        self.config = config
+        self.config = config = with_changes(config, side_by_side(config))
         settings = EngineSettings.of_run(config, device_of(config).name)
         untrained = settings.drafting.model_copy(update={"train": False})  # nothing here trains: remember nothing for it
         self.settings = dataclasses.replace(settings, drafting=untrained)
@@ -37,12 +31,11 @@ class Subject:
         self.problems = load_problems(config, "train")
         self.params = sampling_params(config, self.model.stop_ids)
 
-    def engine(self, variant: str, max_batch_size: int) -> RolloutEngine:
+    def engine(self, variant: str, max_batch_size: int) -> RolloutBackend:
         """Returns a fresh engine. variant: off, adaptive (the cost model), beg-mab, or a fixed strategy."""
         speculation, tuner = ("adaptive", "beg-mab") if variant == "beg-mab" else (variant, "cost-model")
         settings = dataclasses.replace(self.settings, speculation=speculation, tuner=tuner, max_batch_size=max_batch_size)
-        model = self.model
-        return build_engine(model.config, model.tensors, settings, self.drafter, decode=model.decode)
+        return build_backend(self.model, settings, None if variant == "off" else self.drafter)
 
     def requests(self, helping: int, num: int) -> list[Request]:
         """Returns the `helping`-th share of endless work: one response to each of `num` problems."""

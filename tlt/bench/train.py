@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tlt.bench.report import Changes, with_changes
+from tlt.bench.report import Changes, side_by_side, with_changes
 from tlt.bench.train_report import Turn, read_turns
 from tlt.config.schema import Config
 from tlt.distributed.work_queue import connect_coordinator
@@ -62,7 +62,7 @@ class Plan:
 
     def configs(self, config: Config) -> dict[str, Config]:
         """Returns every run's configuration. Each run has a folder of its own."""
-        folder = config.run.out_dir
+        folder, config = config.run.out_dir, with_changes(config, side_by_side(config))
         return {
             name: with_changes(with_changes(config, changes), {"run": {"out_dir": folder / name}})
             for name, changes in self.runs.items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from tlt.cli.data import Data, PromptOptions
-from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, show_busy
+from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import File, Names, Options
 from tlt.cli.responses import response_ids
 from tlt.config.mistakes import mistake
@@ -84,6 +84,8 @@ class Audit(Options):
         for name, value in (("--responses", self.responses), ("--url", self.url)):
             if value is not None and (self.speculation != ("off",) or self.engine.drafter or self.plant_fault):
                 raise mistake(f"{name}: {value} is another engine; leave --speculation, --drafter and --plant-fault out")
+        if self.plant_fault and self.engine.engine == "vllm":
+            raise mistake("--plant-fault: is for engine tlt; vLLM verifies for itself")
         if (self.url is None) != (self.engine_model is None):
             raise mistake("--url and --engine-model belong together: the server's address and the name it serves the model by")
         if self.responses is not None and (self.prompts is not None or self.task is not None):
@@ -124,7 +126,7 @@ def run(options: Audit) -> int:
             limit=None if options.responses is not None else params.max_tokens,
             seed=params.seed,
         )
-        report = auditor.judge(mode, rollouts, referee)
+        report = _explained(auditor.judge(mode, rollouts, referee), options)
         if tokenizer is not None:
             report = report.with_texts(lambda token_id: str(tokenizer.hf.convert_ids_to_tokens(token_id)))
         reports.append(report)
@@ -179,13 +181,17 @@ def _modes(
 
 def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
     from tlt.audit.fault import PlantedFault
-    from tlt.build import load_engine, load_model
+    from tlt.build.engine import load_engine
+    from tlt.build.model import load_model
     from tlt.speculative.verify import verify
 
     faulty = PlantedFault(options.plant_fault, options.sampling.seed) if options.plant_fault else verify
-    settings = options.engine.settings(speculation)
+    settings = options.engine.settings(speculation, longest(requests))
     engine = load_engine(load_model(resolve_model(options.model)), settings, options.engine.drafter_folder, faulty)
-    return generate_in_order(engine, requests)
+    try:
+        return generate_in_order(engine, requests)
+    finally:
+        engine.close()
 
 
 def _read_responses(path: Path, referee: Referee) -> list[Rollout]:
@@ -215,6 +221,16 @@ def _read_responses(path: Path, referee: Referee) -> list[Rollout]:
 
 # --------------------------------------------------------------------------------------------------------------------
 # The verdict
+
+
+def _explained(report: AuditReport, options: Audit) -> AuditReport:
+    """Returns the report of a server that is not lossless with the fault that it is known to have, if there is one."""
+    from tlt.audit.known import describe as describe_server
+    from tlt.audit.known import known_fault
+
+    server = None if report.is_lossless or options.url is None else describe_server(options.url)
+    fault = None if server is None else known_fault(server, options.sampling.temperature)
+    return report if fault is None else replace(report, reasons=(*report.reasons, fault))
 
 
 def _print_report(report: AuditReport) -> None:

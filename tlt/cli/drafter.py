@@ -130,7 +130,7 @@ def train(options: DrafterTrain) -> Record:
     with show_busy():
         import torch
 
-        from tlt.build import build_draft_model
+        from tlt.build.drafter import build_draft_model
         from tlt.drafter.buffer import is_trainable
         from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
         from tlt.drafter.losses import PRESETS
@@ -182,7 +182,8 @@ def train(options: DrafterTrain) -> Record:
 
 def _answer(options: DrafterTrain, folder: Path) -> list[Rollout]:
     """Returns the model's own responses to the prompts, made by adaptive speculation without a learned drafter."""
-    from tlt.build import EngineSettings, build_engine, load_model
+    from tlt.build.engine import EngineSettings, build_engine
+    from tlt.build.model import load_model
     from tlt.models.prompts import make_requests
 
     assert options.prompts is not None, "responses or prompts are given"
@@ -225,7 +226,7 @@ def evaluate(options: DrafterEval) -> Record:
         import torch
 
         from tlt.bench.acceptance import observe, speedup
-        from tlt.build import load_model
+        from tlt.build.model import load_model
         from tlt.drafter.folder import load_drafter
         from tlt.models.prompts import make_requests
 

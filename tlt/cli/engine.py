@@ -15,6 +15,7 @@ from pydantic import ConfigDict
 from tlt.cli.options import Drafter, Options, Seed, StopTexts
 from tlt.config.schema import SamplingSection
 from tlt.config.section import PositiveFloat, PositiveInt
+from tlt.config.vllm import VllmSection
 from tlt.hub import Repository, resolve_model
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import ConsoleRenderable
 
-    from tlt.build import EngineSettings
+    from tlt.build.engine import EngineSettings
     from tlt.engine.backend import RolloutBackend
 
 SPECULATION = "off|adaptive|[DRAFTER:]DEPTHxWIDTHxBUDGET"
@@ -45,9 +46,13 @@ class SamplingOptions(SamplingSection, Options):
         return SamplingParams(stop_ids=stop_ids, **self.model_dump(exclude={"samples"}))
 
 
-class EngineOptions(Options):
+class EngineOptions(VllmSection, Options):
     """Drafter, numbers and device of the engine."""
 
+    model_config = ConfigDict(strict=False)
+
+    engine: Literal["tlt", "vllm"] = "tlt"
+    """What generates: TLT's own engine, or an installed vLLM with the same sampling law inside."""
     drafter: Drafter = None
     """Learned drafter: a folder as tlt drafter train writes it, or OWNER/NAME on the hub. Retrieval (ngram) needs none."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -66,6 +71,11 @@ class EngineOptions(Options):
         from tlt.drafter.hybrid import drafter_kinds
         from tlt.tuning.tuner import make_tuner
 
+        if self.engine == "vllm":
+            from tlt.vllm.preflight import check_vllm
+
+            device, has_drafter = self.choose_device().type, self.drafter is not None
+            check_vllm(speculation, has_drafter, resolve_dtype(self.dtype), device, self.tensor_parallel)
         make_tuner(speculation, drafter_kinds(self.drafter is not None))
         if self.drafter is not None and not self.drafter.is_dir() and Repository.parse(self.drafter) is None:
             raise UserError(f"--drafter: {self.drafter} does not exist; give a drafter folder, or OWNER/NAME on the hub")
@@ -76,19 +86,31 @@ class EngineOptions(Options):
         """The local folder of the drafter, which may come from the hub."""
         return None if self.drafter is None else resolve_model(self.drafter)
 
-    def settings(self, speculation: str) -> EngineSettings:
-        """Returns how to build the engine."""
-        from tlt.build import EngineSettings
+    def settings(self, speculation: str, window: int | None = None) -> EngineSettings:
+        """Returns how to build the engine. window: tokens of the longest sequence that it is for; None: the model's."""
+        from tlt.build.engine import EngineSettings
 
-        dtype, device = resolve_dtype(self.dtype), self.choose_device()
-        slots, kv_gib = self.max_batch_size, self.kv_gib
-        return EngineSettings(speculation, dtype=dtype, device=device, max_batch_size=slots, kv_gib=kv_gib)
+        return EngineSettings(
+            speculation,
+            dtype=resolve_dtype(self.dtype),
+            device=self.choose_device(),
+            max_batch_size=self.max_batch_size,
+            kv_gib=self.kv_gib,
+            engine=self.engine,
+            vllm=VllmSection.model_validate({key: getattr(self, key) for key in VllmSection.model_fields}),
+            window=window,
+        )
 
     def choose_device(self) -> torch.device:
         """Returns the device that `auto` means on this machine."""
-        from tlt.build import resolve_device
+        from tlt.build.model import resolve_device
 
         return resolve_device(self.device, "--device")
+
+
+def longest(requests: Sequence[Request]) -> int:
+    """Returns the tokens of the longest sequence that may come of these requests."""
+    return max(len(request.prompt_ids) + request.params.max_tokens for request in requests)
 
 
 def generate_in_order(engine: RolloutBackend, requests: Sequence[Request]) -> list[Rollout]:

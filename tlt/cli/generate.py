@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from tlt.cli.data import PromptOptions
-from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, show_busy
+from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import Options
 from tlt.files import Record, check_output_file, write_jsonl
 from tlt.hub import resolve_model
@@ -51,7 +51,8 @@ def run(options: Generate) -> Record:
         import torch
 
         from tlt.api import to_response
-        from tlt.build import load_engine, load_model
+        from tlt.build.engine import load_engine
+        from tlt.build.model import load_model
         from tlt.models.prompts import make_requests
 
         options.engine.check(options.speculation)
@@ -61,11 +62,14 @@ def run(options: Generate) -> Record:
     requests = make_requests(prompts, options.sampling.params(model.stop_ids), options.sampling.samples)
 
     torch.set_num_threads(options.engine.threads)
-    engine = load_engine(model, options.engine.settings(options.speculation), options.engine.drafter_folder)
+    settings = options.engine.settings(options.speculation, longest(requests))
+    with show_busy("starting the engine"):
+        engine = load_engine(model, settings, options.engine.drafter_folder)
     print(f"tlt: {len(requests)} responses on {engine.device}", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     rollouts = generate_in_order(engine, requests)
     seconds = time.perf_counter() - begin
+    engine.close()
     write_jsonl(options.out, (vars(to_response(rollout, model.tokenizer)) for rollout in rollouts))
     summary = summarize(rollouts, seconds, engine.stats)
     return summary | {"device": str(engine.device), "elapsed": time.perf_counter() - start}

@@ -77,7 +77,7 @@ def find_machine(config: Config, options: PlanMemory) -> Place:
     """Returns the devices that the options name, or those that are here."""
     import torch
 
-    from tlt.build import local_ranks
+    from tlt.build.model import local_ranks
     from tlt.engine.memory import machine_bytes
     from tlt.plan.subject import Place
 

@@ -16,6 +16,7 @@ from tlt.config.drafter import DrafterSection
 from tlt.config.lora import LoraSection
 from tlt.config.mistakes import mistake, validate
 from tlt.config.section import AnyPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, split_words
+from tlt.config.vllm import VllmSection
 from tlt.types import Strategy, UserError
 
 _DEFAULT_NUM_PROBLEMS = 4096
@@ -136,6 +137,8 @@ class RolloutSection(Section):
     """GiB that each rank has for keys, values and the drafter's caches. Where they are spent, some sequences wait and are read
     again later, with the same tokens (docs/memory.md). None: four fifths of what is free on a GPU; on a CPU half of the
     machine's memory, divided by its ranks."""
+    engine: Literal["tlt", "vllm"] = "tlt"
+    """What generates: TLT's own engine, or vLLM with the same sampling law inside (docs/vllm.md), which has to be installed."""
     speculation: str = "off"
     """How tokens are drafted: off, adaptive (chosen at every step), or a fixed [drafter:]DEPTHxWIDTHxBUDGET such as 4x1x4.
     The drafter is learned, ngram (retrieval from the problem's own responses) or hybrid."""
@@ -270,6 +273,7 @@ class Config(Section):
     lora: LoraSection = LoraSection()
     task: TaskSection
     rollout: RolloutSection = RolloutSection()
+    vllm: VllmSection = VllmSection()
     sampling: SamplingSection = SamplingSection()
     drafter: DrafterSection = DrafterSection()
     algorithm: AlgorithmSection = AlgorithmSection()

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tlt.engine.stats import EngineStats
-from tlt.types import Finished, Request, Rollout
+from tlt.models.packed import PackedTransformer
+from tlt.types import Finished, Request, Rollout, StrategyTuner
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,35 @@ class Unfinished(Protocol):
         ...
 
 
+class Drafting(Protocol):
+    """A drafter, as those see it who keep what it has learned while it drafted."""
+
+    def counters(self) -> dict[str, Any]: ...
+
+    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None: ...
+
+
 class RolloutBackend(Protocol):
+    """What every engine promises.
+
+    tuner: chooses how to draft; None: nothing drafts.
+    """
+
     stats: EngineStats
+    tuner: StrategyTuner | None
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def drafter(self) -> Drafting | None:
+        """What drafts here; None: nothing does."""
+        ...
+
+    @property
+    def target(self) -> PackedTransformer | None:
+        """The policy in our own layout, for those who train and measure the drafter; None where the engine has no such copy."""
+        ...
 
     @property
     def capabilities(self) -> Capabilities: ...
@@ -127,3 +152,6 @@ class RolloutBackend(Protocol):
 
     def release(self) -> None:
         """Gives the caches' memory back; only when idle."""
+
+    def close(self) -> None:
+        """Ends the processes that it has started, if any; nothing can be asked of it afterwards."""

@@ -52,9 +52,9 @@ from tlt.types import (
 class RolloutEngine:
     """Generates responses for requests. All state lives in this object; nothing in it is random.
 
-    on_span receives what the engine spent its time on (prefill, decode, speculate). `verify` is an argument so that
-    an audit can put a faulty one in its place. `decode` gives the text in which stop texts are sought; None: a request with
-    any is refused. `cache_bytes` returns the memory that all caches may take from now on; it is asked when they start anew.
+    on_span: receives what time was spent on.  verify: an argument, so that an audit can put a faulty one in its place.
+    decode: gives the text in which stop texts are sought; None: a request with any is refused.
+    cache_bytes: returns the memory that all caches may take from now on; it is asked when they start anew.
     """
 
     def __init__(
@@ -68,18 +68,16 @@ class RolloutEngine:
         decode: Decode | None = None,
         cache_bytes: Callable[[], int | None] = lambda: None,
     ) -> None:
-        config = model.config
-        self.model, self.config, self.device = model, config, model.device
-        self.tuner = tuner
+        self.model = self.target = model
+        self.config, self.device = model.config, model.device
+        self.tuner, self.stats = tuner, EngineStats()
         self.drafter: Drafter[Any] | None = None
-        self.scheduler = Scheduler(max_batch_size, config.max_positions)
-        self.cache = Cache(config, config.num_layers, model.dtype, self.device, max_batch_size)
-        self.memory = CacheMemory(self.cache, config.max_positions, cache_bytes)
+        self.scheduler = Scheduler(max_batch_size, self.config.max_positions)
+        self.cache = Cache(self.config, self.config.num_layers, model.dtype, self.device, max_batch_size)
+        self.memory = CacheMemory(self.cache, self.config.max_positions, cache_bytes)
         self.max_depth = Strategy.MAX_DEPTH if tuner is not None else 0
-        self.noise = NoiseBlocks(config.vocab_size, max_batch_size, self.max_depth, self.device)
-        self.on_span = on_span
-        self.verify, self.decode = verify, decode
-        self.stats = EngineStats()
+        self.noise = NoiseBlocks(self.config.vocab_size, max_batch_size, self.max_depth, self.device)
+        self.on_span, self.verify, self.decode = on_span, verify, decode
         self._params: BatchParams | None = None
         self._predicted_speed: float | None = None
 
@@ -123,7 +121,6 @@ class RolloutEngine:
 
     @property
     def running(self) -> list[Sequence]:
-        """The responses in the making, by slot; to be looked at only."""
         return self.scheduler.running
 
     @property
@@ -174,6 +171,9 @@ class RolloutEngine:
         self.memory.release()
         self.noise.release()
 
+    def close(self) -> None:
+        """Does nothing: it has started no processes."""
+
     # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @torch.inference_mode()
@@ -197,7 +197,7 @@ class RolloutEngine:
         prefixes = [sequence.num_cached for sequence in self.scheduler.running]
         nodes = layout(tree, prefixes, self.model.dtype)
         captured_BNF, logits_BNV = self._forward(tree, nodes)
-        verdicts = self.verify(tree, logits_BNV, nodes.of_depths(noise_BDV), self._batch_params())
+        verdicts = self.verify(tree, logits_BNV, self.noise.of_nodes(nodes, noise_BDV), self._batch_params())
         num_tokens, drafted = 0, [length - 1 for length in tree.row_lengths]
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
             if not math.isfinite(sum(verdict.logprobs)):
@@ -277,7 +277,7 @@ class RolloutEngine:
         return self._params
 
     def _propose(self, strategy: Strategy) -> tuple[Proposal, Tensor]:
-        """Returns the draft tree and the noise of the positions after its depths, [B, depth + 1, V]."""
+        """Returns the draft tree and the noise that was made for it (`NoiseBlocks.rows`)."""
         running = self.scheduler.running
         noise_BDV = self.noise.rows([len(s.tokens) for s in running], strategy.depth)
         if strategy.is_off:

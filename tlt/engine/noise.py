@@ -4,7 +4,8 @@
     slot 1  ▏positions 12 … 140▕
     slot 2  computed anew for every step: no room for another block
 
-A block is a pure function of (key, position), so computing it early, late or twice changes nothing.
+A block is a pure function of (key, position), so computing it early, late or twice changes nothing. On a GPU there are none:
+a kernel makes the noise while it draws (speculative/fused.py), and what a drafter ranks with is made for the step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from torch import Tensor
 
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
+from tlt.speculative.tree import TreeLayout
+from tlt.speculative.verify import Noise, NoiseAt
 from tlt.types import Request
 
 _BLOCK_ELEMENTS = 1 << 13
@@ -39,14 +42,19 @@ class _Slot:
 
 
 class NoiseBlocks:
-    """One block of noise per slot, for as many slots as there is memory for. Greedy sequences have none (zeros)."""
+    """One block of noise per slot, for as many slots as there is memory for. Greedy sequences have none (zeros).
+
+    is_ahead: whether noise is made before it is drawn with; not on a GPU.
+    """
 
     def __init__(self, vocab_size: int, max_slots: int, max_depth: int, device: torch.device) -> None:
+        self.is_ahead = device.type != "cuda"
         self.vocab_size, self.device = vocab_size, device
         self.width = max_depth + 1 + max(8, min(_BLOCK_ELEMENTS // vocab_size, 128))
-        self.max_blocks = min(max_slots, KEPT_BYTES // (4 * self.width * vocab_size))
+        self.max_blocks = min(max_slots, KEPT_BYTES // (4 * self.width * vocab_size)) if self.is_ahead else 0
         self.blocks_SWV = torch.zeros(0, self.width, vocab_size, device=device)
         self.slots: list[_Slot] = []
+        self._keys_B4: Tensor | None = None
 
     def admit(self, slot: int, request: Request) -> None:
         assert slot == len(self.slots), "slots are filled without holes"
@@ -55,10 +63,11 @@ class NoiseBlocks:
             grown[: len(self.blocks_SWV)] = self.blocks_SWV
             self.blocks_SWV = grown
         self.slots.append(_Slot(request.key, request.params.temperature == 0))
+        self._keys_B4 = None
 
     def remove(self, slot: int) -> None:
         """The last slot's sequence moves into `slot`."""
-        last = self.slots.pop()
+        last, self._keys_B4 = self.slots.pop(), None
         if slot < len(self.slots):
             if len(self.slots) < self.max_blocks:
                 self.blocks_SWV[slot] = self.blocks_SWV[len(self.slots)]
@@ -66,6 +75,7 @@ class NoiseBlocks:
 
     def clear(self) -> None:
         self.slots.clear()
+        self._keys_B4 = None
 
     def release(self) -> None:
         """Gives the memory back; only when nothing runs."""
@@ -73,8 +83,9 @@ class NoiseBlocks:
         self.blocks_SWV = self.blocks_SWV[:0].clone()
 
     def rows(self, positions: Sequence[int], depth: int) -> Tensor:
-        """float32[B, depth + 1, V]: the noise of positions[b] .. positions[b] + depth for the sequence in slot b."""
-        needed = depth + 1
+        """float32[B, depth + 1, V]: the noise of positions[b] .. positions[b] + depth for the sequence in slot b. Where
+        it is not made ahead, [B, depth, V]: what a drafter ranks with, and nothing without drafts."""
+        needed = depth + 1 if self.is_ahead else depth
         assert needed <= self.width, f"depth {depth} exceeds the noise block of {self.width} positions"
         pairs = list(zip(self.slots, positions, strict=True))
         kept = pairs[: self.max_blocks]
@@ -83,11 +94,21 @@ class NoiseBlocks:
             self._refill(stale, positions)
         if len(kept) < len(pairs):
             rows_BDV = torch.zeros(len(pairs), needed, self.vocab_size, device=self.device)
+            if not needed:
+                return rows_BDV
             if kept:
                 rows_BDV[: len(kept)] = self._read(kept, needed)
             beyond = range(len(kept), len(pairs))
             return self._fill(rows_BDV, list(beyond), [positions[i] for i in beyond])
         return self._read(kept, needed)
+
+    def of_nodes(self, nodes: TreeLayout, noise_BDV: Tensor) -> Noise:
+        """Returns the noise of the position that follows each node. noise_BDV: what `rows` gave for this step."""
+        if self.is_ahead:
+            return nodes.of_depths(noise_BDV)
+        if self._keys_B4 is None:
+            self._keys_B4 = keys_tensor([slot.key for slot in self.slots], self.device)
+        return NoiseAt(self._keys_B4, nodes.positions_BN + 1)
 
     def _read(self, pairs: Sequence[tuple[_Slot, int]], needed: int) -> Tensor:
         """Returns the positions now wanted, out of blocks that hold them."""

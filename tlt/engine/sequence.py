@@ -52,9 +52,13 @@ class Sequence:
         return len(self.tokens) - 1
 
     def commit(self, verdict: Verdict, decode: Decode | None = None) -> int:
-        """Appends what was verified, up to a stop token, a stop text or the limit; returns how many tokens were kept."""
+        """Appends what was verified; returns how many tokens were kept."""
+        return self.extend(verdict.tokens, verdict.logprobs, decode)
+
+    def extend(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], decode: Decode | None = None) -> int:
+        """Appends tokens up to a stop token, a stop text or the limit; returns how many were kept."""
         before = len(self.logprobs)
-        for token, logprob in zip(verdict.tokens, verdict.logprobs, strict=True):
+        for token, logprob in zip(token_ids, logprobs, strict=True):
             self.tokens.append(token)
             self.logprobs.append(logprob)
             if token in self.request.params.stop_ids or (decode is not None and self._says_stop(decode)):

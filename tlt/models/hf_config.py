@@ -105,7 +105,8 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, An
 
 
 def _architecture(fields: _Fields) -> Architecture:
-    raw, supported = fields.raw, f"supported are {', '.join(ARCHITECTURES)}"
+    own = "TLT reads and updates the weights itself, with engine vllm too"
+    raw, supported = fields.raw, f"supported are {', '.join(ARCHITECTURES)}: {own}"
     no_experts = f"mixtures of experts are not supported, use a dense model ({supported})"
     names = fields.items("architectures")
     name = names[0] if len(names) == 1 and isinstance(names[0], str) else None

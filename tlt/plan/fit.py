@@ -158,7 +158,7 @@ def _missing(run: Run, available: int) -> Iterator[str]:
     """Yields what this run would want and nobody has built yet."""
     place, plan = run.place, run.plan()
     engine = next(part.num_bytes for part in plan.parts if part.name == "engine")
-    if place.num_ranks > 1 and engine > available / 2:
+    if place.num_ranks > 1 and engine > available / 2 and run.config.rollout.engine == "tlt":
         yield (
             f"the engine holds the whole model on every rank, {engine / GIB:.1f} GiB, also during the update; tensor-parallel"
             " generation, which would cut it over several, does not exist yet"

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from tlt.build import preset_changes
+from tlt.build.drafter import preset_changes
 from tlt.config.schema import Config
 from tlt.drafter.hybrid import drafter_kinds
 from tlt.drafter.losses import DEFAULT_PRESET, PRESETS
@@ -33,6 +33,7 @@ from tlt.rl.logprobs import LOGITS_PER_CHUNK
 from tlt.speculative.sampling import VALUES_PER_PART
 from tlt.tuning.tuner import default_arms
 from tlt.types import Strategy
+from tlt.vllm.link import CPU_KV_GIB
 
 Phase = Literal["rollout", "idle", "update", "save"]
 PHASES: tuple[Phase, ...] = ("rollout", "idle", "update", "save")
@@ -73,11 +74,14 @@ class MemoryPlan:
         return MemoryPlan(tuple(smallest if part is caches else part for part in self.parts), self.least).peak[1]
 
 
-CACHES = "caches"
+CACHES, COPY = "caches", "copy of the policy"
 
 PROCESS_BYTES = {"cpu": 400 * 2**20, "cuda": 1200 * 2**20}
 """Memory of a process that has loaded PyTorch and transformers, or of its context on a GPU with the workspaces of its libraries
 (NCCL, cuBLAS); the former was measured, the latter is a rule of thumb."""
+
+VLLM_PROCESS_BYTES = 600 * 2**20
+"""What an imported and started vLLM adds to a process, its weights and caches aside; estimated from one on a CPU."""
 
 
 def plan_memory(config: Config, model: ModelConfig, drafter: DrafterShape | None, place: Place) -> MemoryPlan:
@@ -107,11 +111,17 @@ def _standing(s: Subject) -> Iterator[Part]:
     copies = s.model.num_layers * s.copied_numbers(s.layer_matrices)
     if not s.place.is_gpu and s.engine_dtype == torch.float32:
         copies += s.model.vocab_size * s.model.hidden_size  # the head in oneDNN's layout, beside its rows
-    yield Part("engine", (s.num_parameters + copies) * size, (), f"{billions(s.num_parameters + copies)} × {size} bytes, whole")
+    own = Part("engine", (s.num_parameters + copies) * size, (), f"{billions(s.num_parameters + copies)} × {size} bytes, whole")
+    if uses_vllm(s):
+        yield from _vllm(s)
+    if not uses_vllm(s) or _drafts_by_learned(s):
+        yield replace(own, name=COPY, how=f"{own.how}: the drafter's training reads it") if uses_vllm(s) else own
     yield Part("rotary positions", s.rope * (size + s.computed), (), f"tables of {s.model.max_positions} positions, twice")
     if s.drafter is None:
         return
     rows = s.drafter.draft_vocab_size * s.model.hidden_size if s.drafter.owns_head or s.drafter.is_reduced else 0
+    if uses_vllm(s):
+        yield Part("vLLM's drafter", s.drafter_parameters * size, (), f"{billions(s.drafter_parameters)} parameters")
     packed = (s.drafter_parameters + rows + s.copied_numbers(s.layer_matrices)) * size + s.rope * size
     yield Part("drafter", packed, (), f"{billions(s.drafter_parameters)} parameters, the engine's copy")
     if s.trains_drafter:
@@ -121,13 +131,30 @@ def _standing(s: Subject) -> Iterator[Part]:
         yield Part("drafter's buffer", min(s.config.drafter.buffer_mib * 2**20, features), (), "drafter.buffer_mib, at most")
 
 
+def uses_vllm(s: Subject) -> bool:
+    return s.config.rollout.engine == "vllm"
+
+
+def _drafts_by_learned(s: Subject) -> bool:
+    return s.drafter is not None and s.config.rollout.speculation != "off"
+
+
+def _vllm(s: Subject) -> Iterator[Part]:
+    """What vLLM holds, but for its caches."""
+    size, num = s.engine_dtype.itemsize, s.config.vllm.tensor_parallel if s.place.is_gpu else 1
+    cut = f" / {num} GPUs" if num > 1 else ""
+    yield Part("engine", s.num_parameters * size // num, (), f"{billions(s.num_parameters)} × {size} bytes{cut}, vLLM's")
+    how = "its libraries; what its graphs and workspaces take besides is not known here"
+    yield Part("vLLM", VLLM_PROCESS_BYTES, (), how)
+
+
 # ── rollout ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def slot_bytes(s: Subject, length: int) -> int:
     """Returns the bytes of a running sequence with room for `length` tokens, as the engine's budget counts them."""
     cache = Cache(s.model, s.model.num_layers, s.engine_dtype, META, s.num_slots)
-    if s.drafter is None or s.config.rollout.speculation == "off":
+    if s.drafter is None or s.config.rollout.speculation == "off" or uses_vllm(s):
         return cache.slot_bytes(length)
     shape = replace(s.model, max_positions=1)  # whose tables nobody reads
     target = PackedTransformer(replace(shape, num_layers=1), s.engine_dtype, META)
@@ -151,6 +178,8 @@ def _caches(s: Subject, standing: int) -> tuple[Part, int]:
     wanted, limit, why = s.num_slots * each, None, "as much as all want"
     if (given := s.config.rollout.kv_gib) is not None:
         limit, why = int(given * 2**30), f"rollout.kv_gib = {given:g}"
+    elif uses_vllm(s) and not s.place.is_gpu:
+        limit, why = int(CPU_KV_GIB * 2**30), "vLLM's share"
     elif s.place.device_bytes is not None and s.place.is_gpu:
         limit, why = int(GPU_SHARE * max(s.place.device_bytes - standing, 0)), "four fifths of what is free"
     elif s.place.device_bytes is not None:
@@ -159,15 +188,19 @@ def _caches(s: Subject, standing: int) -> tuple[Part, int]:
     if limit is not None and limit < wanted:
         held = max(limit // each, 1)
         how = f"{why}: {held} of {s.num_slots} sequences of {s.longest} tokens × {kib(each / s.longest)} at once"
-    taken = wanted if limit is None else max(min(wanted, limit), least)
-    return Part(CACHES, taken, ("rollout", "idle"), how), least if given is None else taken
+    phases: tuple[Phase, ...] = ("rollout", "idle")
+    if uses_vllm(s) and limit is not None:  # it takes all of it when it starts, and on a CPU never gives it back
+        taken, phases = max(limit, least), phases if s.place.is_gpu else ()
+    else:
+        taken = wanted if limit is None else max(min(wanted, limit), least)
+    return Part(CACHES, taken, phases, how), least if given is None else taken
 
 
 def _rollout(s: Subject, caches: int) -> Iterator[Part]:
     """What is kept beside the caches, and the most that is taken for a moment: one of these at a time."""
     c, size = s.model, s.engine_dtype.itemsize
     refill = 0
-    if s.config.sampling.temperature > 0:
+    if s.config.sampling.temperature > 0 and not s.place.is_gpu:
         depth = Strategy.MAX_DEPTH if s.config.rollout.speculation != "off" else 0
         blocks = NoiseBlocks(c.vocab_size, s.num_slots, depth, META)
         kept = blocks.max_blocks * blocks.width * c.vocab_size * 4

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from tlt.build import base_dtype, master_dtype
+from tlt.build.policy import base_dtype, master_dtype
 from tlt.config.schema import Config
 from tlt.drafter.model import DrafterShape, DraftModel
 from tlt.models import cpu_kernels

@@ -12,13 +12,14 @@ This file knows logits and keys; it knows no model and no tree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from tlt.types import SamplingParams
+from tlt.types import SamplingParams, UserError
 
-_MAX_INVERSE_TEMPERATURE = 1e30
+MAX_INVERSE_TEMPERATURE = 1e30
 """Colder counts as this cold, so that a scaled logit fits into float32. Logits that differ in any engine's dtype are then
 farther apart than any noise."""
 
@@ -57,13 +58,27 @@ def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tens
 
     One Philox block yields the noise of four neighbouring tokens: counter (v // 4, n, key 2, key 3), key (key 0, key 1).
     A 32-bit word r becomes w = (r + ½) / 2³², E = -log1p(-w), G = -log E, in float64 whatever the model's dtype, and is
-    rounded once. The largest value is 22.9; exceeding it has probability 2⁻³³.
+    rounded once. The largest value is 22.9; exceeding it has probability 2⁻³³. Positions are below 2³².
+
+    A value takes 28 bytes while it is made, and on a GPU, where a kernel makes it (fused.py), only the 4 that it keeps.
     """
+    if keys_B4.is_cuda:
+        noise_BTV: Tensor = kernels().gumbel_noise(keys_B4, positions_BT, vocab_size)
+        return noise_BTV
     blocks = torch.arange((vocab_size + 3) // 4, device=keys_B4.device)
     k0, k1, k2, k3 = (keys_B4[:, i, None, None] for i in range(4))
     words = philox((blocks, positions_BT[:, :, None], k2, k3), (k0, k1))
     uniform = (torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size].double() + 0.5) * 2.0**-32
     return torch.log1p(uniform.neg_()).neg_().log_().neg_().float()
+
+
+def kernels() -> ModuleType:
+    """Returns fused.py, which GPUs draw with. Raises UserError where Triton, which compiles it, is missing."""
+    try:
+        from tlt.speculative import fused
+    except ImportError as error:
+        raise UserError(f"sampling on a GPU: {error}; install Triton (pip install triton), or run on the CPU") from error
+    return fused
 
 
 def keys_tensor(keys: Sequence[tuple[int, int, int, int]], device: torch.device | str = "cpu") -> Tensor:
@@ -84,7 +99,7 @@ class BatchParams:
             return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
 
         temperatures = [p.temperature or 1.0 for p in params]
-        inverse = [min(1.0 / t, _MAX_INVERSE_TEMPERATURE) for t in temperatures]
+        inverse = [min(1.0 / t, MAX_INVERSE_TEMPERATURE) for t in temperatures]
         self.inverse_temperature_B11 = None if all(t == 1.0 for t in temperatures) else column(inverse)
         is_sampled = [float(p.temperature > 0) for p in params]
         self.noise_scale_B11 = None if all(is_sampled) else column(is_sampled)
@@ -96,9 +111,16 @@ class BatchParams:
 
     def rows(self, first: int, end: int) -> BatchParams:
         """Returns those of the sequences first .. end - 1."""
+        return self._part(slice(first, end))
+
+    def take(self, sequences_R: Tensor) -> BatchParams:
+        """Returns those of these sequences, in this order, any of them several times."""
+        return self._part(sequences_R)
+
+    def _part(self, index: slice | Tensor) -> BatchParams:
         part = BatchParams.__new__(BatchParams)
         for name, value in vars(self).items():
-            setattr(part, name, value[first:end] if isinstance(value, Tensor) else value)
+            setattr(part, name, value[index] if isinstance(value, Tensor) else value)
         return part
 
     def scale(self, logits_BNV: Tensor) -> Tensor:

@@ -21,22 +21,22 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from tlt.build import build_draft_model, build_spot_trainer
+from tlt.build.drafter import build_draft_model, build_spot_trainer
 from tlt.config.drafter import DrafterSection
 from tlt.distributed.mailbox import Mailbox, connect_mailbox
 from tlt.distributed.world import World, average_weighted, gather_objects
 from tlt.drafter.folder import StoredDrafter, save_drafter
 from tlt.drafter.hybrid import HybridDrafter
-from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.measure import Subject
 from tlt.drafter.model import DraftModel
-from tlt.drafter.service import DrafterWatch, Ranks
+from tlt.drafter.service import DrafterWatch, Ranks, Served
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.suffix_index import count_retrieved
-from tlt.engine.engine import RolloutEngine
+from tlt.engine.backend import RolloutBackend
 from tlt.report.timeline import Timeline
 from tlt.spans import SpanName
 from tlt.types import DrafterCheck, DrafterReport, Finished, Rollout
+from tlt.vllm.drafter import VllmDrafter
 
 
 class DrafterSide:
@@ -114,7 +114,7 @@ class WatchedDrafter(DrafterSide):
     def __init__(
         self,
         model: DraftModel,
-        learned: LearnedDrafter,
+        learned: Served,
         watch: DrafterWatch,
         spot: SpotTrainer | None,
         refresh: DrafterRefresh | None,
@@ -200,7 +200,7 @@ class WatchedDrafter(DrafterSide):
 def watch_drafter(
     settings: DrafterSection,
     stored: StoredDrafter | None,
-    engine: RolloutEngine,
+    engine: RolloutBackend,
     world: World,
     timeline: Timeline,
     *,
@@ -213,11 +213,12 @@ def watch_drafter(
     run: a name that no other run of these ranks has.  seed: of the windows to train on; other ranks draw others by it.
     share: see WatchedDrafter.
     """
-    hybrid = engine.drafter
-    if stored is None or hybrid is None:
+    drafter, target = engine.drafter, engine.target
+    if stored is None or not isinstance(drafter, HybridDrafter | VllmDrafter):
         return DrafterSide()
-    assert isinstance(hybrid, HybridDrafter), "a learned drafter has retrieval beside it"
-    model, target, learned = build_draft_model(stored, world.device), engine.model, hybrid.learned
+    assert target is not None, "whoever has a learned drafter keeps the policy for it"
+    model = build_draft_model(stored, world.device)
+    learned = drafter.learned if isinstance(drafter, HybridDrafter) else drafter
     spot = None
     if settings.train:
         seed = seed * world.world_size + world.rank
@@ -226,7 +227,7 @@ def watch_drafter(
         Subject(model, learned.model, target, count_retrieved),
         spot.trainer if spot is not None else None,
         learned,
-        hybrid.set_aside,
+        drafter.set_aside,
         Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world)),
         settings.gate,
         settings.check_every,
@@ -242,7 +243,7 @@ class DrafterRefresh:
     mailbox: the run's own.
     """
 
-    def __init__(self, mailbox: Mailbox, learned: LearnedDrafter, seconds: float) -> None:
+    def __init__(self, mailbox: Mailbox, learned: Served, seconds: float) -> None:
         self.mailbox, self.learned, self.seconds = mailbox, learned, seconds
         self.num_refreshes = 0
 
@@ -274,7 +275,7 @@ class DrafterRefresh:
         return is_due
 
 
-def connect_refresh(settings: DrafterSection, world: World, run: str, learned: LearnedDrafter) -> DrafterRefresh | None:
+def connect_refresh(settings: DrafterSection, world: World, run: str, learned: Served) -> DrafterRefresh | None:
     """Returns the refresh of the run of that name; None: nobody would publish, or nobody would take it up."""
     if world.world_size == 1 or not settings.refresh_during_rollout:
         return None

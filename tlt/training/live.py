@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlt.build import EngineSettings, build_engine
+from tlt.build.engine import EngineSettings, build_engine
 from tlt.config.drafter import DrafterSection
 from tlt.config.mistakes import validate
 from tlt.distributed.work_queue import connect_coordinator
@@ -42,7 +42,8 @@ from tlt.types import Problem, Purpose, Request, Reward, Rollout, SamplingParams
 
 @dataclass(frozen=True)
 class LiveSettings:
-    """The settings of an engine beside somebody else's trainer. Raises UserError for what cannot be.
+    """The settings of TLT's own engine beside somebody else's trainer; vLLM is not offered there. Raises UserError for what
+    cannot be.
 
     drafter: a drafter's folder; None: drafts are retrieved from earlier responses to the same prompt.
     speculation: "adaptive" (chosen at every engine step by measured costs), "off", or a strategy such as "4x1x4".

@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Sequence
 
-from tlt.build import model_folder
+from tlt.build.model import model_folder
 from tlt.config.schema import Config
 from tlt.data import DataSource, Records, read_data
 from tlt.distributed.world import World, refuse_together, tell

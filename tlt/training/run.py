@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,20 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tlt.build import (
-    EngineSettings,
-    all_ranks,
-    build_engine,
-    build_policy_trainer,
-    drafter_folder,
-    load_stored,
-    local_ranks,
-    master_dtype,
-    model_folder,
-    open_model,
-    reward_spec,
-    sampling_params,
-)
+from tlt.build.engine import EngineSettings, build_backend, load_stored
+from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder, open_model
+from tlt.build.policy import build_policy_trainer, master_dtype, reward_spec, sampling_params
 from tlt.config.schema import Config
 from tlt.distributed.place import find_place
 from tlt.distributed.ray_cluster import num_cluster_gpus
@@ -132,9 +122,10 @@ class Run:
         self.is_sharded = layout_of(config).is_sharded
         self.trainer = build_policy_trainer(config, model, world, self.is_sharded)
         stored = load_stored(drafter_folder(config), model)
-        settings = EngineSettings.of_run(config, world.device)
-        decode, on_span = model.tokenizer.decode, self.timeline.add
-        self.engine = build_engine(model.config, model.tensors, settings, stored, on_span=on_span, decode=decode)
+        longest_prompt = max(len(problem.prompt_ids) for problem in (*self.problems, *self.held_out))
+        window = longest_prompt + config.sampling.max_tokens
+        settings = replace(EngineSettings.of_run(config, world.device), window=window)
+        self.engine = build_backend(model, settings, stored, on_span=self.timeline.add)
         self.drafter = self._watch_drafter(stored)
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
         self.step = self.first_step = self._resume()
@@ -147,7 +138,7 @@ class Run:
             world.store, world.rank, world.world_size, timeout=world.timeout_seconds
         )
         self.journal = self._open_journal() if config.run.journal else Journal()
-        receivers = Receivers(self.scorers, decode, self.journal)
+        receivers = Receivers(self.scorers, model.tokenizer.decode, self.journal)
         migrates = config.rollout.migrate
         self.phase = RolloutPhase(world, self.engine, coordinator, receivers, self.timeline, stop.is_set, migrates)
 
@@ -234,6 +225,7 @@ class Run:
     def close(self) -> None:
         """Ends worker processes and gives up files, terminal and folder."""
         self.checkpoints.close()
+        self.engine.close()
         if self.metrics is not None:
             self.metrics.close()
         self.scorers.close()

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
-from tlt.build import all_ranks, drafter_folder, local_ranks, model_folder, preset_changes, reward_spec
+from tlt.build.drafter import preset_changes
+from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder
+from tlt.build.policy import reward_spec
 from tlt.config.schema import Config
 from tlt.distributed.failures import EXIT_USER_ERROR, Restarts
 from tlt.distributed.launch import is_rank, launch, run_here
@@ -41,7 +43,8 @@ from tlt.training.loop import describe_run, main
 from tlt.training.manifest import latest_checkpoint
 from tlt.training.problems import load_problems
 from tlt.training.run import device_of, layout_of
-from tlt.types import UserError
+from tlt.types import UserError, resolve_dtype
+from tlt.vllm.preflight import check_vllm
 
 WAIT_SECONDS = 0.1
 """How often a rank asks whether the leader has read the configuration."""
@@ -168,6 +171,10 @@ def pin(config: Config) -> Config:
 def preflight(config: Config) -> Findings:
     """Raises UserError for everything that can be refused before a process is started."""
     layout_of(config)
+    if config.rollout.engine == "vllm":
+        has_learned, dtype = config.drafter.path is not None, resolve_dtype(config.run.dtype)
+        devices = device_of(config).name, config.vllm.tensor_parallel, local_ranks(config)
+        check_vllm(config.rollout.speculation, has_learned, dtype, *devices)
     check_trackers(config.tracking.use)
     model = load_model_config(model_folder(config))
     num_adapted = count_adapters(model, config.lora) if config.lora.rank else None

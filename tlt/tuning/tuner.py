@@ -120,14 +120,17 @@ _THRESHOLDS = (1, 2, 5, 21)
 """The batch sizes at which BEG-MAB goes to the next group, as in the paper's code."""
 
 
-def default_arms(kinds: Sequence[str]) -> tuple[Strategy, ...]:
-    """Returns the strategies worth trying with drafters of these kinds: off, chains, and trees where candidates are ranked."""
+def default_arms(kinds: Sequence[str], max_depth: int = Strategy.MAX_DEPTH, trees: bool = True) -> tuple[Strategy, ...]:
+    """Returns the strategies worth trying with drafters of these kinds: off, chains, and trees where candidates are ranked.
+
+    max_depth, trees: how deep an engine can draft, and whether drafts may branch there.
+    """
     arms = [Strategy.OFF]
     for kind in kinds:
         arms += [Strategy(kind, depth, 1, depth) for depth in (_CHAINS if kind != "hybrid" else _CHAINS[3:])]
-    if "learned" in kinds:
+    if "learned" in kinds and trees:
         arms += [Strategy("learned", *shape) for shape in _TREES]
-    return tuple(arms)
+    return tuple(arm for arm in arms if arm.depth <= max_depth)
 
 
 def default_groups(arms: Sequence[Strategy]) -> list[tuple[int, list[Strategy]]]:
@@ -143,11 +146,18 @@ def default_groups(arms: Sequence[Strategy]) -> list[tuple[int, list[Strategy]]]
     return groups
 
 
-def make_tuner(speculation: str, kinds: Sequence[str], name: str = "cost-model") -> StrategyTuner | None:
+def make_tuner(
+    speculation: str,
+    kinds: Sequence[str],
+    name: str = "cost-model",
+    max_depth: int = Strategy.MAX_DEPTH,
+    trees: bool = True,
+) -> StrategyTuner | None:
     """Makes the tuner that the user asked for.
 
     speculation: `off`, `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET. For `off` the result is None: nothing drafts.
     kinds: the drafters that exist, the preferred one first.  name: the tuner behind `adaptive`, cost-model or beg-mab.
+    max_depth, trees: what the engine can draft (`default_arms`).
     Raises UserError for a strategy whose drafter does not exist.
     """
     if speculation == "off":
@@ -159,7 +169,7 @@ def make_tuner(speculation: str, kinds: Sequence[str], name: str = "cost-model")
                 f"speculation: {speculation!r} needs a drafter of kind {strategy.drafter}; there is {', '.join(kinds)}"
             )
         return Fixed(strategy)
-    arms = default_arms(kinds)
+    arms = default_arms(kinds, max_depth, trees)
     if name == "beg-mab":
         return BegMab(default_groups(arms))
     assert name == "cost-model", name

@@ -5,8 +5,9 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from tests.unit.audit.test_command import run
 from tests.unit.cli.parts import fail
+from tlt.audit.known import Server, describe, known_fault
 from tlt.audit.referee import Referee
 from tlt.audit.server import read_token_ids
 
@@ -29,12 +31,18 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[Answer], str]]:
-    """Starts a completions endpoint that answers each payload by the function given; returns its address."""
+def serve() -> Iterator[Callable[..., str]]:
+    """Starts a completions endpoint that answers each payload by the function given, and has these other pages; returns its
+    address."""
     servers = []
 
-    def start(answer: Answer) -> str:
+    def start(answer: Answer, pages: Mapping[str, str] = MappingProxyType({})) -> str:
         class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                self.send_response(200 if self.path in pages else 404)
+                self.end_headers()
+                self.wfile.write(pages.get(self.path, "").encode())
+
             def do_POST(self) -> None:
                 payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 body = json.dumps(answer(payload)).encode()
@@ -45,10 +53,10 @@ def serve() -> Iterator[Callable[[Answer], str]]:
 
             def log_message(self, format: str, *args: Any) -> None: ...
 
-        class Server(http.server.ThreadingHTTPServer):
+        class Quick(http.server.ThreadingHTTPServer):
             request_queue_size = 128  # of connections not yet accepted; the default of 5 resets the others
 
-        server = Server(("127.0.0.1", 0), Handler)
+        server = Quick(("127.0.0.1", 0), Handler)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         servers.append((server, thread))
@@ -99,6 +107,45 @@ def test_a_server_is_judged(
     code, summary, _ = run(capsys, str(model), *arguments)
     assert code == expected
     assert list(summary["modes"]) == [url]
+
+
+DRAFTING = "vllm:spec_decode_num_drafts_total 7"
+ARGUMENTS = ("--engine-model", "m", "--prompts", "prompts.jsonl", "--samples", "25", "--max-tokens", "12")
+
+
+@pytest.mark.parametrize(
+    ("temperature", "version", "metrics", "is_named"),
+    [
+        (0.5, "0.32.0", DRAFTING, True),
+        (0.5, "0.32.0", "vllm:num_requests_running 0", False),  # it does not draft: what is wrong is something else
+        (0.5, "0.40.1", DRAFTING, False),
+        (1.0, "0.32.0", DRAFTING, False),  # lossless
+    ],
+)
+def test_the_bug_of_vllms_cpu_builds_is_named_where_a_drafting_server_fails(
+    temperature: float,
+    version: str,
+    metrics: str,
+    is_named: bool,
+    model: Path,
+    here: Path,
+    serve: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    url = serve(sampler(model, "token_ids", temperature), {"/version": json.dumps({"version": version}), "/metrics": metrics})
+    code, _, output = run(capsys, str(model), "--url", url, *ARGUMENTS)
+    assert code == (temperature != 1.0)
+    assert ("vllm issue 55005" in output and "not of vLLM on GPUs" in output) == is_named
+
+
+@pytest.mark.parametrize("page", ["", "[]", "{}", '{"version": 3}'])
+def test_a_server_that_does_not_say_what_it_is_has_no_known_fault(page: str, serve: Callable[..., str]) -> None:
+    assert describe(serve(lambda payload: {}, {"/version": page, "/metrics": DRAFTING})) is None
+
+
+def test_greedy_decoding_does_not_have_the_bug() -> None:
+    assert known_fault(Server("0.32.0", drafts=True), 1.0)
+    assert known_fault(Server("0.32.0", drafts=True), 0.0) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,245 @@
+"""Is a run that generates with vLLM the run that generates with TLT's own engine? The countdown recipe, small, one seed.
+
+    python -m benchmarks.vllm_rl --out benchmarks/results/vllm-rl      with an interpreter that has vLLM
+
+    tlt     engine tlt, one rank           vllm    engine vllm, one rank
+    killed  as vllm, but killed by SIGKILL in the middle of a rollout, and resumed: the journal is read, the rest generated
+
+All responses of every step are compared, token by token. The engines add numbers in different orders, so a response differs
+where two tokens are nearly as likely: the margin there, noise included, is computed anew in float64 by transformers, from the
+policy that the step had. From then on the runs train on different responses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tlt.bench.report import environment, number, provenance, table, write_report
+from tlt.speculative.sampling import gumbel_noise, keys_tensor
+from tlt.types import Finished, Request, SamplingParams
+
+ROOT = Path(__file__).parents[1]
+RECIPE = ROOT / "recipes/countdown/quickstart.toml"
+SMALL = {
+    "run.num_ranks": 1, "run.checkpoint_every": 5, "run.time_limit_minutes": 60, "rollout.problems_per_step": 8,
+    "rollout.samples_per_problem": 4, "rollout.max_batch_size": 32, "sampling.max_tokens": 128, "evaluation.num_problems": 0,
+    "task.options": '{"mix": {"2": 1.0}, "max_number": 15, "max_target": 60}', "vllm.compile": "false",
+}  # fmt: skip
+"""Puzzles of two numbers, which are solved within few tokens."""
+ARMS = ("tlt", "vllm", "killed")
+Place = tuple[int, str, int]
+"""(step, problem, sample)."""
+
+
+# ── a run, in a process of its own ───────────────────────────────────────────────────────────────────────────────────
+
+
+def child(folder: Path, kill: Sequence[int], words: Sequence[str]) -> int:
+    """Runs `tlt WORDS…`, and keeps every step's responses and policy in the folder. kill: (step, engine step in it) at which
+    the process kills itself; () for no kill."""
+    from tlt.cli.main import main
+    from tlt.training import loop
+    from tlt.vllm.engine import VllmEngine
+
+    sample, step = loop.sample, VllmEngine.step
+    current, num_steps = -1, 0
+
+    def keep(run: Any) -> Any:
+        nonlocal current, num_steps
+        current, num_steps = run.step, 0
+        tensors = {name: tensor.detach().clone() for name, tensor in run.policy.state_dict().items()}
+        save_file(tensors, folder / f"policy-{run.step}.safetensors")
+        phase = sample(run)
+        with (folder / "responses.jsonl").open("a") as file:
+            for rollout in phase.rollouts:
+                file.write(json.dumps({"step": run.step, "recalled": phase.recalled_tokens, **vars(rollout)}) + "\n")
+        return phase
+
+    def count(engine: VllmEngine, captures: bool = False) -> list[Finished]:
+        nonlocal num_steps
+        num_steps += 1
+        if [current, num_steps] == list(kill):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return step(engine, captures)
+
+    loop.sample, VllmEngine.step = keep, count  # type: ignore[method-assign, assignment]  # in between, and then as before
+    return main(list(words))
+
+
+def run_arm(arm: str, folder: Path, steps: int, kill: str, changes: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Runs an arm to its end, in two attempts where it is killed. kill: "STEP,ENGINE_STEP".  changes: to the configuration."""
+    if (folder / "run" / "policy").exists():
+        return read_arm(arm, folder)
+    folder.mkdir(parents=True)
+    values = {**SMALL, **(changes or {}), "run.num_steps": steps, "run.out_dir": folder / "run"}
+    given = [word for key, value in values.items() for word in (f"--{key}", str(value))]
+    words = ["train", str(RECIPE), *given, "--rollout.engine", "tlt" if arm == "tlt" else "vllm"]
+    if arm == "killed":
+        code = attempt(folder, kill, words)
+        if code != -signal.SIGKILL:
+            sys.exit(f"{arm}: ended with {code}, and was to be killed at {kill}")
+        words = ["train", "--resume", str(folder / "run")]
+    if code := attempt(folder, "", words):
+        sys.exit(f"{arm}: exit code {code}\n{(folder / 'said.txt').read_text()[-3000:]}")
+    return read_arm(arm, folder)
+
+
+def read_arm(arm: str, folder: Path) -> dict[str, Any]:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return {"arm": arm, "steps": [json.loads(line) for line in lines]}
+
+
+def attempt(folder: Path, kill: str, words: Sequence[str]) -> int:
+    command = [sys.executable, "-m", "benchmarks.vllm_rl", "--child", str(folder), kill, *words]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    with (folder / "said.txt").open("a") as said:
+        return subprocess.run(command, env=environ, stdout=said, stderr=said, check=False).returncode
+
+
+# ── the comparison ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def read_responses(folder: Path) -> tuple[dict[Place, dict[str, Any]], dict[int, int]]:
+    """Returns the responses by place, and the tokens that each step took from a journal."""
+    lines = [json.loads(line) for line in (folder / "responses.jsonl").read_text().splitlines()]
+    return {(one["step"], one["problem_id"], one["sample_index"]): one for one in lines}, {
+        one["step"]: one["recalled"] for one in lines
+    }
+
+
+def compare(name: str, one: Path, other: Path) -> dict[str, Any]:
+    """Returns how far two arms have the same tokens, and what separates them where they no longer do."""
+    (ours, _), (theirs, recalled) = read_responses(one), read_responses(other)
+    assert theirs.keys() <= ours.keys(), "the runs answer the same problems, the second one perhaps for fewer steps"
+    ours = {place: ours[place] for place in theirs}
+    differing = [place for place in ours if ours[place]["token_ids"] != theirs[place]["token_ids"]]
+    first = min((place[0] for place in differing), default=None)
+    same = [place for place in ours if first is None or place[0] < first]
+    found: dict[str, Any] = {
+        "name": name,
+        "responses": len(ours),
+        "same_responses": len(ours) - len(differing),
+        "first_difference": first,
+        "responses_before": len(same),
+        "tokens_before": sum(len(ours[place]["token_ids"]) for place in same),
+        "recalled_tokens": {step: num for step, num in recalled.items() if num},
+    }
+    if first is not None:
+        at_first = [place for place in differing if place[0] == first]
+        found |= {"of_that_step": sum(place[0] == first for place in ours), "differ_in_that_step": len(at_first)}
+        policy = load_file(one / f"policy-{first}.safetensors")
+        found["margins"] = list(margins(policy, [(ours[place], theirs[place]) for place in at_first]))
+    return found
+
+
+def margins(
+    policy: dict[str, torch.Tensor], pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
+    """Yields where each pair of responses parts, and by how much the law prefers one token over the other, in float64."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(RECIPE.parent / "base", dtype=torch.float64)
+    missing, unexpected = model.load_state_dict(policy, strict=False)
+    assert not unexpected, unexpected
+    assert set(missing) <= {"lm_head.weight"}, missing
+    for one, other in pairs:
+        index = next(i for i, (a, b) in enumerate(zip(one["token_ids"], other["token_ids"], strict=False)) if a != b)
+        prefix = [*one["prompt_ids"], *one["token_ids"][:index]]
+        request = request_of(one)
+        with torch.no_grad():
+            logits_V = model(torch.tensor([prefix])).logits[0, -1]
+        noise_V = gumbel_noise(keys_tensor([request.key]), torch.tensor([[len(prefix)]]), len(logits_V))[0, 0]
+        scores_V = logits_V + noise_V
+        a, b = one["token_ids"][index], other["token_ids"][index]
+        best_2 = set(scores_V.topk(2).indices.tolist())
+        yield {"index": index, "margin": float((scores_V[a] - scores_V[b]).abs()), "are_the_best_two": best_2 == {a, b}}
+
+
+def request_of(response: dict[str, Any]) -> Request:
+    params = SamplingParams(1.0, seed=0)
+    return Request(response["problem_id"], response["sample_index"], (), params, "rollout", response["step"])
+
+
+# ── the report ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    blocks = ["# A run with vLLM beside the same run with our own engine", *provenance(report), report["configuration"]]
+    blocks += [describe(found) for found in report["comparisons"]]
+    by_arm = {run["arm"]: run["steps"] for run in report["runs"]}
+    columns = ["step", *(f"{arm}: {what}" for what in ("reward", "tokens", "rollout, s", "step, s") for arm in by_arm)]
+    rows = []
+    for index, steps in enumerate(zip_longest(*by_arm.values(), fillvalue={})):
+        keys = (("reward_mean", ".3f"), ("num_tokens", "d"), ("rollout_seconds", ".1f"), ("step_seconds", ".1f"))
+        rows.append([index + 1, *(number(step.get(key), form) for key, form in keys for step in steps)])
+    return "\n\n".join([*blocks, table(columns, rows)]) + "\n"
+
+
+def describe(found: dict[str, Any]) -> str:
+    """Returns a comparison in words."""
+    name, num = found["name"], found["responses"]
+    recalled = ", ".join(f"{tokens} tokens of step {int(step) + 1}" for step, tokens in found["recalled_tokens"].items())
+    from_journal = f" From the journal came {recalled}." if recalled else ""
+    if found["first_difference"] is None:
+        return f"**{name}**: all {num} responses have the same tokens ({found['tokens_before']} tokens).{from_journal}"
+    worst = max(margin["margin"] for margin in found["margins"])
+    return (
+        f"**{name}**: {found['responses_before']} of {num} responses, {found['tokens_before']} tokens, have the same tokens,"
+        f" all of the steps before step {found['first_difference'] + 1}. There {found['differ_in_that_step']} of"
+        f" {found['of_that_step']} part, where the law's two best tokens are {worst:.1e} apart at most.{from_journal}"
+    )
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    command = f"python -m benchmarks.vllm_rl --steps {options.steps} --kill-step {options.kill_step}"
+    command += f" --killed-steps {options.killed_steps} --kill-after {options.kill_after}"
+    report: dict[str, Any] = {"command": command, "environment": environment(), "runs": [], "comparisons": []}
+    said = ", ".join(f"{key} = {value}" for key, value in SMALL.items() if key != "run.time_limit_minutes")
+    report["configuration"] = f"`recipes/countdown/quickstart.toml` with {said}; float32, one thread. Steps count from 1."
+    for arm in ARMS:
+        steps = options.killed_steps if arm == "killed" else options.steps
+        report["runs"].append(run_arm(arm, folder / arm, steps, f"{options.kill_step},{options.kill_after}"))
+        print(arm, [round(step["reward_mean"], 3) for step in report["runs"][-1]["steps"]], flush=True)
+    for one, other in (("tlt", "vllm"), ("vllm", "killed")):
+        found = compare(f"{one} and {other}", folder / one, folder / other)
+        report["comparisons"].append(found)
+        print(describe(found), flush=True)
+    write_report(options.out, report, to_markdown(report))
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--child"]:
+        folder, kill, *words = sys.argv[2:]
+        sys.exit(child(Path(folder), [int(part) for part in kill.split(",") if part], words))
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.vllm_rl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20, help="policy updates")
+    parser.add_argument("--killed-steps", type=int, default=8, help="policy updates of the third arm")
+    parser.add_argument("--kill-step", type=int, default=6, help="step in which it is killed, from 0 on")
+    parser.add_argument("--kill-after", type=int, default=20, help="engine steps in it before that")
+    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
+    parser.add_argument("--folder", type=Path, help="keep the runs there; those that have ended there are not run again")
+    options = parser.parse_args()
+    if options.folder is not None:
+        measure(options, options.folder)
+        return
+    with tempfile.TemporaryDirectory(prefix="tlt-rl-") as folder:
+        measure(options, Path(folder))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,375 @@
+"""`vllm serve` with the law as its plug-in, driven by the `openai` client: does the same seed give the same text?
+
+    64 seeds ─┬─ one after another, alone          ┐    the law: without drafts, with EAGLE, with n-gram
+              └─ all at once, with 32 other requests ┘  vLLM itself: without drafts, with EAGLE
+
+    python -m benchmarks.vllm_serve --out benchmarks/results/vllm-serve
+
+Runs in an environment that holds tlt, vLLM and the client (`make vllm-test` makes one). Beside it stand what vLLM's users
+combine with a seed (penalties, grammars, n > 1, …), and what `tlt audit --url` says of the servers that draft.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tlt.bench.report import environment, provenance, table, write_report
+from tlt.cli.drafter import DrafterExport, export
+from tlt.files import dumps, write_json
+from tlt.tasks.base import make_problems
+
+ROOT = Path(__file__).resolve().parent.parent
+BASE, DRAFTER = Path("recipes/countdown/base"), Path("recipes/countdown/drafter")
+LAW = ("--additional-config", '{"tlt": {}}')
+NGRAM = (
+    "--speculative-config",
+    '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 2}',
+)
+NUM_OTHERS = 32
+
+COMBINED: Mapping[str, Mapping[str, Any]] = {
+    "temperature 0": {"temperature": 0},
+    "top-k 8": {"extra_body": {"top_k": 8}},
+    "top-p 0.8, temperature 1.5": {"top_p": 0.8, "temperature": 1.5},
+    "min-p 0.1": {"extra_body": {"min_p": 0.1}},
+    "logprobs 5": {"logprobs": 5},
+    "presence, frequency, repetition penalty": {
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "extra_body": {"repetition_penalty": 1.2},
+    },
+    "logit_bias": {"logit_bias": {"5": 2.0, "9": -3.0}},
+    "bad_words": {"extra_body": {"bad_words": ["+", "8 "]}},
+    "allowed_token_ids": {"extra_body": {"allowed_token_ids": [2, 4, 5, 6, 7, 8, 14, 15]}},
+    "min_tokens": {"extra_body": {"min_tokens": 40}, "temperature": 2.0},
+    "stop texts": {"stop": ["="]},
+    "regular expression": {"extra_body": {"structured_outputs": {"regex": "[0-9+*() -]{20,40}"}}},
+    "n = 3": {"n": 3},
+    "echo": {"echo": True},
+}
+
+
+# ── a server ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def serving(folder: Path, name: str, *arguments: str, environ: Mapping[str, str] | None = None) -> Iterator[str]:
+    """Starts vLLM's server in processes of its own, with this tree's plug-in; yields its address. The log: FOLDER/NAME.log."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(BASE), "--served-model-name", "m"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--enforce-eager", *arguments]
+    child_environ = {**os.environ, **serving_environment(folder), **(environ or {})}
+    log = folder / f"{name}.log"
+    with log.open("w") as output:
+        child = subprocess.Popen(command, cwd=ROOT, env=child_environ, stdout=output, stderr=output, process_group=0)
+    try:
+        _wait(child, f"http://127.0.0.1:{port}/health", log)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        _end(child)
+
+
+def serving_environment(folder: Path) -> dict[str, str]:
+    """Returns what a server's environment needs for vLLM to find this tree's plug-in, installed or not."""
+    site = folder / "site"
+    (info := site / "tlt_rl_of_this_tree-0.dist-info").mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tlt-rl-of-this-tree\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ntlt_law = tlt.vllm.plugin:register\n")
+    return {
+        "PYTHONPATH": os.pathsep.join((str(ROOT), str(site))),
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _wait(child: subprocess.Popen[bytes], health: str, log: Path, seconds: float = 900) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if child.poll() is not None:
+            break
+        try:
+            urllib.request.urlopen(health, timeout=5).close()
+            return
+        except OSError:
+            time.sleep(1)
+    raise RuntimeError(f"the server did not start:\n{log.read_text(errors='replace')[-4000:]}")
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.send_signal(signal.SIGINT)
+    with suppress(subprocess.TimeoutExpired):
+        child.wait(60)
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)  # its engine and workers are in its group
+    child.wait()
+
+
+# ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+Ask = Callable[..., Any]
+
+
+def client_of(url: str) -> Any:
+    import openai
+
+    return openai.OpenAI(base_url=url, api_key="none", timeout=600, max_retries=0)
+
+
+def asks(url: str) -> Ask:
+    """Returns what asks a server for a completion, by keywords of the client's."""
+    client = client_of(url)
+    return lambda **asked: client.completions.create(model="m", **{"temperature": 1.0, **asked})
+
+
+def prompts(num: int) -> list[str]:
+    return [str(problem["prompt"]) for problem in make_problems("countdown", num, 0, {"split": "test"})]
+
+
+def seeded(num: int, max_tokens: int) -> list[dict[str, Any]]:
+    """Returns the requests that are compared: every seed another one, a quarter of them truncated at temperature 0.7."""
+    texts = prompts(16)
+    truncated: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9}
+    return [
+        {"prompt": texts[seed % 16], "seed": seed, "max_tokens": max_tokens, **(truncated if seed % 4 == 3 else {})}
+        for seed in range(num)
+    ]
+
+
+def others(num: int) -> list[dict[str, Any]]:
+    """Returns requests of other people: without seeds, some for several responses at once."""
+    texts = prompts(num)
+    return [{"prompt": texts[i], "max_tokens": 40 + 3 * i, "temperature": 0.9, "n": 1 + i % 2} for i in range(num)]
+
+
+def texts_of(completion: Any) -> list[str]:
+    return [choice.text for choice in completion.choices]
+
+
+def alone(ask: Ask, requests: Sequence[dict[str, Any]]) -> list[str]:
+    return [texts_of(ask(**request))[0] for request in requests]
+
+
+def in_company(ask: Ask, requests: Sequence[dict[str, Any]], company: Sequence[dict[str, Any]]) -> list[str]:
+    with ThreadPoolExecutor(len(requests) + len(company)) as pool:
+        running = [pool.submit(ask, **request) for request in company]
+        found = [texts_of(completion)[0] for completion in pool.map(lambda request: ask(**request), requests)]
+        for each in running:
+            each.result()
+    return found
+
+
+def combined(ask: Ask, max_tokens: int, seeds: Sequence[int]) -> dict[str, Any]:
+    """Returns, of every combination, the texts of these seeds; or the sentence by which the server refuses it."""
+    import openai
+
+    text, found = prompts(1)[0], dict[str, Any]()
+    with ThreadPoolExecutor(len(seeds)) as pool:
+        for name, asked in COMBINED.items():
+            requests = [{"prompt": text, "seed": seed, "max_tokens": max_tokens, **asked} for seed in seeds]
+            try:
+                found[name] = [texts_of(each) for each in pool.map(lambda request: ask(**request), requests)]
+            except openai.BadRequestError as error:
+                found[name] = str(error.body["message"] if isinstance(error.body, dict) else error)
+    return found
+
+
+def speculation(url: str) -> dict[str, float] | None:
+    """Returns the server's counts of drafted and accepted tokens; None: it does not draft."""
+    with urllib.request.urlopen(url.removesuffix("/v1") + "/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    names = {"drafted": "vllm:spec_decode_num_draft_tokens_total", "accepted": "vllm:spec_decode_num_accepted_tokens_total"}
+    found = {key: sum(float(line.split()[-1]) for line in lines if line.startswith(name + "{")) for key, name in names.items()}
+    return found if found["drafted"] else None
+
+
+def audit(url: str, num: int, folder: Path) -> dict[str, Any]:
+    """Returns the verdict of `tlt audit --url`, and its sentence."""
+    command = [sys.executable, "-m", "tlt", "audit", str(BASE), "--task", "countdown", "--num", str(num), "--samples", "4"]
+    command += ["--url", url, "--engine-model", "m", "--max-tokens", "256", "--out", str(folder / "audit.json")]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, cwd=ROOT, text=True, capture_output=True, check=False)
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"tlt audit failed:\n{done.stderr[-2000:]}")
+    return {"lossless": done.returncode == 0, "said": done.stdout.splitlines()[0].replace(url, "URL")}
+
+
+# ── the benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num", type=int, default=64, help="seeds")
+    parser.add_argument("--max-tokens", type=int, default=48)
+    parser.add_argument("--audit-num", type=int, default=16, help="problems of the audit, four responses each")
+    parser.add_argument("--parts", type=Path, help="folder that keeps what was found of each server, to go on from there")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm-serve"), help="OUT.json and OUT.md")
+    options = parser.parse_args()
+    os.chdir(ROOT)
+    with tempfile.TemporaryDirectory(prefix="tlt-vllm-serve-") as name:
+        folder = Path(name)
+        export(
+            DrafterExport.model_validate({"drafter": DRAFTER, "target": BASE, "to": folder / "eagle", "format": "vllm-eagle"})
+        )
+        eagle = {"method": "eagle", "model": str(folder / "eagle"), "num_speculative_tokens": 3}
+        servers: dict[str, tuple[str, ...]] = {
+            "law, off": LAW,
+            "law, EAGLE": (*LAW, "--speculative-config", dumps(eagle)),
+            "vLLM, EAGLE": ("--speculative-config", dumps(eagle)),
+            "law, n-gram": (*LAW, *NGRAM),
+            "vLLM, off": (),
+        }
+        measured = {server: kept_or_measured(server, arguments, options, folder) for server, arguments in servers.items()}
+    report = {
+        "command": f"python -m benchmarks.vllm_serve --num {options.num} --max-tokens {options.max_tokens}",
+        "environment": environment(),
+        "num": options.num,
+        "others": NUM_OTHERS,
+        "distinct": len(set(measured["law, off"]["alone"])),
+        "servers": {server: summarize(found, reference_of(server, measured)) for server, found in measured.items()},
+    }
+    text = to_markdown(report)
+    write_report(options.out, report, text)
+    print(text)
+    kept = [keeps(found, options.num) for server, found in report["servers"].items() if server.startswith("law")]
+    return 0 if all(kept) else 1
+
+
+def kept_or_measured(name: str, arguments: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Returns what was found of a server: by an earlier, unfinished run with the same --parts, or now."""
+    if options.parts is None:
+        return measure(name, arguments, options, folder)
+    path = options.parts / f"{name.replace(', ', '-')}.json"
+    if not path.exists():
+        found = measure(name, arguments, options, folder)
+        options.parts.mkdir(parents=True, exist_ok=True)
+        write_json(path, found)
+    kept: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return kept
+
+
+def measure(name: str, arguments: Sequence[str], options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Asks one server everything. Of vLLM's own sampling, a few seeds alone are enough."""
+    with serving(folder, name.replace(", ", "-"), "--max-num-seqs", "64", *arguments) as url:
+        ask, requests = asks(url), seeded(options.num, options.max_tokens)
+        num_alone = options.num if name.startswith("law") else options.num // 8
+        found = {
+            "alone": alone(ask, requests[:num_alone]),
+            "company": in_company(ask, requests, others(NUM_OTHERS)),
+            "combined": combined(ask, options.max_tokens, range(1000, 1004)),
+            "speculation": speculation(url),
+        }
+        if name.endswith("EAGLE"):
+            found["audit"] = audit(url, options.audit_num, folder)
+    print(f"{name}: done", file=sys.stderr, flush=True)
+    return found
+
+
+def reference_of(server: str, measured: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    return measured[f"{server.split(', ')[0]}, off"]
+
+
+def summarize(found: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+    """Counts the texts that are those of the same sampling without drafts, in company."""
+    num_alone = len(found["alone"])
+    return {
+        "num_alone": num_alone,
+        "alone": _num_equal(found["alone"], reference["company"][:num_alone]),
+        "company": _num_equal(found["company"], reference["company"]),
+        "combined": {
+            name: texts if isinstance(texts, str) else _num_equal(texts, reference["combined"][name])
+            for name, texts in found["combined"].items()
+        },
+        "children": _num_equal(
+            [texts[:2] for texts in found["combined"]["n = 3"][1:]], [texts[1:] for texts in found["combined"]["n = 3"][:-1]]
+        ),
+        "speculation": found["speculation"],
+        "audit": found.get("audit"),
+    }
+
+
+def _num_equal(left: Sequence[Any], right: Sequence[Any]) -> int:
+    return sum(a == b for a, b in zip(left, right, strict=True))
+
+
+def keeps(found: Mapping[str, Any], num: int) -> bool:
+    """Returns whether a server has kept what the law promises."""
+    counts = [count for count in found["combined"].values() if not isinstance(count, str)]
+    is_lossless = found["audit"] is None or found["audit"]["lossless"]
+    return found["alone"] == found["company"] == num and set(counts) == {4} and found["children"] == 3 and is_lossless
+
+
+def to_markdown(report: Mapping[str, Any]) -> str:
+    num, servers = report["num"], report["servers"]
+    rows = [
+        [
+            server,
+            f"{found['alone']} of {found['num_alone']}",
+            f"{found['company']} of {num}",
+            _accepted(found["speculation"]),
+            "" if found["audit"] is None else ("lossless" if found["audit"]["lossless"] else "**not lossless**"),
+        ]
+        for server, found in servers.items()
+    ]
+    names = list(next(iter(servers.values()))["combined"])
+    combinations = [[name, *(_cell(found["combined"][name]) for found in servers.values())] for name in names]
+    combinations.append(["child i of seed s is seed s + i", *(f"{found['children']} of 3" for found in servers.values())])
+    lines = [
+        "# `vllm serve` with the law as its plug-in",
+        "",
+        *provenance(report),
+        "",
+        f"{num} seeds through the `openai` client, a quarter of them at temperature 0.7 with top-p 0.9. Counted are the texts"
+        " that are those of the same sampling without drafts, asked for in company"
+        f" ({report['distinct']} different ones). Company: all {num} at once, and {report['others']} requests of other"
+        " people's without seeds.",
+        "",
+        table(["server", "alone", "in company", "drafts accepted", "tlt audit --url"], rows),
+        "",
+        "On a CPU, vLLM's own sampling with drafts is not lossless: vllm issue 55005, a known bug of its CPU builds. Nothing"
+        " here says that of GPUs. What the audit said:",
+        "",
+        *(f"- {server}: {found['audit']['said']}" for server, found in servers.items() if found["audit"] is not None),
+        "",
+        "Four seeds with what users combine them with; equal to the same server's without drafts, or refused (HTTP 400):",
+        "",
+        table(["asked for", *servers], combinations),
+        "",
+        *(f"- refused, {name}: {found}" for name, found in refusals(servers).items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def refusals(servers: Mapping[str, Any]) -> dict[str, str]:
+    return {name: said for found in servers.values() for name, said in found["combined"].items() if isinstance(said, str)}
+
+
+def _cell(found: int | str) -> str:
+    return "refused" if isinstance(found, str) else f"{found} of 4"
+
+
+def _accepted(counts: Mapping[str, float] | None) -> str:
+    return "" if counts is None else f"{counts['accepted'] / counts['drafted']:.0%}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,98 @@
+"""What is refused of an engine that is vLLM before one is started; without vLLM."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tlt.config.load import load_config
+from tlt.plan.memory import COPY, plan_memory
+from tlt.plan.subject import Place, Subject
+from tlt.training import start
+from tlt.types import UserError
+from tlt.vllm import link, preflight
+
+RECIPE = Path(__file__).parents[2] / "recipes/countdown/quickstart.toml"
+VLLM = {"rollout.engine": "vllm"}
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """The release of vLLM that is installed, by its package's name; none at first but one that is known."""
+    found = {"vllm": "0.32.0"}
+
+    def version(name: str) -> str:
+        if name not in found:
+            raise link.PackageNotFoundError(name)
+        return found[name]
+
+    monkeypatch.setattr(link, "version", version)
+    return found
+
+
+def check(**changes: Any) -> None:
+    given = {"speculation": "adaptive", "has_learned": True, "dtype": torch.float32, "device": "cpu", "tensor_parallel": 1}
+    preflight.check_vllm(**{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, None),
+        ({"tensor_parallel": 2}, None),
+        ({"speculation": "4x2x8"}, "is a tree, and vLLM drafts chains; give 4x1x4"),
+        ({"speculation": "hybrid:4x1x4"}, "names the drafter hybrid, which engine vllm does not have here"),
+        ({"speculation": "learned:4x1x4", "has_learned": False}, "give a drafter, or ngram"),
+        ({"dtype": torch.float64}, "float64, which vLLM does not compute in; give float32 or bfloat16"),
+    ],
+)
+def test_a_user_s_mistake_is_one_line(installed: dict[str, str], changes: dict[str, Any], said: str | None) -> None:
+    if said is None:
+        check(**changes)
+        return
+    with pytest.raises(UserError, match=said) as caught:
+        check(**changes)
+    assert "\n" not in str(caught.value)
+
+
+def test_engines_need_as_many_gpus_as_they_are_spread_over(installed: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check(device="cuda", tensor_parallel=2, num_engines=2)
+    with pytest.raises(UserError, match=r"2 engine\(s\) of 3 GPU\(s\) each need 6, and this machine has 4; give 2"):
+        check(device="cuda", tensor_parallel=3, num_engines=2)
+    with pytest.raises(UserError, match="vLLM computes on this machine's GPUs; give cuda"):
+        check(device="cpu")
+
+
+def test_a_run_is_refused_before_its_ranks_start_where_vllm_is_missing_or_unknown(installed: dict[str, str]) -> None:
+    config = load_config(RECIPE, VLLM)
+    start.preflight(config)
+    installed["vllm"] = "0.99.1"
+    with pytest.raises(UserError, match=r"vllm 0\.99\.1 is installed, known are 0\.32"):
+        start.preflight(config)
+    installed.clear()
+    with pytest.raises(UserError, match="vllm is not installed here; pip install 'tlt-rl"):
+        start.preflight(config)
+
+
+def test_a_plan_counts_vllm_s_weights_and_caches_and_the_policy_s_copy_beside_them() -> None:
+    plans = {}
+    for engine in ("tlt", "vllm"):
+        config = load_config(RECIPE, {"rollout.engine": engine})
+        model, drafter = start.load_model_config(config.model.path), start.load_drafter
+        shape = drafter(config.drafter.path, model).config if config.drafter.path is not None else None
+        place = Place(1, 1, is_gpu=False, is_sharded=False, device_bytes=None, longest_prompt=20)
+        plans[engine] = {part.name: part.num_bytes for part in plan_memory(config, model, shape, place).parts}
+        num_bytes = 4 * Subject(config, model, shape, place).num_parameters
+    assert plans["vllm"][COPY] == plans["tlt"]["engine"], "the same layout"
+    assert plans["vllm"]["engine"] == num_bytes
+    assert plans["vllm"]["vLLM"] > 0
+    assert plans["vllm"]["caches"] == 2**30
+    assert COPY not in plans["tlt"]
+    untrained = load_config(RECIPE, {**VLLM, "rollout.speculation": "off", "drafter.train": False})
+    alone = plan_memory(untrained, model, shape, replace(place, longest_prompt=20))
+    assert COPY not in {part.name for part in alone.parts}, "nobody trains or measures a drafter"

@@ -1,0 +1,257 @@
+"""The law's kernel (speculative/fused.py) against the plain law: tokens and noise bit for bit, in Triton's interpreter, and on
+a GPU where there is one. Then the same on planted faults, each of which must show; and what the kernel compiles to.
+
+Needs Triton, which comes with vLLM and with PyTorch for GPUs, and no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.law_kernel import compile_apart
+from tests.vllm.interpreted import SOURCE, Rows, draw_rows, make_noise, planted, triton_process
+from tlt.speculative.rows import draw
+from tlt.speculative.sampling import BatchParams, gumbel_noise
+from tlt.types import SamplingParams
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: make vllm-test")
+
+PLAIN = (SamplingParams(), SamplingParams())
+GREEDY = (SamplingParams(temperature=0), SamplingParams())
+COLD = (SamplingParams(temperature=1e-4), SamplingParams(temperature=1e-35), SamplingParams(temperature=3.0))
+TRUNCATED = (
+    SamplingParams(temperature=0.7, top_k=3),
+    SamplingParams(top_p=0.6),
+    SamplingParams(temperature=1.3, min_p=0.2),
+    SamplingParams(temperature=0),
+    SamplingParams(),
+)
+Call = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> Iterator[Call]:
+    with triton_process(interprets=True) as call:
+        yield call
+
+
+def make_rows(vocab_size: int, params: tuple[SamplingParams, ...], dtype: torch.dtype = torch.float32, seed: int = 0) -> Rows:
+    """Keys and positions over the whole range of 32 bits, most tokens likely enough to be drawn."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randint(2**32, (len(params), 4), generator=generator)
+    positions = torch.randint(2**32, (len(params),), generator=generator)
+    logits = 2 * torch.randn(len(params), vocab_size, generator=generator)
+    return Rows(logits.to(dtype), keys, positions, params)
+
+
+def expected(rows: Rows) -> tuple[Tensor, Tensor]:
+    return draw(rows.logits, rows.keys, rows.positions, BatchParams(rows.params))
+
+
+def logprob_bound(rows: Rows, tokens_R: Tensor) -> Tensor:
+    """What fused.py promises of float32 and narrower logits."""
+    scaled_RV = BatchParams(rows.params).scale(rows.logits[:, None])[:, 0]
+    sizes_R = scaled_RV.gather(1, tokens_R[:, None])[:, 0].abs() + scaled_RV.logsumexp(-1).abs()
+    return 2.0**-17 + 2.0**-22 * sizes_R
+
+
+def assert_equal(rows: Rows, found: tuple[Tensor, Tensor]) -> None:
+    tokens_R, logprobs_R = expected(rows)
+    assert torch.equal(found[0], tokens_R)
+    assert found[1].dtype == logprobs_R.dtype
+    assert bool(((found[1] - logprobs_R).abs() <= logprob_bound(rows, tokens_R)).all())
+
+
+# ── bit for bit, in the interpreter ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("vocab_size", [1, 3, 4, 5, 61, 1000, 2047, 2048, 2049, 2051, 6143])
+def test_noise_is_the_plain_laws_bit_for_bit_whatever_the_vocabulary(interpreted: Call, vocab_size: int) -> None:
+    generator = torch.Generator().manual_seed(vocab_size)
+    keys_B4 = torch.randint(2**32, (3, 4), generator=generator)
+    positions_BT = torch.tensor([[0, 1], [2**31 - 1, 2**31], [2**32 - 1, 77]])
+    found = interpreted(make_noise, SOURCE, keys_B4, positions_BT, vocab_size)
+    assert torch.equal(found.view(torch.int32), gumbel_noise(keys_B4, positions_BT, vocab_size).view(torch.int32))
+
+
+@pytest.mark.parametrize("params", [PLAIN, GREEDY, COLD, TRUNCATED], ids=["plain", "greedy", "cold", "truncated"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 5, 61, 1000, 2049])
+def test_tokens_are_the_plain_laws_and_log_probabilities_within_the_bound(
+    interpreted: Call, vocab_size: int, dtype: torch.dtype, params: tuple[SamplingParams, ...]
+) -> None:
+    for seed in range(3):
+        rows = make_rows(vocab_size, params, dtype, seed)
+        assert_equal(rows, interpreted(draw_rows, SOURCE, rows, vocab_size))
+
+
+@pytest.mark.parametrize("params", [PLAIN, TRUNCATED[:2]], ids=["plain", "truncated"])
+def test_a_vocabulary_of_152064_in_bf16_is_drawn_from_alike(interpreted: Call, params: tuple[SamplingParams, ...]) -> None:
+    rows = make_rows(152064, params, torch.bfloat16)
+    assert_equal(rows, interpreted(draw_rows, SOURCE, rows, 152064))
+
+
+def test_a_padded_head_is_read_up_to_the_vocabulary(interpreted: Call) -> None:
+    rows = make_rows(61, PLAIN)
+    assert_equal(rows, interpreted(draw_rows, SOURCE, rows, 64))
+
+
+def test_rows_are_laws_of_their_own_in_any_order_and_number(interpreted: Call) -> None:
+    rows = make_rows(2100, TRUNCATED)
+    whole = interpreted(draw_rows, SOURCE, rows, 2100)
+    order = torch.tensor([3, 0, 4, 4, 1, 2, 0])
+    shuffled = Rows(rows.logits[order], rows.keys[order], rows.positions[order], tuple(TRUNCATED[i] for i in order))
+    found = interpreted(draw_rows, SOURCE, shuffled, 2100)
+    assert torch.equal(found[0], whole[0][order])
+    assert torch.equal(found[1], whole[1][order]), "not a bit depends on the batch"
+
+
+def tied(vocab_size: int = 5000) -> Rows:
+    """Greedy rows of two values, the larger one at a few tokens: neighbours, in one block, in several."""
+    rows = make_rows(vocab_size, (SamplingParams(temperature=0),) * 4)
+    logits = torch.zeros_like(rows.logits)
+    for row, tokens in enumerate([(7, 8), (100, 1999), (2047, 2048, 4999), ()]):
+        logits[row, list(tokens)] = 1.0
+    return Rows(logits, rows.keys, rows.positions, rows.params)
+
+
+def test_of_equal_scores_the_lowest_token_wins_within_a_block_and_across_blocks(interpreted: Call) -> None:
+    tokens_R, logprobs_R = interpreted(draw_rows, SOURCE, tied(), 5000)
+    assert tokens_R.tolist() == [7, 100, 2047, 0]
+    assert logprobs_R[3].item() == pytest.approx(-math.log(5000), abs=2e-6)
+
+
+def masked() -> Rows:
+    """Tokens that grammar or a penalty forbids: some, whole blocks, all but one."""
+    rows = make_rows(5000, (SamplingParams(),) * 3)
+    logits = rows.logits.clone()
+    logits[0, ::3], logits[1, :4500], logits[2] = -math.inf, -math.inf, -math.inf
+    logits[2, 4321] = -2e30
+    return Rows(logits, rows.keys, rows.positions, rows.params)
+
+
+def test_forbidden_tokens_are_never_drawn_and_have_no_mass(interpreted: Call) -> None:
+    found = interpreted(draw_rows, SOURCE, masked(), 5000)
+    assert_equal(masked(), found)
+    assert found[0][2].item() == 4321
+    assert found[1][2].item() == 0.0
+
+
+def test_logits_that_are_no_distribution_give_a_log_probability_that_is_none(interpreted: Call) -> None:
+    """The engine refuses such a policy by its log-probability (engine/sequence.py)."""
+    rows = make_rows(5000, (SamplingParams(),) * 4)
+    rows.logits[0, [4000, 7]], rows.logits[1], rows.logits[2, 4500], rows.logits[3] = math.nan, -math.inf, math.inf, math.nan
+    tokens_R, logprobs_R = interpreted(draw_rows, SOURCE, rows, 5000)
+    assert tokens_R.tolist() == expected(rows)[0].tolist() == [7, 0, 4500, 0]
+    assert logprobs_R.isnan().all()
+
+
+# ── planted faults ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+OTHER_CONSTANT = """
+
+@triton.jit
+def philox_of_another_constant(c0, c1, c2, c3, k0, k1):
+    for _ in tl.static_range(10):
+        A = 0xD2511F53
+        B = 0xCD9E8D59
+        _c0, _c2 = c0, c2
+        c0 = tl.umulhi(B, _c2) ^ c1 ^ k0
+        c2 = tl.umulhi(A, _c0) ^ c3 ^ k1
+        c1 = tl.mul(B, _c2, sanitize_overflow=False)
+        c3 = tl.mul(A, _c0, sanitize_overflow=False)
+        k0 = tl.add(k0, 0x9E3779B9, sanitize_overflow=False)
+        k1 = tl.add(k1, 0xBB67AE85, sanitize_overflow=False)
+    return c0, c1, c2, c3
+"""
+LAST_TOKEN = "tl.store(token_ptr + out, first + tl.max(tl.where(score == best, tl.arange(0, BLOCK), -1), 0))"
+LAST_BLOCK = "tokens_RK.gather(1, num_blocks - 1 - best_RK.flip(-1).argmax(-1, keepdim=True))"
+OF_THE_ROW = "noise = _gumbel(key_ptr + 4 * row, tl.load(position_ptr + row), first"
+MASS = "tl.exp(logit - largest)"
+FAULTS = {
+    "another round constant": ("tl.philox_impl(", "philox_of_another_constant("),
+    "a round too few": ("zero + k3, k0, k1)", "zero + k3, k0, k1, 9)"),
+    "words of the key exchanged": ("zero + k3, k0, k1)", "zero + k3, k1, k0)"),
+    "words of a block exchanged": ("(r0, r2), tl.interleave(r1, r3)", "(r0, r1), tl.interleave(r2, r3)"),
+    "the next position": (OF_THE_ROW, "noise = _gumbel(key_ptr + 4 * row, tl.load(position_ptr + row) + 1, first"),
+    "another row's key": (OF_THE_ROW, "noise = _gumbel(key_ptr, tl.load(position_ptr + row), first"),
+    "a word without its half": ("4294967295.5", "4294967295.0"),
+    "logarithms in float32": ("word.to(tl.float64)", "word.to(tl.float32)"),
+    "ties to the highest token": ("tl.store(token_ptr + out, first + index)", LAST_TOKEN),
+    "ties to the last block": ("tokens_RK.gather(1, best_RK.argmax(-1, keepdim=True))", LAST_BLOCK),
+    "padding that can be drawn": ('is_real, -float("inf")).to(dtype)', "is_real, 9.0).to(dtype)"),
+    "noise on greedy rows": ("if scale_ptr is not None:", "if False:"),
+    "no temperature": ("if inverse_ptr is not None:", "if False:"),
+    "no truncation": ("if kept_ptr is not None:", "if False:"),
+    "the mass of what truncation kept": (MASS, "tl.exp(kept - largest)"),
+    "a block without mass": ('largest = tl.where(largest == -float("inf"), 0.0, largest)', "pass"),
+}
+
+
+def is_right(call: Call, source: Path) -> bool:
+    cases = [make_rows(61, params, seed=seed) for params in (PLAIN, GREEDY, COLD, TRUNCATED) for seed in range(2)]
+    cases += [make_rows(2049, PLAIN), tied(), masked()]
+    try:
+        for rows in cases:
+            assert_equal(rows, call(draw_rows, source, rows, rows.logits.shape[1]))
+        keys_B4, positions_BT = torch.tensor([[1, 2, 3, 4]]), torch.arange(2)[None]
+        return torch.equal(call(make_noise, source, keys_B4, positions_BT, 5000), gumbel_noise(keys_B4, positions_BT, 5000))
+    except AssertionError:
+        return False
+    except RuntimeError as error:
+        if "out of bounds" not in str(error):  # a token beyond the vocabulary; anything else is a mistake of this test
+            raise
+        return False
+
+
+def test_without_a_fault_the_copy_is_right(interpreted: Call, tmp_path: Path) -> None:
+    assert is_right(interpreted, planted(tmp_path, [], OTHER_CONSTANT))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_shows(interpreted: Call, tmp_path: Path, fault: str) -> None:
+    assert not is_right(interpreted, planted(tmp_path, [FAULTS[fault]], OTHER_CONSTANT))
+
+
+# ── compiled ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_for_gpus_of_two_generations_it_compiles_without_spilling_or_contracting() -> None:
+    compiled = compile_apart([80, 90])
+    assert {(c["arch"], c["kernel"]) for c in compiled} == {
+        (arch, kernel) for arch in ("sm_80", "sm_90") for kernel in ("law", "law after truncation", "noise")
+    }
+    for kernel in compiled:
+        assert kernel["spilled_bytes"] == kernel["stack_bytes"] == 0
+        assert kernel["registers"] <= 64, "four programs on a multiprocessor"
+        assert kernel["shared_bytes"] <= 2048
+        assert kernel["float32_fma"] == 0
+        assert 40 < kernel["instructions"]["float64"] < 100, "two logarithms for each value"
+
+
+def test_compiled_as_triton_does_by_itself_it_would_contract() -> None:
+    compiled = compile_apart([90], {"num_warps": 8})
+    assert all(kernel["float32_fma"] for kernel in compiled if kernel["kernel"] != "noise")
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("params", [PLAIN, GREEDY, COLD, TRUNCATED], ids=["plain", "greedy", "cold", "truncated"])
+@pytest.mark.parametrize("vocab_size", [1, 61, 2049, 152064])
+def test_on_a_gpu_it_draws_as_the_cpu_does(vocab_size: int, params: tuple[SamplingParams, ...]) -> None:
+    """A float64 logarithm may err in its last bit: of noise, one value in a million may be a neighbour of the plain law's."""
+    rows = make_rows(vocab_size, params)
+    here = [tensor.cuda() for tensor in (rows.logits, rows.keys, rows.positions)]
+    tokens_R, logprobs_R = draw(*here, BatchParams(params, "cuda"))
+    assert_equal(rows, (tokens_R.cpu(), logprobs_R.cpu()))
+    noise = gumbel_noise(here[1], here[2][:, None], vocab_size).cpu()
+    units = noise.view(torch.int32) - gumbel_noise(rows.keys, rows.positions[:, None], vocab_size).view(torch.int32)
+    assert units.abs().max() <= 1
+    assert units.count_nonzero() <= max(noise.numel() // 10**6, 1)

@@ -1,0 +1,186 @@
+"""A model and its settings → an engine with a drafter. The only place that puts one together, for the command line, the
+training run, the benchmarks and the Python API alike.
+
+    Model ───────────────────────────┐
+    drafter/ ── load_stored ─────────┼── build_backend ──▶ our engine, or vLLM, with policy, tuner and drafter
+    EngineSettings ──────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tlt.build.model import Model, local_ranks
+from tlt.config.drafter import DrafterSection
+from tlt.config.schema import Config
+from tlt.config.vllm import VllmSection
+from tlt.drafter.folder import StoredDrafter, load_drafter
+from tlt.drafter.hybrid import drafter_kinds, make_drafter
+from tlt.drafter.learned import LearnedDrafter, LearnedSettings, OnVerdicts
+from tlt.drafter.model import PackedDrafter
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.memory import automatic_bytes
+from tlt.engine.sequence import Decode
+from tlt.models.decoder import ModelConfig
+from tlt.models.packed import PackedTransformer
+from tlt.spans import Span
+from tlt.speculative.verify import Verify
+from tlt.speculative.verify import verify as verify_by_the_law
+from tlt.tuning.tuner import make_tuner
+from tlt.types import StrategyTuner, resolve_dtype
+from tlt.vllm.law import DEFAULT_TAU
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The settings that an engine is built with, beside its weights.
+
+    speculation: "off", "adaptive" or a fixed strategy such as "4x1x4" (Strategy.parse).
+    tuner: who chooses when speculation is adaptive: "cost-model" or "beg-mab".
+    drafting: how drafters rank, when they stop and what they remember.
+    borrows: what the engine can use as the policy has it is read there, not copied (PackedTransformer).
+    kv_gib: GiB of all caches; None: as many as `automatic_bytes` says, where `num_ranks` share the machine's memory.
+    engine: "tlt" or "vllm"; `vllm` has the second one's own settings.
+    window: positions of the longest sequence that will be asked for; None: as many as the model has.
+    """
+
+    speculation: str = "off"
+    tuner: str = "cost-model"
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    max_batch_size: int = 64
+    drafting: DrafterSection = field(default_factory=DrafterSection)
+    borrows: bool = False
+    kv_gib: float | None = None
+    num_ranks: int = 1
+    engine: Literal["tlt", "vllm"] = "tlt"
+    vllm: VllmSection = field(default_factory=VllmSection)
+    window: int | None = None
+
+    def cache_bytes(self) -> int:
+        """Returns the memory that the engine's caches may take from now on."""
+        device = torch.device(self.device)
+        return automatic_bytes(device, self.num_ranks) if self.kv_gib is None else int(self.kv_gib * 2**30)
+
+    @staticmethod
+    def of_run(config: Config, device: torch.device | str) -> EngineSettings:
+        """Returns the settings that a run's configuration asks for."""
+        rollout, dtype = config.rollout, resolve_dtype(config.run.dtype)
+        return EngineSettings(
+            rollout.speculation,
+            rollout.tuner,
+            dtype,
+            device,
+            rollout.max_batch_size,
+            config.drafter,
+            kv_gib=rollout.kv_gib,
+            num_ranks=local_ranks(config),
+            engine=rollout.engine,
+            vllm=config.vllm,
+        )
+
+
+def build_engine(
+    config: ModelConfig,
+    policy: Mapping[str, Tensor],
+    settings: EngineSettings,
+    drafter: StoredDrafter | None = None,
+    *,
+    tuner: StrategyTuner | None = None,
+    verify: Verify = verify_by_the_law,
+    on_span: Callable[[Span], None] | None = None,
+    decode: Decode | None = None,
+) -> RolloutEngine:
+    """Returns an engine that holds the policy and, unless speculation is off, something to draft with: retrieval, and beside it
+    the learned `drafter` where one is given.
+
+    policy: tensors by their Hugging Face names.  tuner: chooses in place of the one that the settings name.
+    verify: an audit puts a faulty one here.  on_span: receives what the engine spent its time on.
+    decode: the text of a response's tokens, in which stop texts are sought.
+    Raises UserError for a speculation that needs a drafter which is not there.
+    """
+    tuner = tuner or make_tuner(settings.speculation, drafter_kinds(drafter is not None), settings.tuner)
+    engine = RolloutEngine(
+        PackedTransformer(config, settings.dtype, settings.device, settings.borrows),
+        max_batch_size=settings.max_batch_size,
+        tuner=tuner,
+        on_span=on_span,
+        verify=verify,
+        decode=decode,
+        cache_bytes=settings.cache_bytes,
+    )
+    engine.load_policy(policy)
+    if tuner is not None:
+        learned = None if drafter is None else build_learned(engine, drafter, settings)
+        drafting, slots = settings.drafting, settings.max_batch_size
+        engine.load_drafter(make_drafter(learned, slots, drafting.ngram_tokens, drafting.confidence_threshold))
+    return engine
+
+
+def build_backend(
+    model: Model,
+    settings: EngineSettings,
+    drafter: StoredDrafter | None = None,
+    *,
+    on_span: Callable[[Span], None] | None = None,
+    verify: Verify = verify_by_the_law,
+) -> RolloutBackend:
+    """Returns the engine that the settings name, with the model as its policy. Raises UserError where it cannot be had."""
+    if settings.engine == "tlt":
+        config, tensors = model.config, model.tensors
+        return build_engine(config, tensors, settings, drafter, on_span=on_span, verify=verify, decode=model.decode)
+    assert verify is verify_by_the_law, "vLLM verifies for itself"
+    from tlt.vllm.assembly import VllmPlan, build_vllm
+    from tlt.vllm.link import VllmSettings, needs_own_process
+
+    drafting, window = settings.drafting, model.config.max_positions
+    vllm = VllmSettings(
+        model.path,
+        settings.dtype,
+        settings.max_batch_size,
+        window if settings.window is None else min(settings.window, window),
+        settings.kv_gib,
+        device_index=torch.device(settings.device).index or 0,
+        tau=drafting.coupling_temperature or DEFAULT_TAU,
+        captures=drafting.train and drafting.features == "captured",
+        section=settings.vllm,
+        own_process=settings.vllm.own_process or needs_own_process(),
+    )
+    plan = VllmPlan(vllm, settings.speculation, settings.tuner, trains=drafter is not None)
+    return build_vllm(plan, model.config, model.tensors, drafter, on_span=on_span, decode=model.decode)
+
+
+def load_engine(
+    model: Model, settings: EngineSettings, drafter: Path | None = None, verify: Verify = verify_by_the_law
+) -> RolloutBackend:
+    """Returns an engine that holds the model, and the drafter of that folder unless speculation is off."""
+    stored = load_stored(None if settings.speculation == "off" else drafter, model)
+    return build_backend(model, settings, stored, verify=verify)
+
+
+def load_stored(drafter: Path | None, model: Model) -> StoredDrafter | None:
+    """Reads the drafter folder of a model; None: there is none to read."""
+    return None if drafter is None else load_drafter(drafter, model.config, model.tensors)
+
+
+def build_learned(
+    engine: RolloutEngine, drafter: StoredDrafter, settings: EngineSettings, on_verdicts: OnVerdicts | None = None
+) -> LearnedDrafter:
+    """Returns the drafter at work beside the engine's target. It remembers what training matches only where it is trained."""
+    drafting = settings.drafting
+    packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
+    learned = LearnedSettings(
+        ranking=drafting.ranking,
+        tau=drafting.coupling_temperature,
+        confidence_threshold=drafting.confidence_threshold,
+        window=drafting.feature_window,
+        keep_targets=drafting.train and drafting.features == "captured",
+    )
+    return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned, on_verdicts)

@@ -1,0 +1,22 @@
+"""The section [vllm]: what vLLM is started with where it is the rollout's engine."""
+
+from __future__ import annotations
+
+from tlt.config.section import PositiveInt, Section
+
+
+class VllmSection(Section):
+    """Settings of vLLM, where rollout.engine is vllm."""
+
+    tensor_parallel: PositiveInt = 1
+    """Devices that one vLLM is spread over."""
+    max_draft_tokens: PositiveInt = 8
+    """Tokens that vLLM drafts at a time, at most; adaptive speculation chooses a number up to this at every step."""
+    compile: bool = True
+    """Whether vLLM compiles the model, and on GPUs captures graphs; it then starts later and generates faster."""
+    own_process: bool = False
+    """Whether vLLM's worker is a process of its own even on one device, as it is with several ranks. What the target computed
+    is not captured for the drafter's training then, and computed again."""
+    prefix_caching: bool = True
+    """Whether vLLM reads what several prompts begin with once. What it has cached is not captured for the drafter's training;
+    that is then computed again."""

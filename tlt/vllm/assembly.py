@@ -1,0 +1,78 @@
+"""A checkpoint folder and its settings → a rollout engine that is vLLM, seen to follow the law."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tlt.drafter.folder import StoredDrafter
+from tlt.drafter.formats import Target
+from tlt.drafter.model import PackedDrafter
+from tlt.engine.sequence import Decode
+from tlt.models.decoder import ModelConfig
+from tlt.models.packed import EMBEDDING, HEAD, PackedTransformer
+from tlt.spans import Span
+from tlt.tuning.tuner import make_tuner
+from tlt.vllm.check import check_law
+from tlt.vllm.drafter import VllmDrafter, export_for_vllm
+from tlt.vllm.engine import Speculation, VllmEngine
+from tlt.vllm.link import Link, VllmSettings
+from tlt.vllm.strategies import depths_of, kinds_of
+
+NGRAM: Mapping[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+"""vLLM's own retrieval: from the sequence's own text alone."""
+
+
+@dataclass(frozen=True)
+class VllmPlan:
+    """What an engine is asked to be.
+
+    settings: what vLLM is started with, but for its drafter.  speculation, tuner: as EngineSettings has them.
+    trains: whether the drafter is trained or measured here, which needs a copy of the policy in our layout.
+    """
+
+    settings: VllmSettings
+    speculation: str
+    tuner: str
+    trains: bool = False
+
+
+def build_vllm(
+    plan: VllmPlan,
+    config: ModelConfig,
+    policy: Mapping[str, Tensor],
+    stored: StoredDrafter | None = None,
+    *,
+    on_span: Callable[[Span], None] | None = None,
+    decode: Decode | None = None,
+) -> VllmEngine:
+    """Returns the engine, with the policy in it. UserError where vLLM cannot do what is asked, or does not follow the law."""
+    kinds = kinds_of(plan.speculation, stored is not None)
+    depths = depths_of(plan.speculation, kinds, plan.settings.section.max_draft_tokens)
+    settings, dtype = plan.settings, plan.settings.dtype
+    with tempfile.TemporaryDirectory(prefix="tlt-drafter-") as folder:
+        drafting: Mapping[str, Any] | None = None
+        if kinds == ("learned",):
+            assert stored is not None
+            head_VE = policy[EMBEDDING if config.tie_embeddings else HEAD].detach().cpu()
+            drafting = export_for_vllm(stored, Target(settings.model.name, config.architecture, head_VE), Path(folder))
+        elif kinds:
+            drafting = NGRAM
+        link = Link(dataclasses.replace(settings, drafter=drafting, depths=depths))
+    target, drafter = None, None
+    if stored is not None and kinds == ("learned",):
+        packed = PackedDrafter.from_tensors(stored.config, stored.tensors, dtype, link.device)
+        drafter = VllmDrafter(packed, stored, link.load_drafter, EMBEDDING if config.tie_embeddings else HEAD)
+        target = PackedTransformer(config, dtype, link.device) if plan.trains else None
+    tuner = make_tuner(plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depths[-1], trees=False)
+    slots, window, speculation = settings.max_batch_size, settings.window, Speculation(kinds, tuner, drafter, target)
+    engine = VllmEngine(link, max_batch_size=slots, window=window, speculation=speculation, on_span=on_span, decode=decode)
+    engine.load_policy(policy)
+    check_law(engine, config.vocab_size)
+    return engine

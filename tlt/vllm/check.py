@@ -1,0 +1,73 @@
+"""The self-check of an engine that is vLLM, when it starts: a prompt, answered under the eyes of the law.
+
+    every row that vLLM draws from is kept ─▶ drawn again here, from the request's own key and parameters ─▶ the same tokens?
+
+once without drafts, once with as many as there can be.
+
+A vLLM that has changed where the law is put into it would otherwise sample by another law, and nobody would see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tlt.engine.stats import EngineStats
+from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
+from tlt.types import Request, Rollout, SamplingParams, UserError
+from tlt.vllm.engine import VllmEngine
+
+NUM_TOKENS = 12
+NUM_PROMPT = 4
+
+
+def check_law(engine: VllmEngine, vocab_size: int) -> None:
+    """Raises UserError unless the engine draws by the law, without drafts and with them. It leaves nothing behind."""
+    tuner, engine.tuner = engine.tuner, None
+    requests = probes(vocab_size, min(engine.max_batch_size, 2), engine.window)
+    try:
+        for depth in {0, engine.link.max_depth}:
+            engine.link.draft(depth)
+            engine.link.record(True)
+            rollouts = sorted(engine.generate(requests), key=lambda rollout: rollout.sample_index)
+            _compare_with_the_law(engine.link.record(False), requests, rollouts)
+    finally:
+        engine.abort()
+        engine.link.draft(0)
+        engine.tuner, engine.stats = tuner, EngineStats()
+
+
+def probes(vocab_size: int, num: int, window: int) -> list[Request]:
+    """Returns requests that no run makes, at two temperatures, so that a wrong row or parameter is seen."""
+    params = [
+        SamplingParams(1.0, max_tokens=min(NUM_TOKENS, window - NUM_PROMPT), seed=1),
+        SamplingParams(0.7, top_k=50, max_tokens=min(NUM_TOKENS, window - NUM_PROMPT), seed=2),
+    ]
+    prompt = tuple((i * 7 + 3) % vocab_size for i in range(NUM_PROMPT))
+    return [Request("self-check", index, prompt, params[index], "generate") for index in range(num)]
+
+
+def _compare_with_the_law(
+    drawn: Sequence[tuple[Tensor, Tensor, Tensor]], requests: Sequence[Request], rollouts: Sequence[Rollout]
+) -> None:
+    """Draws again what vLLM drew, row by row, with keys and positions as this process knows them."""
+    rows = {}
+    for logits_RV, positions_R, keys_R4 in drawn:  # of a position that was drawn behind a rejected draft the later row counts
+        for logits_V, position, key in zip(logits_RV, positions_R.tolist(), keys_R4.tolist(), strict=True):
+            rows[position, tuple(key)] = logits_V
+    for request, rollout in zip(requests, rollouts, strict=True):
+        for index, token in enumerate(rollout.token_ids):
+            position = len(request.prompt_ids) + index
+            logits_V = rows.get((position, request.key))
+            if logits_V is None:
+                raise _drifted(f"position {position} was not drawn by the law")
+            noise_11V = gumbel_noise(keys_tensor([request.key]), torch.tensor([[position]]), len(logits_V))
+            expected, logprob = sample(logits_V.cpu()[None, None], noise_11V, BatchParams([request.params]))
+            if int(expected) != token or abs(float(logprob) - rollout.logprobs[index]) > 1e-3:
+                raise _drifted(f"position {position} has token {token}, the law's is {int(expected)}")
+
+
+def _drifted(what: str) -> UserError:
+    return UserError(f"engine: vllm does not sample by the law here ({what}); install a release that docs/vllm.md names")

@@ -1,0 +1,267 @@
+"""vLLM as a rollout engine: what engine/backend.py promises, kept by an unmodified vLLM with our law inside it.
+
+    add ─▶ waiting ─▶ vLLM: prefill, decode, draft, verify by the law ─▶ tokens and log-probabilities ─▶ Sequence ─▶ Finished
+                        ▲ draft length of every step: the tuner's
+
+vLLM has the kernels, the caches and the tensor parallelism. What a response is, where it ends and which draft length comes next
+is decided here. Knows neither drafter training nor ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt.engine.backend import Capabilities
+from tlt.engine.sequence import Decode, Sequence, broken_policy, check_request
+from tlt.engine.stats import EngineStats
+from tlt.models.packed import PackedTransformer
+from tlt.spans import Span, SpanName
+from tlt.types import BatchState, Finished, Request, Rollout, StepOutcome, Strategy, StrategyTuner
+from tlt.vllm.drafter import VllmDrafter
+from tlt.vllm.law import RowLaw
+from tlt.vllm.link import Link
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """How drafts are made and chosen; by default they are not.
+
+    kinds: names that a strategy's drafter may have; () without one.  drafter: the learned one; None: there is none.
+    target: a copy of the policy in our own layout, for those who train and measure the drafter; None: nobody does.
+    """
+
+    kinds: tuple[str, ...] = ()
+    tuner: StrategyTuner | None = None
+    drafter: VllmDrafter | None = None
+    target: PackedTransformer | None = None
+
+
+class VllmEngine:
+    """Generates responses for requests. `link` holds vLLM.
+
+    max_batch_size: sequences that vLLM runs at a time.  window: positions that it has room for.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        *,
+        max_batch_size: int,
+        window: int,
+        speculation: Speculation = Speculation(),
+        on_span: Callable[[Span], None] | None = None,
+        decode: Decode | None = None,
+    ) -> None:
+        self.link, self.max_batch_size, self.window = link, max_batch_size, window
+        self.kinds, self.tuner = speculation.kinds, speculation.tuner
+        self.drafter, self.target = speculation.drafter, speculation.target
+        self.on_span, self.decode = on_span, decode
+        self.stats = EngineStats()
+        self.policy_version = 0
+        self._waiting: deque[Request] = deque()
+        self._running: dict[str, Sequence] = {}
+        self._internal_id: dict[str, str] = {}
+        self._reading: set[str] = set()  # those whose prompt vLLM has not read to its end
+        self._numbers = itertools.count()
+        self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
+        self._num_admitted = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.link.device
+
+    @property
+    def capabilities(self) -> Capabilities:
+        depth = self.link.max_depth if self.kinds else 0
+        return Capabilities(self.kinds, trees=False, max_depth=depth, captures=self.link.captures, hands_over=True,
+                            sleeps=self.link.sleeps)  # fmt: skip
+
+    # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
+        """Publishes a policy by Hugging Face names. Never in the middle of a response."""
+        self.load_policy_parts([tensors], version)
+
+    def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
+        """Publishes it part by part (engine/backend.py), to vLLM and to the copy beside it."""
+        assert self.is_idle, "a policy cannot change under running responses"
+        with self.link.loading_policy() as load:
+            passing = self._hand_on(parts, load)
+            if self.target is None:
+                deque(passing, maxlen=0)
+            else:
+                self.target.load_parts(passing, version)
+        if self.drafter is not None:
+            self.drafter.follow()
+        self.policy_version = version
+
+    def _hand_on(
+        self, parts: Iterable[Mapping[str, Tensor]], load: Callable[[Mapping[str, Tensor]], None]
+    ) -> Iterator[Mapping[str, Tensor]]:
+        for part in parts:
+            load(part)
+            if self.drafter is not None:
+                self.drafter.note(part)
+            yield part
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def room(self) -> int:
+        return max(self.max_batch_size - len(self._running) - len(self._waiting), 0)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def running(self) -> list[Sequence]:
+        return list(self._running.values())
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._running and not self._waiting
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queues requests, also those that `withdraw` took out of another engine with the same policy."""
+        requests = list(requests)
+        for request in requests:
+            check_request(request, self.window, self.decode is not None)
+        self._waiting.extend(requests)
+
+    def withdraw(self, slots: Iterable[int]) -> list[Request]:
+        """Takes these running sequences out in the middle of their responses, between two steps."""
+        names = list(self._running)
+        taken = [names[slot] for slot in sorted(slots, reverse=True)]
+        requests = [self._running[name].to_request() for name in taken]
+        self._leave(taken)
+        return requests
+
+    def withdraw_waiting(self, num: int) -> list[Request]:
+        """Takes the last `num` out that have not been admitted yet."""
+        return [self._waiting.pop() for _ in range(num)]
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
+        """Yields each response as it finishes, in no particular order."""
+        self.add(requests)
+        while not self.is_idle:
+            yield from (finished.rollout for finished in self.step())
+
+    def abort(self) -> None:
+        """Forgets everything that runs or waits. Because of the law, asking again gives the same tokens."""
+        self._waiting.clear()
+        self._leave(list(self._running))
+
+    def release(self) -> None:
+        """Gives the caches' memory back where vLLM can; only when idle."""
+        assert self.is_idle
+        self.link.release()
+
+    def close(self) -> None:
+        """Ends vLLM."""
+        self.link.close()
+
+    # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, captures: bool = False) -> list[Finished]:
+        """Advances the running sequences, each by a token at least once its prompt has been read; returns those that ended.
+
+        captures: whether what the target captured at their tokens is wanted, for drafter training.
+        """
+        self._admit()
+        if not self._running:
+            return []
+        start = time.perf_counter()
+        batch = self._batch_state()
+        self._choose(batch)
+        self._verified_by, self._drafted_by = self._drafted_by, self._strategy
+        outputs = self.link.step()
+        accepted, drafted, num_tokens = [], [], 0
+        for name, (token_ids, logprobs) in outputs.items():
+            sequence, num_drafted = self._running[name], self.link.num_verified(self._internal_id[name])
+            num_kept = self._commit(sequence, token_ids, logprobs)
+            num_tokens += num_kept
+            # where a strategy found nothing to draft for a sequence, that is its outcome, too
+            if num_drafted or not (self._verified_by.is_off or name in self._reading):
+                accepted.append(len(token_ids) - 1)
+                drafted.append(num_drafted)
+                self.stats.record_verification(num_drafted, num_drafted, len(token_ids) - 1, num_kept)
+        self._reading -= outputs.keys()
+        outcome = StepOutcome(num_tokens, tuple(accepted), tuple(drafted), time.perf_counter() - start)
+        self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start)
+        return self._finish(captures)
+
+    def _admit(self) -> None:
+        self._num_admitted = 0
+        while self._waiting and len(self._running) < self.max_batch_size:
+            request, name = self._waiting.popleft(), f"tlt-{next(self._numbers)}"
+            sequence = Sequence.start(request, self.window)
+            stop_ids = list(request.params.stop_ids)
+            self._internal_id[name] = self.link.add(
+                name, sequence.tokens, sequence.num_left, stop_ids, RowLaw.extra_args(request)
+            )
+            self._running[name] = sequence
+            self._reading.add(name)
+            self._num_admitted += 1
+
+    def _batch_state(self) -> BatchState:
+        running = self._running.values()
+        mean_length = sum(len(sequence.tokens) for sequence in running) / len(running)
+        version = 0 if self.drafter is None else self.drafter.drafting_version
+        return BatchState(len(running), mean_length, self.policy_version, version, self._num_admitted)
+
+    def _choose(self, batch: BatchState) -> None:
+        """Chooses the length of the drafts that this step will end with. A choice is kept for two steps at least: only a step
+        that verifies what it drafts itself, too, tells what the choice costs."""
+        if self.tuner is None:
+            return
+        if self.drafter is not None and self.drafter.is_aside:
+            self._strategy = Strategy.OFF
+        elif self._verified_by == self._strategy:
+            self._strategy = self.tuner.choose(batch)
+        self.link.draft(self._strategy.depth)
+
+    def _commit(self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> int:
+        if not math.isfinite(sum(logprobs)):
+            raise broken_policy(self.policy_version, self.link.dtype, sequence)
+        return sequence.extend(token_ids, logprobs, self.decode)
+
+    def _account(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float) -> None:
+        """Counts the step under the strategy that it verified. The tuner learns from steps alone that also drafted by it."""
+        is_steady = strategy == self._strategy and outcome.num_tokens > 0
+        predicted = self.tuner.predicted_speed if self.tuner is not None and is_steady else None
+        self.stats.num_steps += 1
+        self.stats.num_tokens += outcome.num_tokens
+        self.stats.num_preemptions += self.link.take_preemptions()
+        self.stats.by_strategy[str(strategy)].record(outcome, predicted)
+        if self.tuner is not None and is_steady:
+            self.tuner.observe(strategy, batch, outcome)
+        if self.on_span is not None:
+            name = SpanName.SPECULATE if outcome.accepted else SpanName.DECODE if outcome.num_tokens else SpanName.PREFILL
+            self.on_span(Span(name, start, start + outcome.seconds))
+
+    def _finish(self, captures: bool) -> list[Finished]:
+        ended = [name for name, sequence in self._running.items() if sequence.finish_reason is not None]
+        finished = []
+        for name in ended:
+            sequence = self._running[name]
+            captured_TF = self.link.captured(self._internal_id[name], sequence.num_cached) if captures else None
+            finished.append(Finished(sequence.to_rollout(self.policy_version), captured_TF))
+        self._leave(ended)
+        return finished
+
+    def _leave(self, names: list[str]) -> None:
+        """Drops sequences; vLLM is told of those that it still runs."""
+        if names:
+            self.link.abort([self._internal_id.pop(name) for name in names])
+        self._reading -= set(names)
+        for name in names:
+            del self._running[name]

@@ -1,0 +1,279 @@
+"""Our end of vLLM: it is started with the law inside, and driven step by step in this process. Knows no responses and no policy
+updates, only requests by name, their new tokens, and tensors that go in.
+
+    in this process      scheduler and, for one device, the worker       tensors are handed over as they are
+    else                 a worker process for every device               tensors go through files in shared memory
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tlt.config.vllm import VllmSection
+from tlt.processes import how_it_ended
+from tlt.types import UserError
+from tlt.vllm.law import DEFAULT_TAU
+
+SUPPORTED = ("0.32",)
+"""Releases of vLLM, major.minor, whose workers the law is known to fit into."""
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: draft lengths are set before every step
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # torch.set_num_threads has the say
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+CPU_KV_GIB = 1.0
+"""GiB for keys and values where nobody says how much, on a CPU."""
+
+_HEAD_TOLERANCE = 0.05
+"""Relative difference between the head's product and its own weights from which on an update has not arrived: bfloat16 rounds
+to 0.4 %, and weights of another policy are far apart."""
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """What vLLM is started with.
+
+    model: a checkpoint folder.  dtype: of weights and activations, as torch names it.
+    max_batch_size: sequences at a time.  window: positions of the longest, prompt included.
+    kv_gib: GiB for keys and values; None: vLLM's own share of a GPU, and 1 GiB on a CPU.
+    section: the user's own settings of vLLM.
+    drafter: {"method": …} as vLLM's speculative_config has it, without a length; None: no speculation.
+    depths: numbers of tokens that may be drafted at a time, rising from 0.  tau: the drafter's temperature (LawTable).
+    captures: whether features are kept for the drafter's training.
+    own_process: whether the worker is a process of its own even on one device (`needs_own_process`).
+    device_index: of the GPU that is this process's; vLLM takes its share of all, counted from there.
+    """
+
+    model: Path
+    dtype: torch.dtype
+    max_batch_size: int
+    window: int
+    kv_gib: float | None = None
+    section: VllmSection = field(default_factory=VllmSection)
+    drafter: Mapping[str, Any] | None = None
+    depths: tuple[int, ...] = (0,)
+    tau: float = DEFAULT_TAU
+    captures: bool = False
+    own_process: bool = False
+    device_index: int = 0
+
+    @property
+    def max_depth(self) -> int:
+        return self.depths[-1]
+
+    @property
+    def is_in_process(self) -> bool:
+        return self.section.tensor_parallel == 1 and not self.own_process
+
+
+def needs_own_process() -> bool:
+    """Returns whether vLLM's worker cannot be in this process: it has a process group already, or has loaded numba (as vLLM's
+    n-gram drafter does), whose objects vLLM trips over when it looks for its kernels."""
+    return torch.distributed.is_initialized() or "llvmlite" in sys.modules
+
+
+def check_installed() -> str:
+    """Returns vLLM's version; UserError where there is none, or one that nobody has tried."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            found = version(name)
+        except PackageNotFoundError:
+            continue
+        if not found.startswith(tuple(f"{release}." for release in SUPPORTED)):
+            known = ", ".join(f"{release}.*" for release in SUPPORTED)
+            raise UserError(f"engine: vllm {found} is installed, known are {known}; install one of these, or use engine tlt")
+        return found
+    raise UserError("engine: vllm is not installed here; pip install 'tlt-rl[vllm]' (docs/vllm.md), or use engine tlt")
+
+
+class Link:
+    """Holds a running vLLM."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        check_installed()
+        self.settings, self.dtype, self.max_depth = settings, settings.dtype, settings.max_depth
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        from tlt.vllm.start import start  # imports vllm, which reads the environment
+
+        with nullcontext() if settings.is_in_process else workers_deaf_to_interrupts():
+            self._llm, self._sampling_params = start(settings)
+        engine = self._llm.llm_engine
+        self._engine, self._scheduler = engine, engine.engine_core.engine_core.scheduler
+        self.device = torch.device(engine.vllm_config.device_config.device_type)
+        self.is_v2 = bool(engine.vllm_config.use_v2_model_runner)
+        self._is_asleep = False
+        if not settings.is_in_process:
+            self.call("tlt_hear_termination")
+
+    @property
+    def captures(self) -> bool:
+        return self.settings.captures and self.settings.is_in_process and not self.is_v2
+
+    @property
+    def sleeps(self) -> bool:
+        return self.device.type == "cuda"
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def add(
+        self, name: str, token_ids: Sequence[int], max_tokens: int, stop_ids: Sequence[int], extra_args: dict[str, Any]
+    ) -> str:
+        """Sends a request, which goes on from its tokens; returns vLLM's own name for it."""
+        params = self._sampling_params(max_tokens, list(stop_ids), extra_args)
+        internal: str = self._engine.add_request(name, {"prompt_token_ids": list(token_ids)}, params)
+        return internal
+
+    def step(self) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
+        """Runs one of vLLM's steps; returns the new tokens and their log-probabilities, by the request's name."""
+        found = {}
+        with self._naming_dead_workers():
+            outputs = self._engine.step()
+        for output in outputs:
+            (completion,) = output.outputs
+            if token_ids := tuple(completion.token_ids):
+                logprobs = tuple(scores[token].logprob for scores, token in zip(completion.logprobs, token_ids, strict=True))
+                found[output.request_id] = token_ids, logprobs
+        return found
+
+    def abort(self, internal_ids: list[str]) -> None:
+        """Ends requests; those that have ended already stay as they are."""
+        self._engine.abort_request(internal_ids, internal=True)
+
+    def draft(self, depth: int) -> None:
+        """Sets how many tokens are drafted at the end of the next step."""
+        self._scheduler.num_to_draft = depth
+
+    def num_verified(self, internal_id: str) -> int:
+        """Returns the drafted tokens of a request that the latest step verified."""
+        found: int = self._scheduler.num_verified.get(internal_id, 0)
+        return found
+
+    def take_preemptions(self) -> int:
+        """Returns how many requests vLLM has put back for want of memory since this was asked last."""
+        found: int = self._scheduler.num_preempted
+        self._scheduler.num_preempted = 0
+        return found
+
+    def captured(self, internal_id: str, num_positions: int) -> Tensor | None:
+        """Returns what the target captured of a request whose last tokens came in the latest step."""
+        if not self.captures:
+            return None
+        found: Tensor | None = self.call("tlt_captured", internal_id, num_positions)[0]
+        return found
+
+    # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @contextmanager
+    def loading_policy(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
+        """Yields what takes the parts of a policy, tensors by Hugging Face names. At the end all of it is in use, what was
+        cached of the old one is gone, and vLLM's head has been seen to compute with the new weights."""
+        self._wake()
+        with self._loading(is_drafter=False) as load:
+            yield load
+        if not self._llm.reset_prefix_cache():
+            raise RuntimeError("vllm: the prefix cache of the old policy could not be reset")
+
+    def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces the drafter's weights, also while requests run."""
+        with self._loading(is_drafter=True) as load:
+            load(tensors)
+
+    @contextmanager
+    def _loading(self, is_drafter: bool) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
+        def load(part: Mapping[str, Tensor]) -> None:
+            if self.settings.is_in_process:
+                self.call("tlt_part", is_drafter, part)
+            else:
+                self._send(is_drafter, part)
+
+        self.call("tlt_begin", is_drafter)
+        yield load
+        worst = max(self.call("tlt_end", is_drafter))
+        if worst > _HEAD_TOLERANCE:
+            raise RuntimeError(f"vllm: the head computes with other weights than it was given (off by {worst:.2g})")
+
+    def _send(self, is_drafter: bool, part: Mapping[str, Tensor]) -> None:
+        """Hands a part over through a file in shared memory, and compares the digests of what has arrived."""
+        from tlt.vllm.worker import digest
+
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.items()}
+        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        with tempfile.NamedTemporaryFile(dir=folder, prefix="tlt-", suffix=".safetensors") as file:
+            save_file(tensors, file.name)
+            arrived = self.call("tlt_part", is_drafter, file.name)
+        if any(found != digest(tensors) for found in arrived):
+            raise RuntimeError("vllm: weights have arrived damaged in a worker")
+
+    # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def release(self) -> None:
+        """Gives memory back until the next policy is loaded: on GPUs vLLM's weights and caches, on a CPU what was captured."""
+        if self.captures:
+            self.call("tlt_release")
+        if self.sleeps and not self._is_asleep:
+            self._llm.sleep(level=1)
+            self._is_asleep = True
+
+    def _wake(self) -> None:
+        if self._is_asleep:
+            self._llm.wake_up()
+            self._is_asleep = False
+
+    def record(self, records: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Begins or ends keeping what the law draws from; returns what was kept before (LawTable.recorded)."""
+        return self.call("tlt_record", records)[0] or []
+
+    def call(self, name: str, *arguments: Any) -> list[Any]:
+        """Calls one of our methods (worker.py) on every worker; returns what each returned."""
+        with self._naming_dead_workers():
+            found: list[Any] = self._llm.collective_rpc(name, args=arguments)
+        return found
+
+    @contextmanager
+    def _naming_dead_workers(self) -> Iterator[None]:
+        """Says of a call that failed since a worker process is gone, which one and how it ended."""
+        executor = self._engine.engine_core.engine_core.model_executor
+        processes = [] if self.settings.is_in_process else [worker.proc for worker in executor.workers]
+        try:
+            yield
+        except Exception as error:
+            for index, process in enumerate(processes):
+                process.join(1)  # a call fails a moment before its worker has ended
+                if not process.is_alive():
+                    raise RuntimeError(f"vllm: worker {index} has ended: {how_it_ended(process.exitcode)}") from error
+            raise
+
+    def close(self) -> None:
+        """Ends vLLM, and its processes."""
+        core = self._engine.engine_core
+        if self.settings.is_in_process:
+            core.shutdown()
+        else:  # and no more: the whole of vLLM's shutdown would end this process's own process group, too
+            core.engine_core.model_executor.shutdown()
+
+
+@contextmanager
+def workers_deaf_to_interrupts() -> Iterator[None]:
+    """Lets processes be born with SIGINT blocked: Ctrl-C reaches all that a terminal runs, and this one decides on it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

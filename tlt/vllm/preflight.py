@@ -1,0 +1,31 @@
+"""What can be refused of an engine that is vLLM before one is started. Starts nothing."""
+
+from __future__ import annotations
+
+import torch
+
+from tlt.types import UserError
+from tlt.vllm.link import check_installed
+from tlt.vllm.strategies import check_speculation
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_vllm(
+    speculation: str, has_learned: bool, dtype: torch.dtype, device: str, tensor_parallel: int, num_engines: int = 1
+) -> None:
+    """Raises UserError for an engine that could not be had. device: "cpu" or "cuda".  num_engines: on this machine."""
+    check_installed()
+    check_speculation(speculation, has_learned)
+    if dtype not in DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        raise UserError(f"dtype: {name}, which vLLM does not compute in; give float32 or bfloat16, or engine tlt")
+    num_gpus = torch.cuda.device_count()
+    if device == "cpu" and num_gpus:
+        raise UserError("device: cpu, but vLLM computes on this machine's GPUs; give cuda, or engine tlt")
+    needed = tensor_parallel * num_engines
+    if device == "cuda" and needed > num_gpus:
+        each = f"{num_engines} engine(s) of {tensor_parallel} GPU(s) each need {needed}"
+        raise UserError(
+            f"vllm.tensor_parallel: {each}, and this machine has {num_gpus}; give {max(num_gpus // num_engines, 1)}"
+        )

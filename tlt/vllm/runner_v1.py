@@ -1,0 +1,170 @@
+"""The law in vLLM's first model runner, the one of its CPU builds: samplers of ours stand where vLLM's stood.
+
+    logits ─▶ vLLM's own processors (penalties, grammar, …) ─▶ LawSampler: one row a request ────────────────┐
+                                                            └▶ LawRejectionSampler: a row for every draft ───┴▶ tokens
+    hidden states ─▶ drafter ─▶ ranked with the target's noise ─▶ drafts
+
+A draft is kept if it is the token that the target draws itself. Knows no engine of ours.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.metadata import SamplingMetadata
+from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSampler
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
+
+from tlt.vllm.law import LawTable, Slots
+
+
+class Batch:
+    """Keeps which slots the runner's rows belong to, and the position that each request's next token has."""
+
+    def __init__(self, runner: Any, table: LawTable) -> None:
+        self.runner, self.table, self.slots = runner, table, Slots(table)
+        self._request_ids: list[str] = []
+        self._slots_B = torch.zeros(0, dtype=torch.int64)
+        self.next_B = self._slots_B
+        """Position of the token after those that this step has drawn: the first that is drafted."""
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.runner.input_batch.req_ids
+
+    @property
+    def slots_B(self) -> Tensor:
+        request_ids = self.runner.input_batch.req_ids
+        # vLLM's own generators serve nobody here, and on a CPU it fails when it sets one back for a prompt that is unfinished
+        self.runner.input_batch.generators.clear()
+        if request_ids != self._request_ids:
+            self._request_ids = list(request_ids)
+            self.slots.enter(self._request_ids, lambda request_id: self.runner.requests[request_id].sampling_params)
+            self._slots_B = self.slots.of(self._request_ids)
+        return self._slots_B
+
+    @property
+    def starts_B(self) -> Tensor:
+        """Position of the token that follows each request's known tokens."""
+        batch = self.runner.input_batch
+        return torch.from_numpy(batch.num_tokens_no_spec[: len(batch.req_ids)].copy()).to(self.table.device, torch.int64)
+
+
+class LawSampler(Sampler):
+    """Draws the next token of every request. Rows of no request, which vLLM warms up with, are vLLM's own."""
+
+    def __init__(self, batch: Batch, replaced: Sampler) -> None:
+        super().__init__(replaced.logprobs_mode)
+        self.batch, self.replaced = batch, replaced
+
+    def forward(
+        self, logits: Tensor, sampling_metadata: SamplingMetadata, predict_bonus_token: bool = False, **_: Any
+    ) -> SamplerOutput:
+        if self.batch.is_empty:
+            warmed_up: SamplerOutput = self.replaced(logits=logits, sampling_metadata=sampling_metadata)
+            return warmed_up
+        logits = self.apply_logits_processors(logits.to(torch.float32), sampling_metadata, predict_bonus_token)
+        slots_B, starts_B = self.batch.slots_B, self.batch.starts_B
+        tokens_B, logprobs_B = self.batch.table.draw(logits, slots_B, starts_B)
+        self.batch.next_B = starts_B + 1
+        scores = self.scores(logits, slots_B, tokens_B, logprobs_B, sampling_metadata.max_num_logprobs)
+        return SamplerOutput(tokens_B[:, None].to(torch.int32), scores)
+
+    def scores(
+        self, logits_RV: Tensor, slots_R: Tensor, tokens_R: Tensor, logprobs_R: Tensor, num: int | None
+    ) -> LogprobsTensors | None:
+        """Returns log-probabilities at the requests' temperatures: of the tokens drawn, and of the `num` likeliest besides."""
+        if num is None:
+            return None
+        if num:
+            scaled_RV = self.batch.table.params.take(slots_R).scale(logits_RV[:, None])[:, 0]
+            return self.gather_logprobs(scaled_RV.log_softmax(-1).float(), num, tokens_R)
+        ranks_R = torch.zeros_like(tokens_R)
+        return LogprobsTensors(tokens_R[:, None].to(torch.int32), logprobs_R[:, None].float(), ranks_R)
+
+
+class LawRejectionSampler(RejectionSampler):
+    """Draws a token at every drafted position, and keeps the drafts that agree."""
+
+    def __init__(self, batch: Batch, sampler: LawSampler, replaced: RejectionSampler) -> None:
+        torch.nn.Module.__init__(self)
+        self.batch, self.sampler, self.replaced = batch, sampler, replaced
+        self.is_processed_logprobs_mode = replaced.is_processed_logprobs_mode
+
+    def forward(
+        self, metadata: SpecDecodeMetadata, draft_probs: Tensor | None, logits: Tensor, sampling_metadata: SamplingMetadata
+    ) -> SamplerOutput:
+        if self.batch.is_empty:
+            warmed_up: SamplerOutput = self.replaced(metadata, draft_probs, logits, sampling_metadata)
+            return warmed_up
+        device, width = logits.device, metadata.max_spec_len + 1
+        logits = self._processed(metadata, logits.to(torch.float32), sampling_metadata)
+        counts_B = torch.tensor(metadata.num_draft_tokens, device=device) + 1  # rows of each request
+        num_requests = len(counts_B)
+        rows_R = torch.arange(num_requests, device=device).repeat_interleave(counts_B)
+        columns_R = torch.arange(len(rows_R), device=device) - (counts_B.cumsum(0) - counts_B)[rows_R]
+        slots_R, starts_B = self.batch.slots_B[rows_R], self.batch.starts_B
+        tokens_R, logprobs_R = self.batch.table.draw(logits, slots_R, starts_B[rows_R] + columns_R)
+
+        drawn_BW = torch.full((num_requests, width), -1, dtype=torch.int64, device=device)
+        drawn_BW[rows_R, columns_R] = tokens_R
+        drafted_BW = torch.full_like(drawn_BW, -2)
+        at_R = metadata.target_logits_indices
+        drafted_BW[rows_R[at_R], columns_R[at_R]] = metadata.draft_token_ids.long()
+        num_B = (drawn_BW == drafted_BW).long().cumprod(1).sum(1) + 1
+        self.batch.next_B = starts_B + num_B
+        is_kept_BW = torch.arange(width, device=device) < num_B[:, None]
+        kept_BW = torch.where(is_kept_BW, drawn_BW, PLACEHOLDER_TOKEN_ID).to(torch.int32)
+        if sampling_metadata.max_num_logprobs is None:
+            return SamplerOutput(kept_BW, None)
+        # vLLM drops the rows that are not kept, but expects `width` of them for every request
+        flat_N = torch.zeros(num_requests * width, dtype=torch.int64, device=device)
+        flat_N[rows_R * width + columns_R] = torch.arange(len(rows_R), device=device)
+        found = self.sampler.scores(logits, slots_R, tokens_R, logprobs_R, sampling_metadata.max_num_logprobs)
+        assert found is not None
+        scores = LogprobsTensors(found.logprob_token_ids[flat_N], found.logprobs[flat_N], found.selected_token_ranks[flat_N])
+        return SamplerOutput(kept_BW, scores)
+
+    def _processed(self, metadata: SpecDecodeMetadata, logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
+        """Applies what vLLM applies before it samples, such as penalties: to bonus rows and draft rows in its two ways."""
+        at_bonus, at_draft = metadata.bonus_logits_indices, metadata.target_logits_indices
+        processed = torch.empty_like(logits)
+        processed[at_bonus] = self.sampler.apply_logits_processors(logits[at_bonus], sampling_metadata, True)
+        processed[at_draft] = self.apply_logits_processors(logits[at_draft], sampling_metadata, metadata)
+        return processed
+
+
+def install(runner: Any, tau: float) -> Batch:
+    """Puts the law into a runner, and lets its drafter, if it has a learned one, guess with the target's noise."""
+    vocab_size = runner.model_config.get_vocab_size()
+    batch = Batch(runner, LawTable(runner.max_num_reqs, vocab_size, runner.device, tau))
+    runner.sampler = LawSampler(batch, runner.sampler)
+    if runner.speculative_config is not None:
+        runner.rejection_sampler = LawRejectionSampler(batch, runner.sampler, runner.rejection_sampler)
+        if runner.speculative_config.use_eagle():
+            _couple(runner.drafter, batch)
+    return batch
+
+
+def _couple(drafter: Any, batch: Batch) -> None:
+    """Replaces the drafter's choice of tokens. Draft positions follow `next_B`, one a call within a proposal."""
+    propose, depth = drafter.propose, 0
+
+    def propose_from_the_root(*args: Any, **kwargs: Any) -> Tensor:
+        nonlocal depth
+        depth = 0
+        drafted: Tensor = propose(*args, **kwargs)
+        return drafted
+
+    def choose(hidden_states: Tensor, sampling_metadata: SamplingMetadata) -> tuple[Tensor, None]:
+        nonlocal depth
+        logits_BV = drafter.model.compute_logits(hidden_states)
+        tokens_B = batch.table.rank(logits_BV, batch.slots_B, batch.next_B + depth)
+        depth += 1
+        return tokens_B, None
+
+    drafter.propose, drafter._sample_draft_tokens = propose_from_the_root, choose

@@ -1,0 +1,93 @@
+"""What the law cannot serve is refused in one sentence: a server when it starts, a request with HTTP 400. Knows vLLM's
+configuration and a request's parameters, and nothing that runs.
+
+    vllm serve ─▶ check_server ─▶ …               a request ─▶ check_request ─▶ its seed, or one drawn here ─▶ workers
+
+Everything else that vLLM offers comes before the law (penalties, bias, grammar, …) or after it (stop texts, streaming).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from importlib.metadata import entry_points
+from typing import Any
+
+from tlt.types import UserError
+from tlt.vllm.law import EXTRA, RowLaw
+from tlt.vllm.link import check_installed
+
+CONFIG = "tlt"
+"""The key of vLLM's `additional_config`: {"tau": temperature of the drafter, "captures": whether features are kept}."""
+
+SEED_BITS = 62
+"""Bits of a seed that is drawn for a request without one: vLLM counts on from it for `n` > 1, in 64 bits."""
+
+
+def asked(config: Any) -> dict[str, Any] | None:
+    """Returns what a VllmConfig asks of the law; None: nothing, vLLM samples as it always does."""
+    found: dict[str, Any] | None = (config.additional_config or {}).get(CONFIG)
+    return found
+
+
+def check_server(config: Any) -> None:
+    """Raises UserError where vLLM is to run with something under which its tokens would not be the law's."""
+    given = asked(config)
+    if given is None:
+        return
+    if not isinstance(given, dict) or given.keys() - {"tau", "captures"}:
+        raise UserError(f"additional_config: {CONFIG} is {given!r}; it takes tau and captures, and {{}} for the defaults")
+    if not isinstance(tau := given.get("tau", 1.0), int | float) or tau <= 0:
+        raise UserError(f"additional_config: {CONFIG}.tau is {tau!r}; it must be above 0")
+    check_installed()
+    is_v2, model, drafts = config.use_v2_model_runner, config.model_config, config.speculative_config
+    has_own_processors = model.logits_processors or len(entry_points(group="vllm.logits_processors"))
+    refused = (
+        (
+            not is_v2 and config.scheduler_config.async_scheduling,
+            "--async-scheduling: the law does not know positions ahead in vLLM's first model runner; add --no-async-scheduling",
+        ),
+        (
+            model.logprobs_mode == ("processed_logprobs" if is_v2 else "raw_logits"),
+            f"--logprobs-mode: {model.logprobs_mode} is not what the law would give; leave it out",
+        ),
+        (
+            drafts is not None and drafts.rejection_sample_method == "synthetic",
+            "--speculative-config: rejection_sample_method 'synthetic' accepts drafts by chance; leave it out",
+        ),
+        (
+            not is_v2 and has_own_processors,
+            "--logits-processors: not all of them come before the law in vLLM's first model runner; leave them out",
+        ),
+        (model.return_sampling_mask, "--return-sampling-mask: the law keeps one token a row; leave it out"),
+        (model.is_diffusion, f"model: {model.model} is a diffusion model, which the law does not know; leave {CONFIG} out"),
+        (config.watermark_config is not None, "--watermark-config: the law leaves no choice to mark; leave one of them out"),
+        (
+            os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"),
+            "VLLM_USE_RUST_FRONTEND: loads no plug-ins of Python's, so requests would have no seeds; unset it",
+        ),
+    )
+    for is_refused, sentence in refused:
+        if is_refused:
+            raise UserError(sentence)
+
+
+def check_request(config: Any, params: Any) -> None:
+    """Raises UserError, which a server answers with HTTP 400, where a request asks for what the law cannot give."""
+    if params.logprob_token_ids is not None and not config.use_v2_model_runner:
+        raise UserError("logprob_token_ids: is not there under the law; ask for logprobs")
+    if EXTRA not in (params.extra_args or {}):
+        return
+    try:
+        key = RowLaw.of(params).key
+        is_valid = len(key) == 4 and all(isinstance(word, int) and 0 <= word < 2**32 for word in key)
+    except (KeyError, TypeError, ValueError):
+        is_valid = False
+    if not is_valid:
+        raise UserError(f"vllm_xargs: {EXTRA} is what engines of tlt send; leave it out, and give a seed")
+
+
+def seed_of(params: Any) -> int:
+    """Returns a request's seed; one at random where it has none. It is drawn where requests arrive, for all ranks of a worker
+    must draw by the same one, and a request that was preempted goes on with it."""
+    return secrets.randbits(SEED_BITS) if params.seed is None else params.seed

@@ -1,0 +1,99 @@
+"""Starts vLLM with the law inside. Imports vLLM: link.py says when."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import vllm
+from vllm.sampling_params import RequestOutputKind
+
+from tlt.engine.memory import GPU_SHARE
+from tlt.types import UserError, one_line
+from tlt.vllm.link import CPU_KV_GIB, VllmSettings
+from tlt.vllm.plugin import CONFIG, register
+from tlt.vllm.scheduler import LengthScheduler
+
+MakeParams = Callable[[int, list[int], dict[str, Any]], vllm.SamplingParams]
+
+
+def start(settings: VllmSettings) -> tuple[vllm.LLM, MakeParams]:
+    """Returns vLLM, ready, and what makes its sampling parameters: (max_tokens, stop_ids, extra_args)."""
+    register()
+    # a reload names every layer without weights of its own as not loaded; link.py sees for itself what has arrived
+    logging.getLogger("vllm.model_executor.model_loader.reload").setLevel(logging.ERROR)
+    with torch.random.fork_rng():  # the caller's random numbers stay as they are
+        try:
+            llm = vllm.LLM(**arguments(settings))
+        except ValueError as error:  # so vLLM refuses a model, or a cache without room for a whole response
+            remedy = "change [vllm], rollout.kv_gib or the model, or use engine tlt"
+            raise UserError(f"engine: vllm does not start ({one_line(error, 400)}); {remedy}") from None
+    return llm, sampling_params
+
+
+def arguments(settings: VllmSettings) -> dict[str, Any]:
+    """Returns vLLM's arguments."""
+    is_cuda = torch.cuda.is_available()
+    kv_gib = settings.kv_gib if settings.kv_gib is not None or is_cuda else CPU_KV_GIB
+    return {
+        "model": str(settings.model),
+        "dtype": str(settings.dtype).removeprefix("torch."),
+        "max_model_len": settings.window,
+        "max_num_seqs": settings.max_batch_size,
+        "tensor_parallel_size": settings.section.tensor_parallel,
+        **(gpu_arguments(settings) if is_cuda else {}),
+        "distributed_executor_backend": "uni" if settings.is_in_process else "mp",
+        "kv_cache_memory_bytes": None if kv_gib is None else int(kv_gib * 2**30),
+        "enforce_eager": not settings.section.compile,
+        "enable_prefix_caching": settings.section.prefix_caching,
+        "enable_sleep_mode": is_cuda,
+        "speculative_config": speculative_config(settings),
+        "additional_config": {CONFIG: {"tau": settings.tau, "captures": settings.captures and settings.is_in_process}},
+        "worker_extension_cls": "tlt.vllm.worker.TltWorker",
+        "scheduler_cls": LengthScheduler,
+        "async_scheduling": False,
+        "logprobs_mode": "processed_logits",
+        "generation_config": "vllm",  # no top-k or other defaults of the checkpoint
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+
+
+def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
+    """Returns which GPUs are this engine's, where every process of the machine has one over so many, and its share of what is
+    free there: vLLM's own default is nine tenths of all, and the policy that is trained lies there already."""
+    size = settings.section.tensor_parallel
+    first = settings.device_index * size
+    free, total = torch.cuda.mem_get_info(first)
+    share = {"gpu_memory_utilization": GPU_SHARE * free / total}
+    return share if first == 0 else {**share, "device_ids": list(range(first, first + size))}
+
+
+def speculative_config(settings: VllmSettings) -> dict[str, Any] | None:
+    """Returns how vLLM drafts. Every length that may be chosen is named, so that graphs are captured for it: as the length of
+    some batch size, which is then never used (scheduler.py sets the length for all of them)."""
+    if settings.drafter is None:
+        return None
+    return {
+        **settings.drafter,
+        "num_speculative_tokens": settings.max_depth,
+        "num_speculative_tokens_per_batch_size": [(i, i, depth) for i, depth in enumerate(settings.depths, start=1)],
+    }
+
+
+def sampling_params(max_tokens: int, stop_ids: list[int], extra_args: dict[str, Any]) -> vllm.SamplingParams:
+    """Returns a request's parameters. The law is in `extra_args`; vLLM itself is asked for the likeliest token, which costs it
+    least, and takes what the law leaves."""
+    return vllm.SamplingParams(
+        temperature=0,
+        max_tokens=max_tokens,
+        stop_token_ids=stop_ids,
+        ignore_eos=True,
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+        extra_args=extra_args,
+    )
