@@ -21,7 +21,7 @@ from tests.lossless.helpers import STOP, VOCAB, Switching, make_requests
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
 from tlt.tuning.tuner import Fixed
 from tlt.types import BatchState, Request, Rollout, SamplingParams, StepOutcome, Strategy, UserError
-from tlt.vllm.check import check_law
+from tlt.vllm.check import check_law, probes
 from tlt.vllm.engine import Speculation, VllmEngine
 from tlt.vllm.law import LawTable, RowLaw
 
@@ -228,7 +228,7 @@ def test_verifications_are_counted_under_the_strategy_that_drafted() -> None:
         strategies.append(engine._strategy)  # drafted by at the end of this step
         return found
 
-    link.step = counted  # type: ignore[method-assign]
+    link.step = counted  # type: ignore[method-assign]  # counts on the way
     list(engine.generate([dataclasses.replace(r, params=dataclasses.replace(r.params, stop_ids=())) for r in REQUESTS]))
     counts = {name: stats.num_tokens for name, stats in engine.stats.by_strategy.items() if name != "off"}
     assert counts == verified
@@ -245,7 +245,7 @@ def test_responses_go_on_in_another_engine(tuner: Any) -> None:
         found += first.step()
     moved = first.withdraw([3, 0, 2])
     assert all(request.token_ids and len(request.logprobs) == len(request.token_ids) for request in moved)
-    assert len(first.link.requests) == len(first.running)  # type: ignore[attr-defined]
+    assert len(first.link.requests) == len(first.running)  # type: ignore[attr-defined]  # the pretend one has it
     moved += first.withdraw_waiting(5)
     second.add(moved)
     for engine in (first, second):
@@ -364,7 +364,7 @@ def another_position(link: PretendLink) -> None:
 
 def another_token(link: PretendLink) -> None:
     draw = link.draw
-    link.draw = lambda *args: ((draw(*args)[0] + (args[2] == 9)) % VOCAB, draw(*args)[1])  # type: ignore[method-assign]
+    link.draw = lambda *args: ((draw(*args)[0] + (args[2] == 9)) % VOCAB, draw(*args)[1])  # type: ignore[method-assign]  # the fault
 
 
 def another_temperature(link: PretendLink) -> None:
@@ -374,7 +374,7 @@ def another_temperature(link: PretendLink) -> None:
         params = extra["tlt"]["params"] | {"temperature": 1.3}
         return add(name, ids, num, stop, {"tlt": extra["tlt"] | {"params": params}})
 
-    link.add = hotter  # type: ignore[method-assign]
+    link.add = hotter  # type: ignore[method-assign]  # the fault
 
 
 def another_score(link: PretendLink) -> None:
@@ -395,3 +395,9 @@ def test_requests_stop_where_they_are_told() -> None:
     """Otherwise the tests above would not see an engine that goes on."""
     assert {tokens[-1] for tokens in EXPECTED.values()} & {STOP}
     assert any(len(tokens) == request.params.max_tokens for tokens, request in zip(EXPECTED.values(), REQUESTS, strict=True))
+
+
+@pytest.mark.parametrize("window", [2, 3, 5, 17])
+def test_the_self_check_fits_into_the_smallest_window(window: int) -> None:
+    for request in probes(VOCAB, 2, window):
+        assert 1 <= len(request.prompt_ids) < len(request.prompt_ids) + request.params.max_tokens <= window

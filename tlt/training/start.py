@@ -215,6 +215,7 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
         **({"rewards": _weighted(config)} if config.rewards.functions else {}),
         "ranks": f"{run.num_ranks} on {device.name} ({device.reason}), {run.dtype}",
         "update": describe_update(config) + describe_lora(config, findings.num_adapted, num_parameters),
+        **({"engine": "vLLM, with TLT's sampling law inside"} if rollout.engine == "vllm" else {}),
         "speculation": speculation,
         "folder": near(Path(run.out_dir)),
     }

@@ -1,4 +1,4 @@
-"""What the target computed at every token, kept for the drafter's training: in vLLM's first model runner, by slot and position.
+"""Features for the drafter's training: the target's, at every token, kept by slot and position in vLLM's first model runner.
 
     a step's hidden states, rows of all requests ─▶ one scatter into [slot, position] ─▶ read when the response has ended
 
@@ -55,7 +55,7 @@ class Captured:
         return kept
 
     def forget(self, slot: int) -> None:
-        """What the slot holds is another request's."""
+        """Drops what a slot holds: another request has entered it."""
         self.known_S[slot] = 0
 
     def read(self, slot: int, num_positions: int) -> Tensor | None:

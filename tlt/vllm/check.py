@@ -41,11 +41,13 @@ def check_law(engine: VllmEngine, vocab_size: int) -> None:
 
 def probes(vocab_size: int, num: int, window: int) -> list[Request]:
     """Returns requests that no run makes, at two temperatures, so that a wrong row or parameter is seen."""
+    num_prompt = min(NUM_PROMPT, window - 1)
+    num_tokens = min(NUM_TOKENS, window - num_prompt)
     params = [
-        SamplingParams(1.0, max_tokens=min(NUM_TOKENS, window - NUM_PROMPT), seed=1),
-        SamplingParams(0.7, top_k=50, max_tokens=min(NUM_TOKENS, window - NUM_PROMPT), seed=2),
+        SamplingParams(1.0, max_tokens=num_tokens, seed=1),
+        SamplingParams(0.7, top_k=50, max_tokens=num_tokens, seed=2),
     ]
-    prompt = tuple((i * 7 + 3) % vocab_size for i in range(NUM_PROMPT))
+    prompt = tuple((i * 7 + 3) % vocab_size for i in range(num_prompt))
     return [Request("self-check", index, prompt, params[index], "generate") for index in range(num)]
 
 

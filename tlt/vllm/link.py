@@ -47,7 +47,7 @@ to 0.4 %, and weights of another policy are far apart."""
 
 @dataclass(frozen=True)
 class VllmSettings:
-    """What vLLM is started with.
+    """Says what vLLM is started with.
 
     model: a checkpoint folder.  dtype: of weights and activations, as torch names it.
     max_batch_size: sequences at a time.  window: positions of the longest, prompt included.
@@ -183,7 +183,8 @@ class Link:
     @contextmanager
     def loading_policy(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
         """Yields what takes the parts of a policy, tensors by Hugging Face names. At the end all of it is in use, what was
-        cached of the old one is gone, and vLLM's head has been seen to compute with the new weights."""
+        cached of the old one is gone, and vLLM's head has been seen to compute with the new weights, where it
+        still shows them (worker.py, tlt_end)."""
         self._wake()
         with self._loading(is_drafter=False) as load:
             yield load

@@ -50,7 +50,8 @@ class TltWorker:
         return digest(tensors) if isinstance(part, str) else ""
 
     def tlt_end(self, is_drafter: bool) -> float:
-        """Ends it. Returns by how much the head, applied, differs from its own weights: relative to the largest logit."""
+        """Ends it. Returns by how much the head, applied, differs from its own weights: relative to the largest logit. 0, and
+        nothing compared, where vLLM has packed an untied head's weights away, as on CPUs."""
         model = self._tlt_model(is_drafter)
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
@@ -86,7 +87,7 @@ class TltWorker:
         return installed
 
     def _tlt_model(self, is_drafter: bool) -> Any:
-        return self.get_draft_model() if is_drafter else self.model_runner.get_model()  # type: ignore[attr-defined]
+        return self.get_draft_model() if is_drafter else self.model_runner.get_model()  # type: ignore[attr-defined]  # the worker's own method
 
     def _tlt_head_error(self, model: Any) -> float:
         head = model.lm_head
