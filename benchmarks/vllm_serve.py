@@ -90,7 +90,7 @@ def serving_environment(folder: Path) -> dict[str, str]:
     site = folder / "site"
     (info := site / "tlt_rl_of_this_tree-0.dist-info").mkdir(parents=True, exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tlt-rl-of-this-tree\nVersion: 0\n")
-    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ntlt_law = tlt.vllm.plugin:register\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\ntlt_law = tlt.vllm.inside.plugin:register\n")
     return {
         "PYTHONPATH": os.pathsep.join((str(ROOT), str(site))),
         "OMP_NUM_THREADS": "1",

@@ -147,6 +147,24 @@ def test_a_part_without_a_layer_is_found() -> None:
     assert "tlt.utils, which has no layer" in message
 
 
+def test_what_runs_inside_vllm_knows_nothing_of_what_drives_it() -> None:
+    inside = {module: source for module, source in _modules().items() if module.startswith(f"{INSIDE}.")}
+    assert len(inside) > 5
+    drivers = [name for module, source in inside.items() for name in _imported(source) if name.startswith("tlt.vllm")]
+    assert [name for name in drivers if not name.startswith(INSIDE)] == []
+
+
+INSIDE = "tlt.vllm.inside"
+
+
+def _imported(source: str) -> list[str]:
+    """Names of modules that are imported anywhere in a source."""
+    nodes = list(ast.walk(ast.parse(source)))
+    return [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names] + [
+        f"{node.module}.{alias.name}" for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+    ]
+
+
 def test_the_mathematics_of_losslessness_imports_torch_and_types_only() -> None:
     """DESIGN §3: speculative/ is auditable in an hour."""
     allowed = {"torch", "tlt", "__future__", "collections", "dataclasses", "types", "typing", "math", "functools", "itertools"}

@@ -23,7 +23,7 @@ from tlt.tuning.tuner import Fixed
 from tlt.types import BatchState, Request, Rollout, SamplingParams, StepOutcome, Strategy, UserError
 from tlt.vllm.check import check_law, probes
 from tlt.vllm.engine import Speculation, VllmEngine
-from tlt.vllm.law import LawTable, RowLaw
+from tlt.vllm.inside.law import LawTable, RowLaw
 
 WINDOW = 80
 SLOTS = 6

@@ -15,7 +15,7 @@ from tests.lossless.helpers import PARAMS
 from tlt.speculative.rows import draw
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
 from tlt.types import Request, SamplingParams, UserError
-from tlt.vllm.law import LawTable, NoiseWindow, RowLaw, Slots
+from tlt.vllm.inside.law import LawTable, NoiseWindow, RowLaw, Slots
 from tlt.vllm.strategies import check_speculation, depths_of, kinds_of
 
 VOCAB, NUM_SLOTS = 61, 9

@@ -14,7 +14,8 @@ from tlt.plan.memory import COPY, plan_memory
 from tlt.plan.subject import Place, Subject
 from tlt.training import start
 from tlt.types import UserError
-from tlt.vllm import link, preflight
+from tlt.vllm import preflight
+from tlt.vllm.inside import release
 
 RECIPE = Path(__file__).parents[2] / "recipes/countdown/quickstart.toml"
 VLLM = {"rollout.engine": "vllm"}
@@ -27,10 +28,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
     def version(name: str) -> str:
         if name not in found:
-            raise link.PackageNotFoundError(name)
+            raise release.PackageNotFoundError(name)
         return found[name]
 
-    monkeypatch.setattr(link, "version", version)
+    monkeypatch.setattr(release, "version", version)
     return found
 
 

@@ -204,7 +204,7 @@ def configured(**arguments: Any) -> Any:
     """Returns vLLM's configuration for these arguments, checked as a server's is."""
     from vllm.engine.arg_utils import EngineArgs
 
-    from tlt.vllm.plugin import register
+    from tlt.vllm.inside.plugin import register
 
     register()
     given = {"model": str(ROOT / BASE), "additional_config": {"tlt": {}}, "kv_cache_memory_bytes": 2**28, **arguments}
@@ -240,7 +240,7 @@ def test_a_server_that_could_not_keep_the_law_does_not_start(arguments: dict[str
 
 
 def test_asynchronous_scheduling_is_refused_in_the_first_model_runner(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tlt.vllm.served import check_server
+    from tlt.vllm.inside.served import check_server
 
     config = configured()
     config.scheduler_config.async_scheduling = True  # vLLM's default on GPUs; its CPU platform switches it off

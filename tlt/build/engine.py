@@ -35,7 +35,7 @@ from tlt.speculative.verify import Verify
 from tlt.speculative.verify import verify as verify_by_the_law
 from tlt.tuning.tuner import make_tuner
 from tlt.types import StrategyTuner, resolve_dtype
-from tlt.vllm.law import DEFAULT_TAU
+from tlt.vllm.inside.law import DEFAULT_TAU
 
 
 @dataclass(frozen=True)

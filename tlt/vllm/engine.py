@@ -26,7 +26,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.types import BatchState, Finished, Request, Rollout, StepOutcome, Strategy, StrategyTuner
 from tlt.vllm.drafter import VllmDrafter
-from tlt.vllm.law import RowLaw
+from tlt.vllm.inside.law import RowLaw
 from tlt.vllm.link import Link
 
 

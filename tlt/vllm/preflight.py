@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tlt.types import UserError
-from tlt.vllm.link import check_installed
+from tlt.vllm.inside.release import check_installed
 from tlt.vllm.strategies import check_speculation
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

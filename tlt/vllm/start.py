@@ -12,9 +12,9 @@ from vllm.sampling_params import RequestOutputKind
 
 from tlt.engine.memory import GPU_SHARE
 from tlt.types import UserError, one_line
+from tlt.vllm.inside.plugin import CONFIG, register
+from tlt.vllm.inside.scheduler import LengthScheduler
 from tlt.vllm.link import CPU_KV_GIB, VllmSettings
-from tlt.vllm.plugin import CONFIG, register
-from tlt.vllm.scheduler import LengthScheduler
 
 MakeParams = Callable[[int, list[int], dict[str, Any]], vllm.SamplingParams]
 
@@ -51,7 +51,7 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
         "enable_sleep_mode": is_cuda,
         "speculative_config": speculative_config(settings),
         "additional_config": {CONFIG: {"tau": settings.tau, "captures": settings.captures and settings.is_in_process}},
-        "worker_extension_cls": "tlt.vllm.worker.TltWorker",
+        "worker_extension_cls": "tlt.vllm.inside.worker.TltWorker",
         "scheduler_cls": LengthScheduler,
         "async_scheduling": False,
         "logprobs_mode": "processed_logits",

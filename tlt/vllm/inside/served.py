@@ -14,8 +14,8 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from tlt.types import UserError
-from tlt.vllm.law import EXTRA, RowLaw
-from tlt.vllm.link import check_installed
+from tlt.vllm.inside.law import EXTRA, RowLaw
+from tlt.vllm.inside.release import check_installed
 
 CONFIG = "tlt"
 """The key of vLLM's `additional_config`: {"tau": temperature of the drafter, "captures": whether features are kept}."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, LogitsProcessor, LogitsProcRequestState
 
-from tlt.vllm.law import DEFAULT_TAU, LawTable, RowLaw
+from tlt.vllm.inside.law import DEFAULT_TAU, LawTable, RowLaw
 
 
 class LawProcessor(LogitsProcessor):

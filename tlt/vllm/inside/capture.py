@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.vllm.runner_v1 import Batch
+from tlt.vllm.inside.runner_v1 import Batch
 
 
 class Captured:

@@ -19,7 +19,7 @@ from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from tlt.vllm.plugin import Installed, register
+from tlt.vllm.inside.plugin import Installed, register
 
 register()  # a worker of its own process comes here before it loads its model
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from tlt.types import UserError
-from tlt.vllm import runner_v1
-from tlt.vllm.capture import Captured
-from tlt.vllm.law import DEFAULT_TAU, LawTable
-from tlt.vllm.served import CONFIG as CONFIG
-from tlt.vllm.served import asked, check_request, check_server, seed_of
+from tlt.vllm.inside import runner_v1
+from tlt.vllm.inside.capture import Captured
+from tlt.vllm.inside.law import DEFAULT_TAU, LawTable
+from tlt.vllm.inside.served import CONFIG as CONFIG
+from tlt.vllm.inside.served import asked, check_request, check_server, seed_of
 
-PROCESSOR = "tlt.vllm.runner_v2:LawProcessor"
+PROCESSOR = "tlt.vllm.inside.runner_v2:LawProcessor"
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def install(runner: Any, given: dict[str, Any]) -> Installed:
     """Puts the law into a runner that has loaded its model."""
     tau = float(given.get("tau", DEFAULT_TAU))
     if runner.vllm_config.use_v2_model_runner:
-        from tlt.vllm import runner_v2
+        from tlt.vllm.inside import runner_v2
 
         return Installed(runner_v2.install(runner, tau), None)
     batch = runner_v1.install(runner, tau)

@@ -19,7 +19,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from tlt.vllm.law import LawTable, Slots
+from tlt.vllm.inside.law import LawTable, Slots
 
 
 class Batch:
