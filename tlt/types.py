@@ -124,7 +124,10 @@ class Finished:
 @dataclass(frozen=True)
 class Strategy:
     """A way to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes (the root, which
-    is the last committed token, is not counted). `Strategy.OFF` decodes plainly."""
+    is the last committed token, is not counted). `Strategy.OFF` decodes plainly.
+
+    drafter: learned, ngram, hybrid, ahead (from references, drafter/ahead.py), or ahead+KIND: that kind where there is none.
+    """
 
     drafter: str
     depth: int
@@ -134,10 +137,17 @@ class Strategy:
     OFF: ClassVar[Strategy]
     MAX_DEPTH: ClassVar[int] = 32
     """The engine keeps noise for so many positions ahead."""
+    MAX_FOLLOWED: ClassVar[int] = 256
+    """Tokens of a reference that are drafted at a time, at most."""
+    ELSEWHERE: ClassVar[int] = 8
+    """Tokens that are drafted at most where there is no reference, beside those that have one."""
 
     def __post_init__(self) -> None:
-        if self.depth > self.MAX_DEPTH:
-            raise UserError(f"strategy {self}: depth {self.depth} is too large; give at most {self.MAX_DEPTH}")
+        limit = self.MAX_FOLLOWED if self.follows else self.MAX_DEPTH
+        if self.depth > limit:
+            raise UserError(f"strategy {self}: depth {self.depth} is too large; give at most {limit}")
+        if self.follows and self.width > 1:
+            raise UserError(f"strategy {self}: a reference is a chain; give {self.drafter}:{self.depth}x1x{self.depth}")
         if self.depth < 0 or self.width < 0 or self.budget < 0:
             raise UserError(f"strategy {self}: depth, width and budget must not be negative")
         if self.depth and not (self.width >= 1 and self.depth <= self.budget):
@@ -147,6 +157,17 @@ class Strategy:
     @property
     def is_off(self) -> bool:
         return self.depth == 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether references are drafted from."""
+        return self.drafter.partition("+")[0] == "ahead"
+
+    @property
+    def elsewhere(self) -> Strategy:
+        """Returns how sequences without a reference draft beside those that have one."""
+        kind, depth = self.drafter.partition("+")[2], min(self.depth, self.ELSEWHERE)
+        return Strategy(kind, depth, 1, depth) if self.follows and kind else Strategy.OFF
 
     def __str__(self) -> str:
         return "off" if self.is_off else f"{self.drafter}:{self.depth}x{self.width}x{self.budget}"
@@ -215,7 +236,7 @@ class BatchState:
     """The running batch, and the versions of policy and drafter: all that a tuner may choose by.
 
     mean_length: committed tokens per sequence, prompt included.  num_admitted: sequences that are new in this step; a drafter
-    may have to read their prompts.
+    may have to read their prompts.  num_followed: those that a reference is followed for.
     """
 
     num_running: int
@@ -223,6 +244,7 @@ class BatchState:
     policy_version: int
     drafter_version: int
     num_admitted: int = 0
+    num_followed: int = 0
 
 
 @dataclass(frozen=True)

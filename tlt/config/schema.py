@@ -144,6 +144,9 @@ class RolloutSection(Section):
     The drafter is learned, ngram (retrieval from the problem's own responses) or hybrid."""
     migrate: bool = True
     """Whether a rank without work takes over running responses of another; it has to prefill their tokens again."""
+    references_mib: PositiveFloat = 64.0
+    """MiB of responses that are kept on each rank to draft later ones from that are drawn with the same noise, such as those of
+    the last evaluation (docs/ahead.md); four bytes a token. Used with adaptive speculation by the cost model."""
     tuner: Literal["cost-model", "beg-mab"] = "cost-model"
     """What chooses adaptive speculation: measured costs and acceptance (cost-model), or the TLT paper's bandit (beg-mab)."""
 

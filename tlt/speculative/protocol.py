@@ -64,9 +64,16 @@ class Drafter(Protocol[P]):
         """Takes note of what was captured of the target at T positions from starts[b] on. Rejected drafts may be among them:
         they lie beyond the committed tokens and are overwritten before anything reads them."""
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> P:
+    @property
+    def num_followed(self) -> int:
+        """The sequences that it has a reference for: a response that was drawn before with the same noise."""
+        ...
+
+    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()) -> P:
         """Returns a tree for each sequence. noise_BDV[b, d] is the law's noise of the position d + 1 after the root, which the
-        target will use at depth d: candidates may be ranked with it. Ignoring it costs speed, never truth."""
+        target will use at depth d: candidates may be ranked with it. Ignoring it costs speed, never truth.
+
+        unwanted: rows that will draft otherwise; what they hold is of no use."""
         ...
 
     def observe(self, proposal: P, verdicts: Sequence[Verdict]) -> None:

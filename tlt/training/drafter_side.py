@@ -25,6 +25,7 @@ from tlt.build.drafter import build_draft_model, build_spot_trainer
 from tlt.config.drafter import DrafterSection
 from tlt.distributed.mailbox import Mailbox, connect_mailbox
 from tlt.distributed.world import World, average_weighted, gather_objects
+from tlt.drafter.ahead import AheadDrafter
 from tlt.drafter.folder import StoredDrafter, save_drafter
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.measure import Subject
@@ -214,6 +215,8 @@ def watch_drafter(
     share: see WatchedDrafter.
     """
     drafter, target = engine.drafter, engine.target
+    if isinstance(drafter, AheadDrafter):
+        drafter = drafter.inner
     if stored is None or not isinstance(drafter, HybridDrafter | VllmDrafter):
         return DrafterSide()
     assert target is not None, "whoever has a learned drafter keeps the policy for it"

@@ -31,6 +31,7 @@ from tlt.distributed.world import (
     tell,
 )
 from tlt.drafter.folder import StoredDrafter
+from tlt.drafter.references import References
 from tlt.files import write_atomically
 from tlt.models.decoder import Transformer
 from tlt.models.hf_weights import save_model
@@ -125,7 +126,8 @@ class Run:
         longest_prompt = max(len(problem.prompt_ids) for problem in (*self.problems, *self.held_out))
         window = longest_prompt + config.sampling.max_tokens
         settings = replace(EngineSettings.of_run(config, world.device), window=window)
-        self.engine = build_backend(model, settings, stored, on_span=self.timeline.add)
+        self.references = References(config.rollout.references_mib)
+        self.engine = build_backend(model, settings, stored, on_span=self.timeline.add, references=self.references)
         self.drafter = self._watch_drafter(stored)
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
         self.step = self.first_step = self._resume()

@@ -7,10 +7,8 @@ products are the survival curve; its sum, and one for the bonus token, is what a
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +20,8 @@ Array = NDArray[np.float64]
 
 _PRIOR_RATE = 0.7
 """The acceptance rate that is assumed at depth 1 before anything was verified."""
+_PRIOR_RATE_OF_REFERENCES = 0.95
+"""The same where a reference is followed."""
 _PRIOR_COUNT = 1.5
 """The verifications that this assumption counts as, and at deeper levels the rate of the level before."""
 _MEMORY = 100.0
@@ -55,6 +55,16 @@ class Curve(NamedTuple):
         return Curve(strategy.drafter, strategy.width, None if strategy.width == 1 else strategy.budget, octave)
 
     @property
+    def depth(self) -> int:
+        """The depths that it has."""
+        return Strategy.MAX_FOLLOWED if self.follows else Strategy.MAX_DEPTH
+
+    @property
+    def follows(self) -> bool:
+        """Whether its strategies draft from references."""
+        return Strategy(self.drafter, 1, 1, 1).follows
+
+    @property
     def everywhere(self) -> Curve:
         """Returns the same curve over all batch sizes."""
         return Curve(self.drafter, self.width, self.budget, None, self.where_drafted)
@@ -77,20 +87,20 @@ class Rates:
     """For d = 0, 1, …: the probability that the target accepts the token at depth d + 1, given that it has accepted all
     before it, and the number of verifications behind this estimate."""
 
-    accepted: Sequence[float]
-    counts: Sequence[float]
-
-
-def _zeros() -> Array:
-    return np.zeros(Strategy.MAX_DEPTH)
+    accepted: Array
+    counts: Array
 
 
 @dataclass
 class _Counts:
     """Verifications that came to each depth (`tried`), and of those the ones that went on from there (`survived`)."""
 
-    tried: Array = field(default_factory=_zeros)
-    survived: Array = field(default_factory=_zeros)
+    tried: Array
+    survived: Array
+
+    @staticmethod
+    def of(curve: Curve) -> _Counts:
+        return _Counts(np.zeros(curve.depth), np.zeros(curve.depth))
 
     def add(self, tried_D: Array, survived_D: Array, fade: float) -> None:
         self.scale(fade)
@@ -153,14 +163,11 @@ class Acceptance:
         tokens_A, variance_A = np.ones(len(arms)), np.zeros(len(arms))
         for i, arm in enumerate(arms):
             rates = self.rates(Curve.of(arm, octave))
-            survivals = list(accumulate(rates.accepted[: arm.depth], operator.mul))
-            tokens_A[i] += sum(survivals)
-            beyond, variance = 0.0, 0.0
-            for d in reversed(range(arm.depth)):
-                beyond += survivals[d]  # the tokens that are lost if depth d is not survived
-                rate, count = rates.accepted[d], rates.counts[d]
-                variance += beyond**2 * (1.001 - rate) / ((rate + 0.001) * count)
-            variance_A[i] = variance / tokens_A[i] ** 2
+            rate_D, count_D = rates.accepted[: arm.depth], rates.counts[: arm.depth]
+            survival_D = rate_D.cumprod()
+            beyond_D = survival_D[::-1].cumsum()[::-1]  # the tokens that are lost if a depth is not survived
+            tokens_A[i] += beyond_D[:1].sum()
+            variance_A[i] = (beyond_D**2 * (1.001 - rate_D) / ((rate_D + 0.001) * count_D)).sum() / tokens_A[i] ** 2
         return tokens_A, variance_A
 
     def counters(self) -> list[Any]:
@@ -174,19 +181,21 @@ class Acceptance:
 
     def _counts_of(self, curve: Curve) -> _Counts:
         if curve not in self.counts:
-            self.counts[curve] = _Counts()
+            self.counts[curve] = _Counts.of(curve)
         return self.counts[curve]
 
     def _estimate(self, curve: Curve) -> Rates:
         """Returns posterior means under a chain of priors: at all batch sizes, then at the curve's own octave."""
         prior_curve = curve.prior
         prior = None if prior_curve is None else self.rates(prior_curve)
-        here, everywhere = self.counts.get(curve, _NOTHING), self.counts.get(curve.everywhere, _NOTHING)
+        nothing = _Counts.of(curve)
+        here, everywhere = self.counts.get(curve, nothing), self.counts.get(curve.everywhere, nothing)
         tried, survived = here.tried.tolist(), here.survived.tolist()
         all_tried, all_survived = everywhere.tried.tolist(), everywhere.survived.tolist()
-        rate, num_chances = _PRIOR_RATE, math.sqrt(curve.width)  # further candidates are worth less than the first (DESIGN §2)
+        rate = _PRIOR_RATE_OF_REFERENCES if curve.follows else _PRIOR_RATE
+        num_chances = math.sqrt(curve.width)  # further candidates are worth less than the first (DESIGN §2)
         accepted, counts = [], []
-        for d in range(Strategy.MAX_DEPTH):
+        for d in range(curve.depth):
             if prior is not None:
                 rate = 1.0 - (1.0 - prior.accepted[d]) ** num_chances
             worth = all_tried[d] + _PRIOR_COUNT
@@ -195,10 +204,7 @@ class Acceptance:
             rate = (survived[d] + worth * rate) / (tried[d] + worth)
             accepted.append(rate)
             counts.append(tried[d] + worth)
-        return Rates(accepted, counts)
-
-
-_NOTHING = _Counts()
+        return Rates(np.array(accepted), np.array(counts))
 
 
 def octave_of(batch_size: int) -> int:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tlt.tuning.acceptance import Acceptance
-from tlt.tuning.step_costs import DRAFTERS_OF, StepCosts
+from tlt.tuning.step_costs import StepCosts, drafters_of
 from tlt.types import BatchState, StepOutcome, Strategy
 
 _WEIGHT_OF_ADMISSION = 0.3
@@ -48,6 +48,7 @@ class CostModel:
     def __init__(self, arms: Sequence[Strategy], *, bonus: float = 0.75, decide_every: float = 0.03) -> None:
         assert Strategy.OFF in arms, "off is always an arm"
         self.arms = tuple(arms)
+        self._arms_without_references = tuple(arm for arm in arms if not arm.follows)
         self.bonus, self.decide_every = bonus, decide_every
         self.acceptance, self.costs = Acceptance(), StepCosts()
         self.predicted_speed: float | None = None
@@ -76,12 +77,13 @@ class CostModel:
         return max(self.predict(batch), key=lambda p: math.log(p.speed) + self.bonus * p.deviation)
 
     def predict(self, batch: BatchState) -> list[Prediction]:
-        mean_A, variance_A = self.costs.predict(self.arms, batch.num_running, batch.mean_length)
-        tokens_A, uncertainty_A = self.acceptance.expected_tokens(self.arms, batch.num_running)
+        arms = self.arms if batch.num_followed else self._arms_without_references
+        mean_A, variance_A = self.costs.predict(arms, batch.num_running, batch.mean_length)
+        tokens_A, uncertainty_A = self.acceptance.expected_tokens(arms, batch.num_running)
         seconds_A = np.exp(mean_A)
         speed_A = batch.num_running * tokens_A / seconds_A
         deviation_A = np.sqrt(variance_A + uncertainty_A)
-        rows = zip(self.arms, speed_A.tolist(), deviation_A.tolist(), seconds_A.tolist(), strict=True)
+        rows = zip(arms, speed_A.tolist(), deviation_A.tolist(), seconds_A.tolist(), strict=True)
         return [Prediction(*row) for row in rows]
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
@@ -115,5 +117,5 @@ class CostModel:
 def _switches_on(before: Strategy | None, now: Strategy) -> bool:
     """Returns whether a drafter runs now that did not run in the step before. It then reads what it missed: features, or
     texts."""
-    ran = set() if before is None else DRAFTERS_OF[before.drafter]
-    return not DRAFTERS_OF[now.drafter] <= ran
+    ran = set() if before is None else drafters_of(before)
+    return not drafters_of(now) <= ran
