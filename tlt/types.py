@@ -236,7 +236,7 @@ class BatchState:
     """The running batch, and the versions of policy and drafter: all that a tuner may choose by.
 
     mean_length: committed tokens per sequence, prompt included.  num_admitted: sequences that are new in this step; a drafter
-    may have to read their prompts.  num_followed: those that a reference is followed for.
+    may have to read their prompts.  num_followed: those that a reference can be followed for.
     """
 
     num_running: int
@@ -253,12 +253,14 @@ class StepOutcome:
 
     num_tokens: committed by all sequences.  accepted: drafted tokens that each sequence accepted, () when nothing was drafted.
     drafted: nodes that were drafted for each, as many as `accepted`.  seconds: the whole step, drafting included.
+    followed: whether each was drafted from a reference; (): none was.
     """
 
     num_tokens: int
     accepted: tuple[int, ...]
     drafted: tuple[int, ...]
     seconds: float
+    followed: tuple[bool, ...] = ()
 
 
 class StrategyTuner(Protocol):

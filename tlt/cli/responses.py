@@ -31,7 +31,8 @@ def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int,
 
     asked = {(request.problem_id, request.sample_index, request.prompt_ids): request for request in requests}
     references, num_read = References(None), 0
-    for num_read, (place, record) in enumerate(read_jsonl(path, "--references"), start=1):
+    for place, record in read_jsonl(path, "--references"):
+        num_read += 1
         prompt_ids, token_ids = response_ids(place, record, vocab_size=vocab_size, window=window)
         request = asked.get((str(record.get("problem_id")), record.get("sample_index", 0), prompt_ids))
         if request is not None:

@@ -41,7 +41,7 @@ _PRIORS = ([20.0, 20.5], [1.0, 2.0], [1.0, 2.0])
 
 def ahead_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     """Returns the kinds of drafter that there are once references are added to these."""
-    return (*kinds, AHEAD, f"{AHEAD}+{kinds[0]}")
+    return (*kinds, AHEAD, f"{AHEAD}+{kinds[-1]}")
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,11 @@ class Follower:
         """Tokens before `place` that agree with the sequence's last ones, up to MAX_MATCH."""
         self.has_differed = False
         self._index: SuffixIndex | None = None
+
+    @property
+    def leads_on(self) -> bool:
+        """Whether its next tokens are worth drafting, as of the last reading: it has not ended, and its place is known."""
+        return self.place < len(self.reference) and (not self.has_differed or self.num_agreed >= ANCHORS[-1])
 
     @property
     def cell(self) -> tuple[int, int]:
@@ -144,7 +149,7 @@ class AheadDrafter:
 
     @property
     def num_followed(self) -> int:
-        return sum(follower is not None for follower in self.followers)
+        return sum(follower is not None and follower.leads_on for follower in self.followers)
 
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -216,12 +221,12 @@ class AheadDrafter:
         longest, roots = max(map(len, drafts)), [tokens[-1] for tokens in context.tokens]
         nodes = [[root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)]
         tree = chain(torch.tensor(nodes, device=noise_BDV.device), [1 + len(draft) for draft in drafts])
-        has_draft = [bool(draft) for draft in drafts]
+        has_draft = tuple(bool(draft) for draft in drafts)
         if strategy.elsewhere.is_off or all(has_draft):
-            return AheadProposal(tree, followed)
+            return AheadProposal(tree, followed, is_followed=has_draft)
         unwanted = [row for row, is_drafted in enumerate(has_draft) if is_drafted]
         inner = self.inner.propose(context, strategy.elsewhere, noise_BDV, unwanted)
-        return AheadProposal(choose_rows(tree, inner.tree, has_draft), followed, inner)
+        return AheadProposal(choose_rows(tree, inner.tree, has_draft), followed, inner, is_followed=has_draft)
 
     def _follow(self, tokens: Sequence[int], request: Request, follower: Follower | None, depth: int) -> Followed | None:
         """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept."""

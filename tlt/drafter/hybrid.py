@@ -139,7 +139,8 @@ class HybridDrafter:
         retrieved = self.ngram.retrieve(context, strategy, noise_BDV)
         survival = [self.ngram.survival(row, strategy.depth) for row in retrieved.retrieved]
         sure = self.ngram.confidence_threshold if strategy.width == 1 else 0.0  # a chain goes no further
-        is_retrieved = tuple(sum(s for s in row if s >= sure) > self.learned_accepted for row in survival)
+        expected = [sum(s for s in row if s >= sure) for row in survival]
+        is_retrieved = tuple(row in unwanted or tokens > self.learned_accepted for row, tokens in enumerate(expected))
         retrieved = self.ngram.stop(retrieved, survival)
         if all(is_retrieved):
             return HybridProposal(retrieved.tree, is_retrieved, retrieved=retrieved)

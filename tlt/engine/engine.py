@@ -217,7 +217,7 @@ class RolloutEngine:
                 self.drafter.observe(proposal, verdicts)
         end = time.perf_counter()
         accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
-        outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start)
+        outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start, proposal.is_followed)
         self._account(strategy, batch, outcome, start)
         return self._release_finished(captures)
 

@@ -7,7 +7,7 @@ has grown; it learns the target's features of committed tokens if it wants them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -32,9 +32,13 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Holds what a drafter proposes for one step. A drafter adds what it wants back together with the verdicts."""
+    """Holds what a drafter proposes for one step. A drafter adds what it wants back together with the verdicts.
+
+    is_followed: by row, whether it was drafted from a reference; (): none was.
+    """
 
     tree: DraftTree
+    is_followed: tuple[bool, ...] = field(default=(), kw_only=True)
 
 
 P = TypeVar("P", bound=Proposal)
@@ -66,7 +70,7 @@ class Drafter(Protocol[P]):
 
     @property
     def num_followed(self) -> int:
-        """The sequences that it has a reference for: a response that was drawn before with the same noise."""
+        """The sequences that it can draft for from a reference: a response that was drawn before with the same noise."""
         ...
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()) -> P:

@@ -52,6 +52,9 @@ class Curve(NamedTuple):
 
     @staticmethod
     def of(strategy: Strategy, octave: int | None) -> Curve:
+        """Returns the curve of a strategy; of one that follows references, that of the sequences which have one."""
+        if strategy.follows:
+            return Curve("ahead", 1, None, octave)
         return Curve(strategy.drafter, strategy.width, None if strategy.width == 1 else strategy.budget, octave)
 
     @property
@@ -124,8 +127,10 @@ class Acceptance:
         self.counts: dict[Curve, _Counts] = {}
         self._rates: dict[Curve, Rates] = {}
 
-    def observe(self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int] = ()) -> None:
-        """Counts one verification per sequence.
+    def observe(
+        self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int] = (), batch_size: int | None = None
+    ) -> None:
+        """Counts one verification per sequence, of a batch of `batch_size`; None: of as many.
 
         accepted: drafted tokens that the target accepted.  drafted: levels that were drafted, fewer than the strategy's depth
         where a chain stopped for itself. Empty: all of them everywhere.
@@ -137,13 +142,22 @@ class Acceptance:
         tried_D, survived_D = came_BD[:, :-1].sum(0), came_BD[:, 1:].sum(0)
         was_drafted_BD = np.asarray(drafted or [depth] * len(accepted))[:, None] > np.arange(depth)
         drafted_D = (came_BD[:, :-1] & was_drafted_BD).sum(0)
-        spans = ((None, len(accepted) / _MEMORY_EVERYWHERE), (octave_of(len(accepted)), 1 / _MEMORY))
+        spans = ((None, len(accepted) / _MEMORY_EVERYWHERE), (octave_of(batch_size or len(accepted)), 1 / _MEMORY))
         for octave, span in spans:
             fade = math.exp(-span)
             self._counts_of(Curve.of(strategy, octave)).add(tried_D, survived_D, fade)
-            if strategy.width == 1:
+            if strategy.width == 1 and not strategy.follows:  # no tree resembles a reference
                 curve = Curve(strategy.drafter, 1, None, octave, where_drafted=True)
                 self._counts_of(curve).add(drafted_D, survived_D, fade)
+
+    def observe_followed(
+        self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int], followed: Sequence[bool]
+    ) -> None:
+        """Counts a step in which references were followed for some sequences, and the others drafted otherwise."""
+        for arm, is_followed in ((strategy, True), (strategy.elsewhere, False)):
+            rows = [row for row, has_reference in enumerate(followed) if has_reference == is_followed]
+            if rows and not arm.is_off:
+                self.observe(arm, [accepted[row] for row in rows], [drafted[row] for row in rows], len(followed))
 
     def age(self, worth: float = _WORTH_AT_NEW_VERSION) -> None:
         """Lets each curve's evidence count as `worth` verifications at most."""
@@ -157,18 +171,27 @@ class Acceptance:
             rates = self._rates[curve] = self._estimate(curve)
         return rates
 
-    def expected_tokens(self, arms: Sequence[Strategy], batch_size: int) -> tuple[Array, Array]:
-        """Returns tokens per verification, the bonus token included, and the variance of their logarithms: each [arms]."""
-        octave = octave_of(batch_size)
+    def expected_tokens(self, arms: Sequence[Strategy], batch_size: int, num_followed: int = 0) -> tuple[Array, Array]:
+        """Returns tokens per verification, the bonus token included, and the variance of their logarithms: each [arms].
+
+        num_followed: sequences of the batch that have a reference.
+        """
+        octave, share = octave_of(batch_size), num_followed / batch_size
         tokens_A, variance_A = np.ones(len(arms)), np.zeros(len(arms))
         for i, arm in enumerate(arms):
-            rates = self.rates(Curve.of(arm, octave))
-            rate_D, count_D = rates.accepted[: arm.depth], rates.counts[: arm.depth]
-            survival_D = rate_D.cumprod()
-            beyond_D = survival_D[::-1].cumsum()[::-1]  # the tokens that are lost if a depth is not survived
-            tokens_A[i] += beyond_D[:1].sum()
-            variance_A[i] = (beyond_D**2 * (1.001 - rate_D) / ((rate_D + 0.001) * count_D)).sum() / tokens_A[i] ** 2
+            parts = ((arm, share), (arm.elsewhere, 1 - share)) if arm.follows else ((arm, 1.0),)
+            found = [(*self._drafted_tokens(part, octave), weight) for part, weight in parts]
+            tokens_A[i] += sum(tokens * weight for tokens, _, weight in found)
+            variance_A[i] = sum(variance * weight**2 for _, variance, weight in found) / tokens_A[i] ** 2
         return tokens_A, variance_A
+
+    def _drafted_tokens(self, arm: Strategy, octave: int) -> tuple[float, float]:
+        """Returns the drafted tokens that a verification is expected to accept, and the variance of this estimate."""
+        rates = self.rates(Curve.of(arm, octave))
+        rate_D, count_D = rates.accepted[: arm.depth], rates.counts[: arm.depth]
+        survival_D = rate_D.cumprod()
+        beyond_D = survival_D[::-1].cumsum()[::-1]  # the tokens that are lost if a depth is not survived
+        return float(beyond_D[:1].sum()), float((beyond_D**2 * (1.001 - rate_D) / ((rate_D + 0.001) * count_D)).sum())
 
     def counters(self) -> list[Any]:
         """Returns (curve, verifications tried, survived) of every curve, as JSON."""

@@ -79,7 +79,7 @@ class CostModel:
     def predict(self, batch: BatchState) -> list[Prediction]:
         arms = self.arms if batch.num_followed else self._arms_without_references
         mean_A, variance_A = self.costs.predict(arms, batch.num_running, batch.mean_length)
-        tokens_A, uncertainty_A = self.acceptance.expected_tokens(arms, batch.num_running)
+        tokens_A, uncertainty_A = self.acceptance.expected_tokens(arms, batch.num_running, batch.num_followed)
         seconds_A = np.exp(mean_A)
         speed_A = batch.num_running * tokens_A / seconds_A
         deviation_A = np.sqrt(variance_A + uncertainty_A)
@@ -88,7 +88,9 @@ class CostModel:
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         self._seconds_since += outcome.seconds
-        if outcome.accepted:
+        if outcome.followed:
+            self.acceptance.observe_followed(strategy, outcome.accepted, outcome.drafted, outcome.followed)
+        elif outcome.accepted:
             self.acceptance.observe(strategy, outcome.accepted, outcome.drafted)
         if not _switches_on(self._previous, strategy):  # that step also catches up with what was decoded plainly
             weight = _WEIGHT_OF_ADMISSION if batch.num_admitted else 1.0

@@ -122,8 +122,8 @@ _THRESHOLDS = (1, 2, 5, 21)
 
 
 def default_arms(kinds: Sequence[str], max_depth: int = Strategy.MAX_DEPTH, trees: bool = True) -> tuple[Strategy, ...]:
-    """Returns the strategies worth trying with drafters of these kinds: off, chains, long ones along references, and trees where
-    candidates are ranked.
+    """Returns the strategies worth trying with drafters of these kinds: off, chains, long ones along references, and trees
+    where candidates are ranked.
 
     max_depth, trees: how deep an engine can draft, and whether drafts may branch there.
     """
