@@ -144,6 +144,9 @@ class RolloutSection(Section):
     The drafter is learned, ngram (retrieval from the problem's own responses) or hybrid."""
     migrate: bool = True
     """Whether a rank without work takes over running responses of another; it has to prefill their tokens again."""
+    ahead: Annotated[int, Field(ge=0, le=2)] = 0
+    """Policy steps whose responses ranks without work generate ahead, with their own noise: the policy of that step then drafts
+    from them, and draws the same tokens as without (docs/ahead.md)."""
     references_mib: PositiveFloat = 64.0
     """MiB of responses that are kept on each rank to draft later ones from that are drawn with the same noise, such as those of
     the last evaluation (docs/ahead.md); four bytes a token. Used with adaptive speculation by the cost model."""
@@ -299,6 +302,9 @@ class Config(Section):
                     f"rollout.speculation is {self.rollout.speculation!r} but drafter.path is not set:"
                     " give a drafter folder, or use ngram, which needs none"
                 )
+        if self.rollout.ahead and (self.rollout.engine == "vllm" or self.rollout.speculation == "off"):
+            reason = "vLLM does not draft from them" if self.rollout.engine == "vllm" else "with speculation off nothing does"
+            raise mistake(f"rollout.ahead is {self.rollout.ahead}, for drafts, but {reason}: set it to 0, or change the other")
         if self.task.data is None and self.evaluation.data is None and (self.evaluation.split or self.evaluation.subset):
             raise mistake("evaluation.split and evaluation.subset need data: set evaluation.data or task.data, or remove them")
         if self.task.name == "data" and not set(self.rewards.functions) - {"task"}:

@@ -10,6 +10,7 @@ Keys, under one prefix per phase (its number), so that phases never mix; all of 
     open      units added minus units finished; all is done when num_units + open == 0 (an absent counter reads as 0)
     help      "R,S#replica.serial"          replicas without work that offer to take some of another's; compare_set only
     load/U    number of parts of unit U, which one replica hands over to whoever takes it; the parts are load/U/0, 1, …
+    ahead     number of requests of later steps that were given out to replicas without work (training/ahead.py)
     beat/R    "changes:held"                written by replica R alone; a replica that waits watches it change
 
 Outside of phases there is `at/R`: the phase that replica R is in. Phases that all have left are deleted.
@@ -110,7 +111,7 @@ class Coordinator:
             return
         for index in range(self._oldest_kept, min(map(int, places))):
             old = PrefixStore(str(index), self._root)
-            for key in ("args", "queue", "open", "help", *(f"beat/{replica}" for replica in range(self.num_replicas))):
+            for key in ("args", "queue", "open", "help", "ahead", *(f"beat/{replica}" for replica in range(self.num_replicas))):
                 old.delete_key(key)
             self._oldest_kept = index + 1
 
@@ -148,6 +149,11 @@ class Coordinator:
             if self._move(first, total + count):
                 return range(total, total + count)
             self._let_others_go_first()
+
+    def take_ahead(self, num: int) -> range:
+        """Returns the next `num` numbers, from 0 on, of what is generated ahead: no other replica gets them in this phase."""
+        end = self._store.add("ahead", num)
+        return range(end - num, end)
 
     def finish(self, unit: int) -> None:
         """Counts a unit that this replica took as completed."""

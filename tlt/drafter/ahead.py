@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.drafter.hybrid import choose_rows
 from tlt.drafter.ngram import match_bucket
-from tlt.drafter.references import References
+from tlt.drafter.references import Reference, References
 from tlt.drafter.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.tree import chain
@@ -46,17 +46,18 @@ def ahead_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Followed:
-    """The draft of a row from its reference. cell: which count of acceptances it belongs to."""
+    """The draft of a row from its reference. cell: which count of acceptances it belongs to.  version: the reference's."""
 
     cell: tuple[int, int]
     token_ids: Sequence[int]
+    version: int
 
 
 class Follower:
     """Follows one reference beside the sequence that grows. skip: tokens of the prompt."""
 
-    def __init__(self, reference: Sequence[int], skip: int) -> None:
-        self.reference, self.skip = reference, skip
+    def __init__(self, reference: Reference, skip: int) -> None:
+        self.reference, self.version, self.skip = reference.token_ids, reference.version, skip
         self.place = 0
         """Index of the reference's token that is expected next."""
         self.num_read = 0
@@ -221,12 +222,13 @@ class AheadDrafter:
         longest, roots = max(map(len, drafts)), [tokens[-1] for tokens in context.tokens]
         nodes = [[root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)]
         tree = chain(torch.tensor(nodes, device=noise_BDV.device), [1 + len(draft) for draft in drafts])
-        has_draft = tuple(bool(draft) for draft in drafts)
-        if strategy.elsewhere.is_off or all(has_draft):
-            return AheadProposal(tree, followed, is_followed=has_draft)
-        unwanted = [row for row, is_drafted in enumerate(has_draft) if is_drafted]
+        versions = tuple(None if row is None else row.version for row in followed)
+        unwanted = [row for row, version in enumerate(versions) if version is not None]
+        if strategy.elsewhere.is_off or len(unwanted) == len(versions):
+            return AheadProposal(tree, followed, references=versions)
         inner = self.inner.propose(context, strategy.elsewhere, noise_BDV, unwanted)
-        return AheadProposal(choose_rows(tree, inner.tree, has_draft), followed, inner, is_followed=has_draft)
+        tree = choose_rows(tree, inner.tree, [version is not None for version in versions])
+        return AheadProposal(tree, followed, inner, references=versions)
 
     def _follow(self, tokens: Sequence[int], request: Request, follower: Follower | None, depth: int) -> Followed | None:
         """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept."""
@@ -236,4 +238,4 @@ class AheadDrafter:
         num_likely = int(math.log(self.confidence_threshold) / math.log(min(kept / tried, _SUREST)))
         num_left = len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1  # the target adds one of its own
         token_ids = follower.next_tokens(max(min(depth, num_likely, num_left), 0))
-        return Followed(follower.cell, token_ids) if token_ids else None
+        return Followed(follower.cell, token_ids, follower.version) if token_ids else None

@@ -12,6 +12,7 @@ import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 Key = tuple[int, int, int, int]
 """As `Request.key` has it."""
@@ -22,29 +23,38 @@ DEFAULT_MIB = 64.0
 _TYPE = "i"
 
 
+@dataclass(frozen=True)
+class Reference:
+    """A response. version: of the policy that wrote it."""
+
+    token_ids: Sequence[int]
+    version: int = 0
+
+
 class References:
     """Keeps token ids by the key of their noise; beyond `mib` MiB those that were kept first leave first. None: all stay."""
 
     def __init__(self, mib: float | None = DEFAULT_MIB) -> None:
         self.max_tokens = sys.maxsize if mib is None else int(mib * 2**20) // array(_TYPE).itemsize
         self.num_tokens = 0
-        self._kept: OrderedDict[Key, array[int]] = OrderedDict()
+        self._kept: OrderedDict[Key, Reference] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, key: Key, token_ids: Sequence[int]) -> None:
+    def keep(self, key: Key, token_ids: Sequence[int], version: int = 0) -> None:
         """Keeps a response, in place of what was kept under its key."""
         self.drop(key)
-        self._kept[key] = array(_TYPE, token_ids)
+        self._kept[key] = Reference(array(_TYPE, token_ids), version)
         self.num_tokens += len(token_ids)
         while self.num_tokens > self.max_tokens:
             self.drop(next(iter(self._kept)))
 
     def drop(self, key: Key) -> None:
         """Forgets what is kept under a key, if anything."""
-        self.num_tokens -= len(self._kept.pop(key, ()))
+        if (dropped := self._kept.pop(key, None)) is not None:
+            self.num_tokens -= len(dropped.token_ids)
 
-    def get(self, key: Key) -> Sequence[int] | None:
-        """Returns the tokens that are kept under a key."""
+    def get(self, key: Key) -> Reference | None:
+        """Returns what is kept under a key."""
         return self._kept.get(key)

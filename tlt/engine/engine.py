@@ -209,6 +209,8 @@ class RolloutEngine:
                 self.cache.commit(slot, sequence.num_cached, verdict.path)
             num_kept = sequence.commit(verdict, self.decode)
             num_tokens += num_kept
+            if proposal.references and (version := proposal.references[slot]) is not None:
+                self.stats.followed_by_age[self.model.version - version] += verdict.num_accepted
             if not strategy.is_off:
                 self.stats.record_verification(strategy.depth, drafted[slot], verdict.num_accepted, num_kept)
         if self.drafter is not None:
@@ -217,7 +219,8 @@ class RolloutEngine:
                 self.drafter.observe(proposal, verdicts)
         end = time.perf_counter()
         accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
-        outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start, proposal.is_followed)
+        followed = tuple(version is not None for version in proposal.references)
+        outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start, followed)
         self._account(strategy, batch, outcome, start)
         return self._release_finished(captures)
 

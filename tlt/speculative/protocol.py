@@ -34,11 +34,11 @@ class DraftContext:
 class Proposal:
     """Holds what a drafter proposes for one step. A drafter adds what it wants back together with the verdicts.
 
-    is_followed: by row, whether it was drafted from a reference; (): none was.
+    references: by row, the policy version of the reference that it was drafted from; None: from none. (): no row was.
     """
 
     tree: DraftTree
-    is_followed: tuple[bool, ...] = field(default=(), kw_only=True)
+    references: tuple[int | None, ...] = field(default=(), kw_only=True)
 
 
 P = TypeVar("P", bound=Proposal)

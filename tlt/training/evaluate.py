@@ -114,7 +114,7 @@ def evaluate(run: Run) -> None:
         phase = run.phase.run(run.held_out, settings.samples_per_problem, params, "evaluation", 0)
     for rollout in phase.rollouts:  # the next evaluation draws with the same noise
         request = Request(rollout.problem_id, rollout.sample_index, rollout.prompt_ids, params, "evaluation")
-        run.references.keep(request.key, rollout.token_ids)
+        run.references.keep(request.key, rollout.token_ids, rollout.policy_version)
     check_scorable(phase.rewards, run.config.task.name, run.step + 1)
     if (rewards := summarize(phase.rewards)).num_errors:
         counts = f"{rewards.num_errors} of {len(phase.rewards)} responses"

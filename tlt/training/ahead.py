@@ -1,0 +1,158 @@
+"""Ahead of the policy: in idle time a replica generates responses of the next steps, with today's policy and their own noise.
+
+    idle ─▶ take requests of step s + 1, then of s + 2 ─▶ generate ─▶ real work, or all done ─▶ what there is, finished or not
+                                                                                                       │ told to all ranks
+    step s + 1: its policy draws each token itself, from drafts that are nearly always right ◀─ references ◀┘
+
+Tomorrow's noise takes no part in today's update, so nothing is biased; a reference changes time alone. Knows no queue of real
+work and no drafter's training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tlt.distributed.world import World, gather_objects
+from tlt.drafter.references import Key, References
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.stats import EngineStats
+from tlt.spans import Span, SpanName
+from tlt.training.problems import problems_of_step
+from tlt.types import Request, Rollout
+
+if TYPE_CHECKING:
+    from tlt.training.run import Run
+
+
+@dataclass(frozen=True)
+class AheadReport:
+    """The account of one session of generating ahead, or of several: engine steps, tokens, and seconds."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def plus(self, later: AheadReport) -> AheadReport:
+        """Returns both as one."""
+        steps, tokens = self.num_steps + later.num_steps, self.num_tokens + later.num_tokens
+        return AheadReport(steps, tokens, self.seconds + later.seconds)
+
+
+class Ahead:
+    """Says what a phase asks of whoever generates ahead, and does nothing."""
+
+    def begin(self, take: Callable[[int], range]) -> None:
+        """Prepares for a round. take(n): the next n numbers from 0 on, that no other replica has been given."""
+
+    def run(self, should_stop: Callable[[], bool]) -> AheadReport:
+        """Generates until `should_stop`, or until there is nothing left to do; the engine is idle before and after."""
+        return AheadReport()
+
+    def end(self) -> None:
+        """Ends the phase: tells all ranks what was generated. Every rank calls it."""
+
+
+NO_AHEAD = Ahead()
+
+
+class AheadOfPolicy(Ahead):
+    """Generates the responses of steps to come. One per phase and rank.
+
+    requests: of the next step, then of those behind it.  past: of the step that is running now, whose references are of no more
+    use afterwards.  lengths: tokens that responses to a problem had last, by problem: the longest begin first.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutBackend,
+        references: References,
+        world: World,
+        requests: Sequence[Request],
+        past: Sequence[Request],
+        lengths: Mapping[str, float],
+        on_span: Callable[[Span], None],
+    ) -> None:
+        self.engine, self.references, self.world, self.on_span = engine, references, world, on_span
+        self.past = [request.key for request in past]
+        self.requests = sorted(requests, key=lambda r: (r.policy_step, -lengths.get(r.problem_id, 0.0)))
+        self._key_of = {(r.problem_id, r.sample_index): r.key for r in reversed(self.requests)}  # the nearest step's
+        self.found: dict[Key, tuple[int, ...]] = {}
+        self._own: deque[Request] = deque()  # begun here, and stopped
+        self._take: Callable[[int], range] = range
+        self._all_taken = True
+        self._share = -(-len(self.requests) // world.world_size)
+
+    def begin(self, take: Callable[[int], range]) -> None:
+        self._take, self._all_taken = take, not self.requests
+
+    def run(self, should_stop: Callable[[], bool]) -> AheadReport:
+        start, stats = time.perf_counter(), self.engine.stats
+        self.engine.stats = EngineStats()  # what a phase reports is its own work
+        try:
+            while not should_stop():
+                if room := self.engine.room:
+                    self.engine.add(self._next(room))
+                if self.engine.is_idle:
+                    break
+                for finished in self.engine.step():
+                    self._keep(finished.rollout)
+        finally:
+            self._stop()
+            done, self.engine.stats = self.engine.stats, stats
+        end = time.perf_counter()
+        if done.num_steps:
+            self.on_span(Span(SpanName.AHEAD, start, end))
+        return AheadReport(done.num_steps, done.num_tokens, end - start if done.num_steps else 0.0)
+
+    def end(self) -> None:
+        for key in self.past:
+            self.references.drop(key)
+        version = self.engine.policy_version
+        for found in gather_objects(self.world, self.found):
+            for key, token_ids in found.items():
+                before = self.references.get(key)
+                rest = () if before is None else before.token_ids[len(token_ids) :]  # an older one may have come further
+                self.references.keep(key, [*token_ids, *rest], version)
+
+    def _next(self, room: int) -> list[Request]:
+        """Returns up to `room` requests: those that this replica has begun before those that nobody has."""
+        own = [self._own.popleft() for _ in range(min(room, len(self._own)))]
+        if self._all_taken or len(own) == room:
+            return own
+        numbers = self._take(min(room - len(own), self._share))
+        self._all_taken = numbers.stop >= len(self.requests)
+        taken = self.requests[numbers.start : numbers.stop]
+        return [*own, *(request for request in taken if request.key not in self.found)]
+
+    def _keep(self, rollout: Rollout) -> None:
+        self.found[self._key_of[rollout.problem_id, rollout.sample_index]] = rollout.token_ids
+
+    def _stop(self) -> None:
+        """Takes everything out of the engine; what is unfinished is kept as far as it has come."""
+        unfinished = self.engine.withdraw(range(len(self.engine.running)))
+        self._own.extend(unfinished)
+        self._own.extend(self.engine.withdraw_waiting(self.engine.num_waiting))
+        for request in unfinished:
+            if request.token_ids:
+                self.found[request.key] = request.token_ids
+
+
+def ahead_of(run: Run) -> Ahead:
+    """Returns who generates the responses of the next steps in this one's idle time."""
+    rollout, seed, last = run.config.rollout, run.config.run.seed, run.config.run.num_steps - 1
+    if not rollout.ahead:
+        return NO_AHEAD
+
+    def requests_of(step: int) -> list[Request]:
+        problems = problems_of_step(run.problems, step, rollout.problems_per_step, seed)
+        numbers = range(rollout.samples_per_problem)
+        return [Request(p.problem_id, i, p.prompt_ids, run.params, "rollout", step) for p in problems for i in numbers]
+
+    later = range(run.step + 1, min(run.step + rollout.ahead, last) + 1)
+    requests = [request for step in later for request in requests_of(step)]
+    past = requests_of(run.step)
+    return AheadOfPolicy(run.engine, run.references, run.world, requests, past, run.lengths, run.timeline.add)
