@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, make_engine, make_policy
 from tlt.drafter.ahead import AheadDrafter, Follower
-from tlt.drafter.references import References
+from tlt.drafter.references import Reference, References
 from tlt.engine import reading
 from tlt.engine.engine import RolloutEngine
 from tlt.tuning.cost_model import CostModel
@@ -28,15 +29,11 @@ ARMS = ("ahead:8x1x8", "ahead:100x1x100", "ahead+learned:64x1x64", "ahead+learne
 def requests_for(num: int = 9, max_tokens: int = 110) -> list[Request]:
     rng = random.Random(5)
     prompts = [tuple(rng.randrange(8, VOCAB) for _ in range(rng.randint(1, 30))) for _ in range(3)]
-    return [
-        Request(
-            f"p{i % 3}",
-            i // 3,
-            prompts[i % 3],
-            SamplingParams(**{**vars(PARAMS[i % 3]), "max_tokens": max_tokens, "stop_ids": (STOP,) if i % 2 else (), "seed": 4}),
-        )
-        for i in range(num)
-    ]
+    found = []
+    for i in range(num):
+        params = replace(PARAMS[i % 3], max_tokens=max_tokens, stop_ids=(STOP,) if i % 2 else (), seed=4)
+        found.append(Request(f"p{i % 3}", i // 3, prompts[i % 3], params))
+    return found
 
 
 @cache
@@ -45,8 +42,8 @@ def plain() -> dict[tuple[str, int], Rollout]:
     return by_key(make_engine(make_policy()).generate(requests_for()))
 
 
-def by_key(rollouts: object) -> dict[tuple[str, int], Rollout]:
-    return {(r.problem_id, r.sample_index): r for r in rollouts}  # type: ignore[attr-defined]  # any iterable of rollouts
+def by_key(rollouts: Iterable[Rollout]) -> dict[tuple[str, int], Rollout]:
+    return {(rollout.problem_id, rollout.sample_index): rollout for rollout in rollouts}
 
 
 def reference_of(kind: str, right: Sequence[int], rng: random.Random) -> list[int] | None:
@@ -91,7 +88,7 @@ def test_no_reference_changes_a_token(kinds: list[str], arm: str) -> None:
 
 
 def test_a_tuner_that_may_follow_references_changes_no_token() -> None:
-    arms = default_arms(("learned", "ngram", "hybrid", "ahead", "ahead+learned"))
+    arms = default_arms(("learned", "ngram", "hybrid", "ahead", "ahead+hybrid"))
     assert {arm.depth for arm in arms if arm.follows} == {32, 64, 128, 256}
     engine = follow(CostModel(arms), KINDS)
     assert_plain(engine)
@@ -121,7 +118,7 @@ def test_logits_of_a_long_chain_are_asked_for_a_piece_at_a_time(monkeypatch: pyt
 def test_after_a_difference_the_place_is_found_again() -> None:
     """A token too many, then the same words: the rest is followed three places on."""
     reference = list(range(10, 60))
-    follower, prompt = Follower(reference, 2), [1, 2]
+    follower, prompt = Follower(Reference(reference), 2), [1, 2]
     tokens = [*prompt, *reference[:20], 7, 8, 9, *reference[20:30]]
     for end in range(2, len(tokens) + 1):
         follower.read(tokens[:end])
@@ -131,7 +128,7 @@ def test_after_a_difference_the_place_is_found_again() -> None:
 
 def test_a_single_difference_leaves_the_place_where_it_is() -> None:
     reference = list(range(10, 60))
-    follower = Follower(reference, 0)
+    follower = Follower(Reference(reference), 0)
     follower.read([*reference[:20], 7])
     assert list(follower.next_tokens(3)) == reference[21:24]
     assert follower.cell == (1, 0)

@@ -141,7 +141,8 @@ class RolloutSection(Section):
     """What generates: TLT's own engine, or vLLM with the same sampling law inside (docs/vllm.md), which has to be installed."""
     speculation: str = "off"
     """How tokens are drafted: off, adaptive (chosen at every step), or a fixed [drafter:]DEPTHxWIDTHxBUDGET such as 4x1x4.
-    The drafter is learned, ngram (retrieval from the problem's own responses) or hybrid."""
+    The drafter is learned, ngram (retrieval from the problem's own responses) or hybrid; ahead, or ahead+hybrid, drafts from
+    responses that were drawn before with the same noise (docs/ahead.md)."""
     migrate: bool = True
     """Whether a rank without work takes over running responses of another; it has to prefill their tokens again."""
     ahead: Annotated[int, Field(ge=0, le=2)] = 0
@@ -295,9 +296,10 @@ class Config(Section):
             raise mistake("drafter.train is true but drafter.path is not set: give a drafter folder, or set it to false")
         if self.rollout.speculation not in ("off", "adaptive"):
             kind = Strategy.parse(self.rollout.speculation, "learned" if self.drafter.path else "ngram").drafter
-            if kind not in ("learned", "ngram", "hybrid"):
-                raise mistake(f"rollout.speculation names the drafter {kind!r}: give learned, ngram or hybrid")
-            if self.drafter.path is None and kind != "ngram":
+            other = kind.removeprefix("ahead+")
+            if other not in ("learned", "ngram", "hybrid", "ahead"):
+                raise mistake(f"rollout.speculation names the drafter {kind!r}: give learned, ngram, hybrid or ahead")
+            if self.drafter.path is None and other not in ("ngram", "ahead"):
                 raise mistake(
                     f"rollout.speculation is {self.rollout.speculation!r} but drafter.path is not set:"
                     " give a drafter folder, or use ngram, which needs none"

@@ -10,13 +10,13 @@ Keys, under one prefix per phase (its number), so that phases never mix; all of 
     open      units added minus units finished; all is done when num_units + open == 0 (an absent counter reads as 0)
     help      "R,S#replica.serial"          replicas without work that offer to take some of another's; compare_set only
     load/U    number of parts of unit U, which one replica hands over to whoever takes it; the parts are load/U/0, 1, …
-    ahead     number of requests of later steps that were given out to replicas without work (training/ahead.py)
+    ahead     number of later steps' requests that were given to replicas without work (training/ahead.py)
     beat/R    "changes:held"                written by replica R alone; a replica that waits watches it change
 
 Outside of phases there is `at/R`: the phase that replica R is in. Phases that all have left are deleted.
 
-There is no server of ours, no collective, and no call that blocks, except for parts that are being written at this moment. A
-key that may be absent is read by a compare_set that cannot match.
+There is no server of ours, no collective, and no call that blocks but for parts that are being written. A key that may be
+absent is read by a compare_set that cannot match.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ CROWD, CROWD_SECONDS = 16, 0.0002
 RACE_SECONDS = 0.0001
 """About a round trip. Who has lost a race waits so long, times the number of replicas at most, before its next try: otherwise N
 replicas would need N²/2 tries to take a unit each."""
-WATCH_SECONDS = 1.0
-HELP_SECONDS = 0.02
-"""A replica at work asks at most once in this time who offers help, for that costs it a round trip."""
+WATCH_SECONDS, HELP_SECONDS = 1.0, 0.02
+"""A replica at work asks at most once in the second time who offers help, for that costs it a round trip."""
 
 
 class ReplicaTimeout(RuntimeError):
@@ -138,11 +137,7 @@ class Coordinator:
         return []
 
     def add_units(self, count: int) -> range:
-        """Appends `count` units and returns their indices. New work that follows from a unit is added *before* that unit is
-        finished: so nobody sees all work done in between."""
-        assert count >= 0
-        if count == 0:
-            return range(0)
+        """Appends units and returns their indices. New work that follows from a unit is added *before* that is finished."""
         self._store.add("open", count)
         while True:
             first, total = self._position()
@@ -151,9 +146,8 @@ class Coordinator:
             self._let_others_go_first()
 
     def take_ahead(self, num: int) -> range:
-        """Returns the next `num` numbers, from 0 on, of what is generated ahead: no other replica gets them in this phase."""
-        end = self._store.add("ahead", num)
-        return range(end - num, end)
+        """Returns `num` numbers, from 0 on, of what is generated ahead; no other replica gets them in this phase."""
+        return range((end := self._store.add("ahead", num)) - num, end)
 
     def finish(self, unit: int) -> None:
         """Counts a unit that this replica took as completed."""
@@ -270,8 +264,9 @@ class Coordinator:
             if self._clock() - since > self.timeout:
                 raise ReplicaTimeout(f"{self._label}: unit {unit} was handed over, but not its parts, for {self.timeout:g} s")
             self._sleep(POLL_SECONDS)
-        parts = [read_now(self._store, f"load/{unit}/{index}") for index in range(int(num_parts))]
-        for key in (f"load/{unit}", *(f"load/{unit}/{index}" for index in range(int(num_parts)))):
+        keys = [f"load/{unit}/{index}" for index in range(int(num_parts))]
+        parts = [read_now(self._store, key) for key in keys]
+        for key in (f"load/{unit}", *keys):
             self._store.delete_key(key)
         return parts
 

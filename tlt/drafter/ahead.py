@@ -41,7 +41,7 @@ _PRIORS = ([20.0, 20.5], [1.0, 2.0], [1.0, 2.0])
 
 def ahead_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     """Returns the kinds of drafter that there are once references are added to these."""
-    return (*kinds, AHEAD, f"{AHEAD}+{kinds[-1]}")
+    return (*kinds, AHEAD, *(f"{AHEAD}+{kind}" for kind in kinds))
 
 
 @dataclass(frozen=True)

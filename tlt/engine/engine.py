@@ -302,7 +302,7 @@ class RolloutEngine:
             rows = [[*v.path, *[v.path[-1]] * (longest - len(v.path))] for v in verdicts]
             rows_B1 = torch.arange(len(rows), device=self.device)[:, None]
             captured_BNF = captured_BNF[rows_B1, torch.tensor(rows, device=self.device)]
-        drafter.remember(range(len(verdicts)), prefixes, captured_BNF[:, :PIECE])
+        drafter.remember(range(len(verdicts)), prefixes, captured_BNF if tree.num_nodes <= PIECE else captured_BNF[:, :PIECE])
         for slot, verdict in enumerate(verdicts):
             if len(verdict.path) > PIECE:
                 drafter.remember([slot], [prefixes[slot] + PIECE], captured_BNF[slot : slot + 1, PIECE : len(verdict.path)])

@@ -47,15 +47,14 @@ class Read:
         B, N = self.tree.tokens_BN.shape
         rows = list(range(B))
         if N <= PIECE or not self.tree.is_chain:
-            logits_NV = self.model.logits(self.features_NE)
-            return verify(self.tree, pad(logits_NV, self.real_N, B * N).view(B, N, -1), noise_of(rows, 0, N), params)
+            return verify(self.tree, self.logits(), noise_of(rows, 0, N), params)
         features_BNE, tokens = pad(self.features_NE, self.real_N, B * N).view(B, N, -1), self.tree.tokens_BN.tolist()
         found: list[list[Verdict]] = [[] for _ in rows]
         for first in range(0, N, PIECE):
             counts = [min(self.tree.row_lengths[row] - first, PIECE) for row in rows]
             end = first + max(counts)
             piece = chain(self.tree.tokens_BN[rows, first:end], counts)
-            logits_bnV = self._logits(features_BNE[rows, first:end], counts)
+            logits_bnV = self._logits_of_piece(features_BNE[rows, first:end], counts)
             of_rows = params.take(torch.tensor(rows, device=logits_bnV.device))
             verdicts = verify(piece, logits_bnV, noise_of(rows, first, end), of_rows)
             goes_on = []
@@ -69,7 +68,12 @@ class Read:
                 break
         return [_join(pieces) for pieces in found]
 
-    def _logits(self, features_bnE: Tensor, counts: Sequence[int]) -> Tensor:
+    def logits(self) -> Tensor:
+        """Returns the logits at all nodes, [B, N, V]; zeros at padding."""
+        B, N = self.tree.tokens_BN.shape
+        return pad(self.model.logits(self.features_NE), self.real_N, B * N).view(B, N, -1)
+
+    def _logits_of_piece(self, features_bnE: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns [b, n, V]; zeros at padding."""
         b, n, _ = features_bnE.shape
         is_real_bn = torch.arange(n, device=features_bnE.device) < torch.tensor(counts, device=features_bnE.device)[:, None]

@@ -7,7 +7,7 @@ NaN in the record.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -129,7 +129,7 @@ class StepRecord:
     num_migrated: int = 0
     ahead_seconds: float = 0.0
     ahead_tokens: int = 0
-    followed_by_age: Mapping[str, int] = field(default_factory=dict)
+    followed_by_age: dict[str, int] = field(default_factory=dict)
     num_preemptions: int = 0
     num_reread_tokens: int = 0
     drafter_acceptance: Number = NAN

@@ -13,9 +13,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from tlt.accounts import AheadReport
 from tlt.distributed.world import World, gather_objects
 from tlt.drafter.references import Key, References
 from tlt.engine.backend import RolloutBackend
@@ -26,20 +26,6 @@ from tlt.types import Request, Rollout
 
 if TYPE_CHECKING:
     from tlt.training.run import Run
-
-
-@dataclass(frozen=True)
-class AheadReport:
-    """The account of one session of generating ahead, or of several: engine steps, tokens, and seconds."""
-
-    num_steps: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
-
-    def plus(self, later: AheadReport) -> AheadReport:
-        """Returns both as one."""
-        steps, tokens = self.num_steps + later.num_steps, self.num_tokens + later.num_tokens
-        return AheadReport(steps, tokens, self.seconds + later.seconds)
 
 
 class Ahead:

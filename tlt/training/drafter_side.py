@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from tlt.accounts import DrafterCheck, DrafterReport
 from tlt.build.drafter import build_draft_model, build_spot_trainer
 from tlt.config.drafter import DrafterSection
 from tlt.distributed.mailbox import Mailbox, connect_mailbox
@@ -36,7 +37,7 @@ from tlt.drafter.suffix_index import count_retrieved
 from tlt.engine.backend import RolloutBackend
 from tlt.report.timeline import Timeline
 from tlt.spans import SpanName
-from tlt.types import DrafterCheck, DrafterReport, Finished, Rollout
+from tlt.types import Finished, Rollout
 from tlt.vllm.drafter import VllmDrafter
 
 

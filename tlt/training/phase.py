@@ -19,6 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from tlt.accounts import AheadReport, DrafterReport
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
 from tlt.engine.backend import RolloutBackend
@@ -26,12 +27,12 @@ from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.batch import check_complete, in_order, key_of
 from tlt.spans import SpanName
-from tlt.training.ahead import NO_AHEAD, Ahead, AheadReport
+from tlt.training.ahead import NO_AHEAD, Ahead
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.training.result import PhaseResult, ReplicaReport, combine
 from tlt.training.work import Ended, Receivers, Work
-from tlt.types import DrafterReport, Problem, Purpose, Request, SamplingParams
+from tlt.types import Problem, Purpose, Request, SamplingParams
 
 NO_DRAFTER = DrafterSide()
 

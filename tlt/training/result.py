@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from tlt.accounts import AheadReport, DrafterCheck, DrafterReport
 from tlt.engine.stats import EngineStats
-from tlt.training.ahead import AheadReport
 from tlt.training.dynamic import Group, flatten
-from tlt.types import DrafterCheck, DrafterReport, Reward, Rollout
+from tlt.types import Reward, Rollout
 
 
 @dataclass(frozen=True)

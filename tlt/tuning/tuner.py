@@ -130,6 +130,8 @@ def default_arms(kinds: Sequence[str], max_depth: int = Strategy.MAX_DEPTH, tree
     arms = [Strategy.OFF]
     for kind in kinds:
         follows = Strategy(kind, 1, 1, 1).follows
+        if "hybrid" in kinds and kind in ("ahead+learned", "ahead+ngram"):
+            continue  # ahead+hybrid takes the better of the two
         depths = _FOLLOWED if follows else _CHAINS[3:] if kind == "hybrid" else _CHAINS
         arms += [Strategy(kind, depth, 1, depth) for depth in depths]
     if "learned" in kinds and trees:
