@@ -127,7 +127,7 @@ class StepRecord:
     drafter_version: int
     finished_at: Number
     num_migrated: int = 0
-    ahead_seconds: float = 0.0
+    ahead_seconds: Number = 0.0
     ahead_tokens: int = 0
     followed_by_age: dict[str, int] = field(default_factory=dict)
     num_preemptions: int = 0
