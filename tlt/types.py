@@ -232,11 +232,25 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Lead:
+    """How far a reference leads one sequence: for `length` tokens at most, each kept with probability `rate` if all before it
+    are."""
+
+    rate: float
+    length: int
+
+    def expected(self, depth: int) -> float:
+        """Returns the tokens kept of a draft of at most `depth`."""
+        num = min(depth, self.length)
+        return self.rate * (1 - self.rate**num) / (1 - self.rate)
+
+
+@dataclass(frozen=True)
 class BatchState:
     """The running batch, and the versions of policy and drafter: all that a tuner may choose by.
 
     mean_length: committed tokens per sequence, prompt included.  num_admitted: sequences that are new in this step; a drafter
-    may have to read their prompts.  num_followed: those that a reference can be followed for.
+    may have to read their prompts.  leads: one for each sequence that has a reference to follow.
     """
 
     num_running: int
@@ -244,7 +258,7 @@ class BatchState:
     policy_version: int
     drafter_version: int
     num_admitted: int = 0
-    num_followed: int = 0
+    leads: tuple[Lead, ...] = ()
 
 
 @dataclass(frozen=True)

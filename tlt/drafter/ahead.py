@@ -25,7 +25,7 @@ from tlt.drafter.references import Reference, References
 from tlt.drafter.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.tree import chain
-from tlt.types import Request, Rollout, Strategy, Verdict
+from tlt.types import Lead, Request, Rollout, Strategy, Verdict
 
 AHEAD = "ahead"
 """The kind that drafts from references alone; `ahead+KIND` lets another drafter draft where there is none."""
@@ -65,11 +65,6 @@ class Follower:
         """Tokens before `place` that agree with the sequence's last ones, up to MAX_MATCH."""
         self.has_differed = False
         self._index: SuffixIndex | None = None
-
-    @property
-    def leads_on(self) -> bool:
-        """Whether its next tokens are worth drafting, as of the last reading: it has not ended, and its place is known."""
-        return self.place < len(self.reference) and (not self.has_differed or self.num_agreed >= ANCHORS[-1])
 
     @property
     def cell(self) -> tuple[int, int]:
@@ -149,8 +144,9 @@ class AheadDrafter:
         return self.inner.capture
 
     @property
-    def num_followed(self) -> int:
-        return sum(follower is not None and follower.leads_on for follower in self.followers)
+    def leads(self) -> tuple[Lead, ...]:
+        found = [self._lead(follower) for follower in self.followers if follower is not None]
+        return tuple(lead for lead in found if lead.length > 0)
 
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -230,12 +226,18 @@ class AheadDrafter:
         tree = choose_rows(tree, inner.tree, [version is not None for version in versions])
         return AheadProposal(tree, followed, inner, references=versions)
 
+    def _lead(self, follower: Follower) -> Lead:
+        """Returns how far a reference leads, as far as all of the draft is likely to be kept."""
+        case, bucket = follower.cell
+        kept, tried = self.hits[case][bucket]
+        rate = min(kept / tried, _SUREST)
+        num_likely = int(math.log(self.confidence_threshold) / math.log(rate))
+        return Lead(rate, min(num_likely, len(follower.reference) - follower.place))
+
     def _follow(self, tokens: Sequence[int], request: Request, follower: Follower | None, depth: int) -> Followed | None:
         """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept."""
         if follower is None:
             return None
-        kept, tried = self.hits[follower.cell[0]][follower.cell[1]]
-        num_likely = int(math.log(self.confidence_threshold) / math.log(min(kept / tried, _SUREST)))
         num_left = len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1  # the target adds one of its own
-        token_ids = follower.next_tokens(max(min(depth, num_likely, num_left), 0))
+        token_ids = follower.next_tokens(max(min(depth, self._lead(follower).length, num_left), 0))
         return Followed(follower.cell, token_ids, follower.version) if token_ids else None

@@ -54,7 +54,7 @@ class HybridDrafter:
     """Keeps both drafters informed, and lets the strategy say which of them drafts."""
 
     kinds = ("learned", "ngram", "hybrid")
-    num_followed = 0
+    leads = ()
 
     def __init__(self, learned: LearnedDrafter, ngram: NgramDrafter) -> None:
         self.learned, self.ngram = learned, ngram

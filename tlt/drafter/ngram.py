@@ -80,7 +80,7 @@ class NgramDrafter:
     kinds = ("ngram",)
     version = 0
     capture = ()
-    num_followed = 0
+    leads = ()
 
     def __init__(
         self,

@@ -257,9 +257,9 @@ class RolloutEngine:
 
     def _batch_state(self, num_admitted: int) -> BatchState:
         running = self.scheduler.running
-        version, num_followed = (0, 0) if self.drafter is None else (self.drafter.version, self.drafter.num_followed)
+        version, leads = (0, ()) if self.drafter is None else (self.drafter.version, self.drafter.leads)
         mean_length = sum(len(s.tokens) for s in running) / len(running)
-        return BatchState(len(running), mean_length, self.model.version, version, num_admitted, num_followed)
+        return BatchState(len(running), mean_length, self.model.version, version, num_admitted, leads)
 
     def _choose(self, batch: BatchState) -> Strategy:
         self._predicted_speed = None

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from tlt.speculative.sampling import BatchParams
-from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Lead, Request, Rollout, Strategy, Verdict
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Drafter(Protocol[P]):
         they lie beyond the committed tokens and are overwritten before anything reads them."""
 
     @property
-    def num_followed(self) -> int:
-        """The sequences that it can draft for from a reference: a response that was drawn before with the same noise."""
+    def leads(self) -> tuple[Lead, ...]:
+        """Says how far it can draft from references: responses that were drawn before with the same noise."""
         ...
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()) -> P:

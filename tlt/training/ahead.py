@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tlt.accounts import AheadReport
+from tlt.distributed.ahead_queue import AheadQueue
 from tlt.distributed.world import World, gather_objects
 from tlt.drafter.references import Key, References
 from tlt.engine.backend import RolloutBackend
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 class Ahead:
     """Says what a phase asks of whoever generates ahead, and does nothing."""
 
-    def begin(self, take: Callable[[int], range]) -> None:
-        """Prepares for a round. take(n): the next n numbers from 0 on, that no other replica has been given."""
+    def begin(self, queue: AheadQueue) -> None:
+        """Prepares for a round, in which the replicas share their requests through this queue."""
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
         """Generates until `should_stop`, or until there is nothing left to do; the engine is idle before and after."""
@@ -65,22 +66,25 @@ class AheadOfPolicy(Ahead):
         self.engine, self.references, self.world, self.on_span = engine, references, world, on_span
         self.past = [request.key for request in past]
         self.requests = sorted(requests, key=lambda r: (r.policy_step, -lengths.get(r.problem_id, 0.0)))
-        self._key_of = {(r.problem_id, r.sample_index): r.key for r in reversed(self.requests)}  # the nearest step's
+        numbered = reversed([*enumerate(self.requests)])  # of two with one name the nearest step's
+        self._number_of = {(request.problem_id, request.sample_index): number for number, request in numbered}
         self.found: dict[Key, tuple[int, ...]] = {}
+        self._begun: set[int] = set()
+        self._done: list[int] = []
         self._own: deque[Request] = deque()  # begun here, and stopped
-        self._take: Callable[[int], range] = range
-        self._all_taken = True
-        self._share = -(-len(self.requests) // world.world_size)
+        self._lot = -(-len(self.requests) // (2 * world.world_size))
+        self._queue: AheadQueue | None = None
+        self._has_more = bool(self.requests)
 
-    def begin(self, take: Callable[[int], range]) -> None:
-        self._take, self._all_taken = take, not self.requests
+    def begin(self, queue: AheadQueue) -> None:
+        self._queue, self._has_more = queue, bool(self.requests)
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
         start, stats = time.perf_counter(), self.engine.stats
         self.engine.stats = EngineStats()  # what a phase reports is its own work
         try:
             while not should_stop():
-                if room := self.engine.room:
+                if self.requests and (room := self.engine.room):
                     self.engine.add(self._next(room))
                 if self.engine.is_idle:
                     break
@@ -105,23 +109,37 @@ class AheadOfPolicy(Ahead):
                 self.references.keep(key, [*token_ids, *rest], version)
 
     def _next(self, room: int) -> list[Request]:
-        """Returns up to `room` requests: those that this replica has begun before those that nobody has."""
-        own = [self._own.popleft() for _ in range(min(room, len(self._own)))]
-        if self._all_taken or len(own) == room:
-            return own
-        numbers = self._take(min(room - len(own), self._share))
-        self._all_taken = numbers.stop >= len(self.requests)
-        taken = self.requests[numbers.start : numbers.stop]
-        return [*own, *(request for request in taken if request.key not in self.found)]
+        """Returns up to `room` requests: those that this replica has begun, then those that nobody has, then those that others
+        have begun and not done, for they may be at work on more."""
+        taken = [self._own.popleft() for _ in range(min(room, len(self._own)))]
+        room -= len(taken)
+        assert self._queue is not None, "begin comes first"
+        if room and self._has_more:
+            numbers = self._queue.take(min(room, self._lot))
+            self._has_more = numbers.stop < len(self.requests)
+            taken += self._begin(numbers)
+        elif room and self.engine.is_idle and not taken:
+            left = set(range(len(self.requests))) - self._begun - self._queue.done()
+            taken += self._begin(sorted(left)[: min(room, self._lot)])
+        return taken
+
+    def _begin(self, numbers: Iterable[int]) -> list[Request]:
+        new = [number for number in numbers if number < len(self.requests) and number not in self._begun]
+        self._begun.update(new)
+        return [self.requests[number] for number in new]
 
     def _keep(self, rollout: Rollout) -> None:
-        self.found[self._key_of[rollout.problem_id, rollout.sample_index]] = rollout.token_ids
+        number = self._number_of[rollout.problem_id, rollout.sample_index]
+        self.found[self.requests[number].key] = rollout.token_ids
+        self._done.append(number)
 
     def _stop(self) -> None:
         """Takes everything out of the engine; what is unfinished is kept as far as it has come."""
         unfinished = self.engine.withdraw(range(len(self.engine.running)))
         self._own.extend(unfinished)
         self._own.extend(self.engine.withdraw_waiting(self.engine.num_waiting))
+        if self._queue is not None and self._done:
+            self._queue.note_done(self._done)
         for request in unfinished:
             if request.token_ids:
                 self.found[request.key] = request.token_ids

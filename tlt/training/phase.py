@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tlt.accounts import AheadReport, DrafterReport
+from tlt.distributed.ahead_queue import AheadQueue
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
 from tlt.engine.backend import RolloutBackend
@@ -151,7 +152,7 @@ class RolloutPhase:
         recalled = self.receivers.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
         self._recalled_tokens += recalled.num_tokens
         self.coordinator.begin(name, len(recalled.requests))
-        ahead.begin(self.coordinator.take_ahead)
+        ahead.begin(AheadQueue(self.coordinator.store, self.world.rank, self.world.world_size))
         start = time.perf_counter()
         work = Work(self.coordinator, recalled.requests)
         ended = Ended((draw.problem for draw in draws), self.receivers, drafter)

@@ -7,21 +7,21 @@ products are the survival curve; its sum, and one for the bonus token, is what a
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt.types import Strategy
+from tlt.types import Lead, Strategy
 
 Array = NDArray[np.float64]
 
 _PRIOR_RATE = 0.7
 """The acceptance rate that is assumed at depth 1 before anything was verified."""
-_PRIOR_RATE_OF_REFERENCES = 0.95
-"""The same where a reference is followed."""
 _PRIOR_COUNT = 1.5
 """The verifications that this assumption counts as, and at deeper levels the rate of the level before."""
 _MEMORY = 100.0
@@ -52,20 +52,7 @@ class Curve(NamedTuple):
 
     @staticmethod
     def of(strategy: Strategy, octave: int | None) -> Curve:
-        """Returns the curve of a strategy; of one that follows references, that of the sequences which have one."""
-        if strategy.follows:
-            return Curve("ahead", 1, None, octave)
         return Curve(strategy.drafter, strategy.width, None if strategy.width == 1 else strategy.budget, octave)
-
-    @property
-    def depth(self) -> int:
-        """The depths that it has."""
-        return Strategy.MAX_FOLLOWED if self.follows else Strategy.MAX_DEPTH
-
-    @property
-    def follows(self) -> bool:
-        """Whether its strategies draft from references."""
-        return Strategy(self.drafter, 1, 1, 1).follows
 
     @property
     def everywhere(self) -> Curve:
@@ -90,20 +77,20 @@ class Rates:
     """For d = 0, 1, …: the probability that the target accepts the token at depth d + 1, given that it has accepted all
     before it, and the number of verifications behind this estimate."""
 
-    accepted: Array
-    counts: Array
+    accepted: Sequence[float]
+    counts: Sequence[float]
+
+
+def _zeros() -> Array:
+    return np.zeros(Strategy.MAX_DEPTH)
 
 
 @dataclass
 class _Counts:
     """Verifications that came to each depth (`tried`), and of those the ones that went on from there (`survived`)."""
 
-    tried: Array
-    survived: Array
-
-    @staticmethod
-    def of(curve: Curve) -> _Counts:
-        return _Counts(np.zeros(curve.depth), np.zeros(curve.depth))
+    tried: Array = field(default_factory=_zeros)
+    survived: Array = field(default_factory=_zeros)
 
     def add(self, tried_D: Array, survived_D: Array, fade: float) -> None:
         self.scale(fade)
@@ -146,18 +133,17 @@ class Acceptance:
         for octave, span in spans:
             fade = math.exp(-span)
             self._counts_of(Curve.of(strategy, octave)).add(tried_D, survived_D, fade)
-            if strategy.width == 1 and not strategy.follows:  # no tree resembles a reference
+            if strategy.width == 1:
                 curve = Curve(strategy.drafter, 1, None, octave, where_drafted=True)
                 self._counts_of(curve).add(drafted_D, survived_D, fade)
 
-    def observe_followed(
+    def observe_elsewhere(
         self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int], followed: Sequence[bool]
     ) -> None:
-        """Counts a step in which references were followed for some sequences, and the others drafted otherwise."""
-        for arm, is_followed in ((strategy, True), (strategy.elsewhere, False)):
-            rows = [row for row, has_reference in enumerate(followed) if has_reference == is_followed]
-            if rows and not arm.is_off:
-                self.observe(arm, [accepted[row] for row in rows], [drafted[row] for row in rows], len(followed))
+        """Counts the sequences alone that had no reference to follow; of the others the drafter knows more (`Lead`)."""
+        rows = [row for row, is_followed in enumerate(followed) if not is_followed]
+        if rows and not strategy.elsewhere.is_off:
+            self.observe(strategy.elsewhere, [accepted[i] for i in rows], [drafted[i] for i in rows], len(followed))
 
     def age(self, worth: float = _WORTH_AT_NEW_VERSION) -> None:
         """Lets each curve's evidence count as `worth` verifications at most."""
@@ -171,27 +157,30 @@ class Acceptance:
             rates = self._rates[curve] = self._estimate(curve)
         return rates
 
-    def expected_tokens(self, arms: Sequence[Strategy], batch_size: int, num_followed: int = 0) -> tuple[Array, Array]:
+    def expected_tokens(self, arms: Sequence[Strategy], batch_size: int, leads: Sequence[Lead] = ()) -> tuple[Array, Array]:
         """Returns tokens per verification, the bonus token included, and the variance of their logarithms: each [arms].
 
-        num_followed: sequences of the batch that have a reference.
+        leads: of the sequences that have a reference to follow.
         """
-        octave, share = octave_of(batch_size), num_followed / batch_size
+        octave = octave_of(batch_size)
         tokens_A, variance_A = np.ones(len(arms)), np.zeros(len(arms))
         for i, arm in enumerate(arms):
-            parts = ((arm, share), (arm.elsewhere, 1 - share)) if arm.follows else ((arm, 1.0),)
-            found = [(*self._drafted_tokens(part, octave), weight) for part, weight in parts]
-            tokens_A[i] += sum(tokens * weight for tokens, _, weight in found)
-            variance_A[i] = sum(variance * weight**2 for _, variance, weight in found) / tokens_A[i] ** 2
+            if arm.follows:
+                share, kept = 1 - len(leads) / batch_size, sum(lead.expected(arm.depth) for lead in leads) / batch_size
+                tokens_1, variance_1 = self.expected_tokens([arm.elsewhere], batch_size)
+                tokens_A[i] += kept + share * (tokens_1[0] - 1)
+                variance_A[i] = variance_1[0] * (share * tokens_1[0] / tokens_A[i]) ** 2
+                continue
+            rates = self.rates(Curve.of(arm, octave))
+            survivals = list(accumulate(rates.accepted[: arm.depth], operator.mul))
+            tokens_A[i] += sum(survivals)
+            beyond, variance = 0.0, 0.0
+            for d in reversed(range(arm.depth)):
+                beyond += survivals[d]  # the tokens that are lost if depth d is not survived
+                rate, count = rates.accepted[d], rates.counts[d]
+                variance += beyond**2 * (1.001 - rate) / ((rate + 0.001) * count)
+            variance_A[i] = variance / tokens_A[i] ** 2
         return tokens_A, variance_A
-
-    def _drafted_tokens(self, arm: Strategy, octave: int) -> tuple[float, float]:
-        """Returns the drafted tokens that a verification is expected to accept, and the variance of this estimate."""
-        rates = self.rates(Curve.of(arm, octave))
-        rate_D, count_D = rates.accepted[: arm.depth], rates.counts[: arm.depth]
-        survival_D = rate_D.cumprod()
-        beyond_D = survival_D[::-1].cumsum()[::-1]  # the tokens that are lost if a depth is not survived
-        return float(beyond_D[:1].sum()), float((beyond_D**2 * (1.001 - rate_D) / ((rate_D + 0.001) * count_D)).sum())
 
     def counters(self) -> list[Any]:
         """Returns (curve, verifications tried, survived) of every curve, as JSON."""
@@ -204,21 +193,19 @@ class Acceptance:
 
     def _counts_of(self, curve: Curve) -> _Counts:
         if curve not in self.counts:
-            self.counts[curve] = _Counts.of(curve)
+            self.counts[curve] = _Counts()
         return self.counts[curve]
 
     def _estimate(self, curve: Curve) -> Rates:
         """Returns posterior means under a chain of priors: at all batch sizes, then at the curve's own octave."""
         prior_curve = curve.prior
         prior = None if prior_curve is None else self.rates(prior_curve)
-        nothing = _Counts.of(curve)
-        here, everywhere = self.counts.get(curve, nothing), self.counts.get(curve.everywhere, nothing)
+        here, everywhere = self.counts.get(curve, _NOTHING), self.counts.get(curve.everywhere, _NOTHING)
         tried, survived = here.tried.tolist(), here.survived.tolist()
         all_tried, all_survived = everywhere.tried.tolist(), everywhere.survived.tolist()
-        rate = _PRIOR_RATE_OF_REFERENCES if curve.follows else _PRIOR_RATE
-        num_chances = math.sqrt(curve.width)  # further candidates are worth less than the first (DESIGN §2)
+        rate, num_chances = _PRIOR_RATE, math.sqrt(curve.width)  # further candidates are worth less than the first (DESIGN §2)
         accepted, counts = [], []
-        for d in range(curve.depth):
+        for d in range(Strategy.MAX_DEPTH):
             if prior is not None:
                 rate = 1.0 - (1.0 - prior.accepted[d]) ** num_chances
             worth = all_tried[d] + _PRIOR_COUNT
@@ -227,7 +214,10 @@ class Acceptance:
             rate = (survived[d] + worth * rate) / (tried[d] + worth)
             accepted.append(rate)
             counts.append(tried[d] + worth)
-        return Rates(np.array(accepted), np.array(counts))
+        return Rates(accepted, counts)
+
+
+_NOTHING = _Counts()
 
 
 def octave_of(batch_size: int) -> int:
