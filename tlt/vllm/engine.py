@@ -93,7 +93,7 @@ class VllmEngine:
     def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
         """Publishes it part by part (engine/backend.py), to vLLM and to the copy beside it."""
         assert self.is_idle, "a policy cannot change under running responses"
-        with self.link.loading_policy() as load:
+        with self.link.weights.loading_policy() as load:
             passing = self._hand_on(parts, load)
             if self.target is None:
                 deque(passing, maxlen=0)

@@ -1,8 +1,8 @@
-"""Our end of vLLM: it is started with the law inside, and driven step by step in this process. Knows no responses and no policy
-updates, only requests by name, their new tokens, and tensors that go in.
+"""Our end of vLLM: it is started with the law inside, and driven step by step in this process. Knows no responses, only
+requests by name and their new tokens; weights.py brings weights in.
 
-    in this process      scheduler and, for one device, the worker       tensors are handed over as they are
-    else                 a worker process for every device               tensors go through files in shared memory
+    in this process      scheduler and, for one device, the worker
+    else                 a worker process for every device
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.config.vllm import VllmSection
 from tlt.processes import how_it_ended
 from tlt.vllm.inside.law import DEFAULT_TAU
 from tlt.vllm.inside.release import check_installed
+from tlt.vllm.transfer import Direct, ThroughHost
+from tlt.vllm.weights import Weights
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: draft lengths are set before every step
@@ -35,10 +35,6 @@ _ENVIRONMENT = {
 }
 CPU_KV_GIB = 1.0
 """GiB for keys and values where nobody says how much, on a CPU."""
-
-_HEAD_TOLERANCE = 0.05
-"""Relative difference between the head's product and its own weights from which on an update has not arrived: bfloat16 rounds
-to 0.4 %, and weights of another policy are far apart."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +96,9 @@ class Link:
         self._engine, self._scheduler = engine, engine.engine_core.engine_core.scheduler
         self.device = torch.device(engine.vllm_config.device_config.device_type)
         self.is_v2 = bool(engine.vllm_config.use_v2_model_runner)
-        self._is_asleep = False
         if not settings.is_in_process:
             self.call("tlt_hear_termination")
+        self.weights = Weights(self._llm, self.call, Direct(self.call) if settings.is_in_process else ThroughHost(self.call))
 
     @property
     def captures(self) -> bool:
@@ -160,64 +156,14 @@ class Link:
         found: Tensor | None = self.call("tlt_captured", internal_id, num_positions)[0]
         return found
 
-    # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    @contextmanager
-    def loading_policy(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-        """Yields what takes the parts of a policy, tensors by Hugging Face names. At the end all of it is in use, what was
-        cached of the old one is gone, and vLLM's head has been seen to compute with the new weights, where it
-        still shows them (worker.py, tlt_end)."""
-        self._wake()
-        with self._loading(is_drafter=False) as load:
-            yield load
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vllm: the prefix cache of the old policy could not be reset")
-
-    def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces the drafter's weights, also while requests run."""
-        with self._loading(is_drafter=True) as load:
-            load(tensors)
-
-    @contextmanager
-    def _loading(self, is_drafter: bool) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-        def load(part: Mapping[str, Tensor]) -> None:
-            if self.settings.is_in_process:
-                self.call("tlt_part", is_drafter, part)
-            else:
-                self._send(is_drafter, part)
-
-        self.call("tlt_begin", is_drafter)
-        yield load
-        worst = max(self.call("tlt_end", is_drafter))
-        if worst > _HEAD_TOLERANCE:
-            raise RuntimeError(f"vllm: the head computes with other weights than it was given (off by {worst:.2g})")
-
-    def _send(self, is_drafter: bool, part: Mapping[str, Tensor]) -> None:
-        """Hands a part over through a file in shared memory, and compares the digests of what has arrived."""
-        from tlt.vllm.inside.worker import digest
-
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.items()}
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="tlt-", suffix=".safetensors") as file:
-            save_file(tensors, file.name)
-            arrived = self.call("tlt_part", is_drafter, file.name)
-        if any(found != digest(tensors) for found in arrived):
-            raise RuntimeError("vllm: weights have arrived damaged in a worker")
-
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def release(self) -> None:
         """Gives memory back until the next policy is loaded: on GPUs vLLM's weights and caches, on a CPU what was captured."""
         if self.captures:
             self.call("tlt_release")
-        if self.sleeps and not self._is_asleep:
-            self._llm.sleep(level=1)
-            self._is_asleep = True
-
-    def _wake(self) -> None:
-        if self._is_asleep:
-            self._llm.wake_up()
-            self._is_asleep = False
+        if self.sleeps:
+            self.weights.sleep()
 
     def record(self, records: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Begins or ends keeping what the law draws from; returns what was kept before (LawTable.recorded)."""

@@ -1,6 +1,6 @@
 """Our calls into vLLM's workers, each on every tensor-parallel rank: new weights, and what was captured.
 
-    begin_policy ─▶ policy_part, policy_part, … ─▶ end_policy          a part: tensors of whole layers, by Hugging Face names
+    begin ─▶ part, part, … ─▶ end ─▶ settle          a part: tensors of whole layers, by Hugging Face names
 
 A part is a dictionary where worker and engine share a process, and else the path of a safetensors file in shared memory:
 nothing is pickled. Each rank takes its slices of it.
@@ -49,14 +49,19 @@ class TltWorker:
             self._tlt_model(is_drafter).load_weights(iter(tensors.items()))
         return digest(tensors) if isinstance(part, str) else ""
 
-    def tlt_end(self, is_drafter: bool) -> float:
-        """Ends it. Returns by how much the head, applied, differs from its own weights: relative to the largest logit. 0, and
-        nothing compared, where vLLM has packed an untied head's weights away, as on CPUs."""
+    def tlt_end(self, is_drafter: bool) -> None:
+        """Ends it."""
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self._tlt_model(is_drafter), self.vllm_config.model_config)
+
+    def tlt_settle(self, is_drafter: bool) -> float:
+        """Lets what was brought take effect everywhere. Returns by how much the head, applied, differs from its own weights:
+        relative to the largest logit. 0, and nothing compared, for a drafter, and where vLLM has packed an untied head's
+        weights away, as on CPUs."""
+        if is_drafter:
+            return 0.0
         model = self._tlt_model(is_drafter)
         with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(model, self.vllm_config.model_config)
-            if is_drafter:
-                return 0.0
             if self.device.type == "cpu" and model.config.tie_word_embeddings:
                 # a tied head is not packed anew by the reload, and its product would keep the old weights in silence
                 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
