@@ -23,7 +23,7 @@ from tlt.config.vllm import VllmSection
 from tlt.processes import how_it_ended
 from tlt.vllm.inside.law import DEFAULT_TAU
 from tlt.vllm.inside.release import check_installed
-from tlt.vllm.transfer import Direct, ThroughHost
+from tlt.vllm.transfer import Way, choose_way, make_carrier
 from tlt.vllm.weights import Weights
 
 _ENVIRONMENT = {
@@ -73,6 +73,11 @@ class VllmSettings:
     def is_in_process(self) -> bool:
         return self.section.tensor_parallel == 1 and not self.own_process
 
+    @property
+    def way(self) -> Way:
+        """How weights reach the workers. UserError where they cannot go as the user asks."""
+        return choose_way(self.section, is_cuda=torch.cuda.is_available(), has_own_worker=not self.is_in_process)
+
 
 def needs_own_process() -> bool:
     """Returns whether vLLM's worker cannot be in this process: it has a process group already, or has loaded numba (as vLLM's
@@ -86,6 +91,7 @@ class Link:
     def __init__(self, settings: VllmSettings) -> None:
         check_installed()
         self.settings, self.dtype, self.max_depth = settings, settings.dtype, settings.max_depth
+        way = settings.way
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         from tlt.vllm.start import start  # imports vllm, which reads the environment
@@ -98,7 +104,8 @@ class Link:
         self.is_v2 = bool(engine.vllm_config.use_v2_model_runner)
         if not settings.is_in_process:
             self.call("tlt_hear_termination")
-        self.weights = Weights(self._llm, self.call, Direct(self.call) if settings.is_in_process else ThroughHost(self.call))
+        carrier = make_carrier(way, self.call, torch.device(self.device.type, settings.device_index))
+        self.weights = Weights(self._llm, self.call, carrier)
 
     @property
     def captures(self) -> bool:

@@ -51,6 +51,7 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
         "enable_sleep_mode": is_cuda,
         "speculative_config": speculative_config(settings),
         "additional_config": {CONFIG: {"tau": settings.tau, "captures": settings.captures and settings.is_in_process}},
+        "weight_transfer_config": {"backend": "ipc"} if settings.way == "ipc" else None,
         "worker_extension_cls": "tlt.vllm.inside.worker.TltWorker",
         "scheduler_cls": LengthScheduler,
         "async_scheduling": False,
