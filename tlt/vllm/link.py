@@ -7,9 +7,11 @@ requests by name and their new tokens; weights.py brings weights in.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -30,6 +32,7 @@ _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: draft lengths are set before every step
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # torch.set_num_threads has the say
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # what a command prints is its result
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
@@ -94,6 +97,7 @@ class Link:
         way = settings.way
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        quieten()
         from tlt.vllm.start import start  # imports vllm, which reads the environment
 
         with nullcontext() if settings.is_in_process else workers_deaf_to_interrupts():
@@ -203,6 +207,13 @@ class Link:
             core.shutdown()
         else:  # and no more: the whole of vLLM's shutdown would end this process's own process group, too
             core.engine_core.model_executor.shutdown()
+
+
+def quieten() -> None:
+    """Lets vLLM say while it is imported what its level of logging allows, and no more: it sets its loggers up later. A warning
+    about a name of PyTorch's that vLLM merely looks at is for vLLM's authors."""
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 @contextmanager

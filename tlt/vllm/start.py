@@ -58,6 +58,7 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logits",
         "generation_config": "vllm",  # no top-k or other defaults of the checkpoint
         "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "seed": 0,
     }
