@@ -75,7 +75,7 @@ class EngineOptions(VllmSection, Options):
             from tlt.vllm.preflight import check_vllm
 
             device, has_drafter = self.choose_device().type, self.drafter is not None
-            check_vllm(speculation, has_drafter, resolve_dtype(self.dtype), device, self.tensor_parallel)
+            check_vllm(speculation, has_drafter, resolve_dtype(self.dtype), device, self)
         make_tuner(speculation, drafter_kinds(self.drafter is not None))
         if self.drafter is not None and not self.drafter.is_dir() and Repository.parse(self.drafter) is None:
             raise UserError(f"--drafter: {self.drafter} does not exist; give a drafter folder, or OWNER/NAME on the hub")
