@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from tlt.config.section import PositiveInt, Section
 
 
@@ -20,3 +22,6 @@ class VllmSection(Section):
     prefix_caching: bool = True
     """Whether vLLM reads what several prompts begin with once. What it has cached is not captured for the drafter's training;
     that is then computed again."""
+    transfer: Literal["auto", "host", "ipc"] = "auto"
+    """How weights reach a worker of vLLM's that is a process of its own. ipc: it reads them in the memory of the GPU that it
+    shares with the trainer, by vLLM's own weight transfer. host: through the machine's memory. auto: ipc where that can be."""

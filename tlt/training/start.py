@@ -170,11 +170,12 @@ def pin(config: Config) -> Config:
 
 def preflight(config: Config) -> Findings:
     """Raises UserError for everything that can be refused before a process is started."""
-    layout_of(config)
+    layout = layout_of(config)
     if config.rollout.engine == "vllm":
         has_learned, dtype = config.drafter.path is not None, resolve_dtype(config.run.dtype)
-        devices = device_of(config).name, config.vllm.tensor_parallel, local_ranks(config)
-        check_vllm(config.rollout.speculation, has_learned, dtype, *devices)
+        is_in_group = layout.is_sharded or all_ranks(config) > 1
+        place = device_of(config).name, config.vllm, local_ranks(config), is_in_group
+        check_vllm(config.rollout.speculation, has_learned, dtype, *place)
     check_trackers(config.tracking.use)
     model = load_model_config(model_folder(config))
     num_adapted = count_adapters(model, config.lora) if config.lora.rank else None

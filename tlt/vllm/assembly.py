@@ -68,7 +68,7 @@ def build_vllm(
     target, drafter = None, None
     if stored is not None and kinds == ("learned",):
         packed = PackedDrafter.from_tensors(stored.config, stored.tensors, dtype, link.device)
-        drafter = VllmDrafter(packed, stored, link.load_drafter, EMBEDDING if config.tie_embeddings else HEAD)
+        drafter = VllmDrafter(packed, stored, link.weights.load_drafter, EMBEDDING if config.tie_embeddings else HEAD)
         target = PackedTransformer(config, dtype, link.device) if plan.trains else None
     tuner = make_tuner(plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depths[-1], trees=False)
     slots, window, speculation = settings.max_batch_size, settings.window, Speculation(kinds, tuner, drafter, target)

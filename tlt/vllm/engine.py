@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt.distributed.sharding import layer_by_layer
 from tlt.engine.backend import Capabilities
 from tlt.engine.sequence import Decode, Sequence, broken_policy, check_request
 from tlt.engine.stats import EngineStats
@@ -88,12 +89,12 @@ class VllmEngine:
 
     def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
         """Publishes a policy by Hugging Face names. Never in the middle of a response."""
-        self.load_policy_parts([tensors], version)
+        self.load_policy_parts(layer_by_layer(tensors), version)
 
     def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
         """Publishes it part by part (engine/backend.py), to vLLM and to the copy beside it."""
         assert self.is_idle, "a policy cannot change under running responses"
-        with self.link.loading_policy() as load:
+        with self.link.weights.loading_policy() as load:
             passing = self._hand_on(parts, load)
             if self.target is None:
                 deque(passing, maxlen=0)

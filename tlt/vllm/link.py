@@ -1,44 +1,43 @@
-"""Our end of vLLM: it is started with the law inside, and driven step by step in this process. Knows no responses and no policy
-updates, only requests by name, their new tokens, and tensors that go in.
+"""Our end of vLLM: it is started with the law inside, and driven step by step in this process. Knows no responses, only
+requests by name and their new tokens; weights.py brings weights in.
 
-    in this process      scheduler and, for one device, the worker       tensors are handed over as they are
-    else                 a worker process for every device               tensors go through files in shared memory
+    in this process      scheduler and, for one device, the worker
+    else                 a worker process for every device
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tlt.config.vllm import VllmSection
 from tlt.processes import how_it_ended
 from tlt.vllm.inside.law import DEFAULT_TAU
 from tlt.vllm.inside.release import check_installed
+from tlt.vllm.transfer import Way, choose_way, make_carrier
+from tlt.vllm.weights import Weights
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the scheduler in this process: draft lengths are set before every step
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # torch.set_num_threads has the say
     "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",  # what a command prints is its result
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
 CPU_KV_GIB = 1.0
 """GiB for keys and values where nobody says how much, on a CPU."""
-
-_HEAD_TOLERANCE = 0.05
-"""Relative difference between the head's product and its own weights from which on an update has not arrived: bfloat16 rounds
-to 0.4 %, and weights of another policy are far apart."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +76,11 @@ class VllmSettings:
     def is_in_process(self) -> bool:
         return self.section.tensor_parallel == 1 and not self.own_process
 
+    @property
+    def way(self) -> Way:
+        """How weights reach the workers. UserError where they cannot go as the user asks."""
+        return choose_way(self.section, is_cuda=torch.cuda.is_available(), has_own_worker=not self.is_in_process)
+
 
 def needs_own_process() -> bool:
     """Returns whether vLLM's worker cannot be in this process: it has a process group already, or has loaded numba (as vLLM's
@@ -90,8 +94,10 @@ class Link:
     def __init__(self, settings: VllmSettings) -> None:
         check_installed()
         self.settings, self.dtype, self.max_depth = settings, settings.dtype, settings.max_depth
+        way = settings.way
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        quieten()
         from tlt.vllm.start import start  # imports vllm, which reads the environment
 
         with nullcontext() if settings.is_in_process else workers_deaf_to_interrupts():
@@ -100,9 +106,10 @@ class Link:
         self._engine, self._scheduler = engine, engine.engine_core.engine_core.scheduler
         self.device = torch.device(engine.vllm_config.device_config.device_type)
         self.is_v2 = bool(engine.vllm_config.use_v2_model_runner)
-        self._is_asleep = False
         if not settings.is_in_process:
             self.call("tlt_hear_termination")
+        carrier = make_carrier(way, self.call, torch.device(self.device.type, settings.device_index))
+        self.weights = Weights(self._llm, self.call, carrier)
 
     @property
     def captures(self) -> bool:
@@ -160,64 +167,14 @@ class Link:
         found: Tensor | None = self.call("tlt_captured", internal_id, num_positions)[0]
         return found
 
-    # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    @contextmanager
-    def loading_policy(self) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-        """Yields what takes the parts of a policy, tensors by Hugging Face names. At the end all of it is in use, what was
-        cached of the old one is gone, and vLLM's head has been seen to compute with the new weights, where it
-        still shows them (worker.py, tlt_end)."""
-        self._wake()
-        with self._loading(is_drafter=False) as load:
-            yield load
-        if not self._llm.reset_prefix_cache():
-            raise RuntimeError("vllm: the prefix cache of the old policy could not be reset")
-
-    def load_drafter(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces the drafter's weights, also while requests run."""
-        with self._loading(is_drafter=True) as load:
-            load(tensors)
-
-    @contextmanager
-    def _loading(self, is_drafter: bool) -> Iterator[Callable[[Mapping[str, Tensor]], None]]:
-        def load(part: Mapping[str, Tensor]) -> None:
-            if self.settings.is_in_process:
-                self.call("tlt_part", is_drafter, part)
-            else:
-                self._send(is_drafter, part)
-
-        self.call("tlt_begin", is_drafter)
-        yield load
-        worst = max(self.call("tlt_end", is_drafter))
-        if worst > _HEAD_TOLERANCE:
-            raise RuntimeError(f"vllm: the head computes with other weights than it was given (off by {worst:.2g})")
-
-    def _send(self, is_drafter: bool, part: Mapping[str, Tensor]) -> None:
-        """Hands a part over through a file in shared memory, and compares the digests of what has arrived."""
-        from tlt.vllm.inside.worker import digest
-
-        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in part.items()}
-        folder = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        with tempfile.NamedTemporaryFile(dir=folder, prefix="tlt-", suffix=".safetensors") as file:
-            save_file(tensors, file.name)
-            arrived = self.call("tlt_part", is_drafter, file.name)
-        if any(found != digest(tensors) for found in arrived):
-            raise RuntimeError("vllm: weights have arrived damaged in a worker")
-
     # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def release(self) -> None:
         """Gives memory back until the next policy is loaded: on GPUs vLLM's weights and caches, on a CPU what was captured."""
         if self.captures:
             self.call("tlt_release")
-        if self.sleeps and not self._is_asleep:
-            self._llm.sleep(level=1)
-            self._is_asleep = True
-
-    def _wake(self) -> None:
-        if self._is_asleep:
-            self._llm.wake_up()
-            self._is_asleep = False
+        if self.sleeps:
+            self.weights.sleep()
 
     def record(self, records: bool) -> list[tuple[Tensor, Tensor, Tensor]]:
         """Begins or ends keeping what the law draws from; returns what was kept before (LawTable.recorded)."""
@@ -250,6 +207,13 @@ class Link:
             core.shutdown()
         else:  # and no more: the whole of vLLM's shutdown would end this process's own process group, too
             core.engine_core.model_executor.shutdown()
+
+
+def quieten() -> None:
+    """Lets vLLM say while it is imported what its level of logging allows, and no more: it sets its loggers up later. A warning
+    about a name of PyTorch's that vLLM merely looks at is for vLLM's authors."""
+    logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"].upper())
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"vllm\.")
 
 
 @contextmanager

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import torch
 
+from tlt.config.vllm import VllmSection
 from tlt.types import UserError
 from tlt.vllm.inside.release import check_installed
 from tlt.vllm.strategies import check_speculation
+from tlt.vllm.transfer import choose_way
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_vllm(
-    speculation: str, has_learned: bool, dtype: torch.dtype, device: str, tensor_parallel: int, num_engines: int = 1
+    speculation: str,
+    has_learned: bool,
+    dtype: torch.dtype,
+    device: str,
+    section: VllmSection,
+    num_engines: int = 1,
+    is_in_group: bool = False,
 ) -> None:
-    """Raises UserError for an engine that could not be had. device: "cpu" or "cuda".  num_engines: on this machine."""
+    """Raises UserError for an engine that could not be had. device: "cpu" or "cuda".  num_engines: on this machine.
+    is_in_group: whether the process that drives it has a process group, so that vLLM's worker is one of its own."""
     check_installed()
     check_speculation(speculation, has_learned)
     if dtype not in DTYPES:
@@ -23,9 +32,11 @@ def check_vllm(
     num_gpus = torch.cuda.device_count()
     if device == "cpu" and num_gpus:
         raise UserError("device: cpu, but vLLM computes on this machine's GPUs; give cuda, or engine tlt")
-    needed = tensor_parallel * num_engines
+    has_own_worker = section.tensor_parallel > 1 or section.own_process or is_in_group
+    choose_way(section, is_cuda=device == "cuda", has_own_worker=has_own_worker)
+    needed = section.tensor_parallel * num_engines
     if device == "cuda" and needed > num_gpus:
-        each = f"{num_engines} engine(s) of {tensor_parallel} GPU(s) each need {needed}"
+        each = f"{num_engines} engine(s) of {section.tensor_parallel} GPU(s) each need {needed}"
         raise UserError(
             f"vllm.tensor_parallel: {each}, and this machine has {num_gpus}; give {max(num_gpus // num_engines, 1)}"
         )

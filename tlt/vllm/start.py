@@ -51,12 +51,14 @@ def arguments(settings: VllmSettings) -> dict[str, Any]:
         "enable_sleep_mode": is_cuda,
         "speculative_config": speculative_config(settings),
         "additional_config": {CONFIG: {"tau": settings.tau, "captures": settings.captures and settings.is_in_process}},
+        "weight_transfer_config": {"backend": "ipc"} if settings.way == "ipc" else None,
         "worker_extension_cls": "tlt.vllm.inside.worker.TltWorker",
         "scheduler_cls": LengthScheduler,
         "async_scheduling": False,
         "logprobs_mode": "processed_logits",
         "generation_config": "vllm",  # no top-k or other defaults of the checkpoint
         "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "seed": 0,
     }

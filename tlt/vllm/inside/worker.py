@@ -1,16 +1,15 @@
 """Our calls into vLLM's workers, each on every tensor-parallel rank: new weights, and what was captured.
 
-    begin_policy ─▶ policy_part, policy_part, … ─▶ end_policy          a part: tensors of whole layers, by Hugging Face names
+    begin ─▶ part, part, … ─▶ end ─▶ settle          a part: tensors of whole layers, by Hugging Face names
 
-A part is a dictionary where worker and engine share a process, and else the path of a safetensors file in shared memory:
-nothing is pickled. Each rank takes its slices of it.
+A part is a dictionary where worker and engine share a process, and else the path of a safetensors file in shared memory, of
+which each rank takes its slices; or it lies in this GPU's memory, and vLLM's own weight transfer begins, takes and ends.
 """
 
 from __future__ import annotations
 
-import hashlib
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +17,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+from tlt.vllm.inside.digest import digest
 from tlt.vllm.inside.plugin import Installed, register
 
 register()  # a worker of its own process comes here before it loads its model
@@ -32,6 +33,7 @@ class TltWorker:
     model_runner: Any
     vllm_config: Any
     device: torch.device
+    weight_transfer_engine: Any
 
     def tlt_hear_termination(self) -> None:
         """Hears SIGTERM, which this process may be born with blocked: a rank that ends waits for those it has sent one."""
@@ -49,14 +51,40 @@ class TltWorker:
             self._tlt_model(is_drafter).load_weights(iter(tensors.items()))
         return digest(tensors) if isinstance(part, str) else ""
 
-    def tlt_end(self, is_drafter: bool) -> float:
-        """Ends it. Returns by how much the head, applied, differs from its own weights: relative to the largest logit. 0, and
-        nothing compared, where vLLM has packed an untied head's weights away, as on CPUs."""
+    def tlt_end(self, is_drafter: bool) -> None:
+        """Ends it."""
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(self._tlt_model(is_drafter), self.vllm_config.model_config)
+
+    def tlt_try_shared(self, part: dict[str, Any]) -> str:
+        """Returns the digest of tensors in this GPU's memory as vLLM's weight transfer reads them. No weights change."""
+        engine, arrived = self.weight_transfer_engine, Arrived()
+        engine.set_weight_update_target(arrived, engine.model_config)
+        try:
+            engine.update_weights(part)
+            return digest(arrived.tensors)
+        finally:
+            engine.reset_weight_update_target()
+
+    def tlt_shared_part(self, part: dict[str, Any]) -> bool:
+        """Takes a part that lies in this GPU's memory. Returns whether vLLM has put some of it by, to be read later."""
+        before = self._tlt_put_by()  # while these are held, no new one has the identity of an old one
+        self.update_weights(part)  # type: ignore[attr-defined]  # the worker's own method
+        return bool({id(tensor) for tensor in self._tlt_put_by()} - {id(tensor) for tensor in before})
+
+    def tlt_end_shared(self) -> None:
+        """Ends the update; nothing of the sender's memory is read afterwards."""
+        self.finish_weight_update()  # type: ignore[attr-defined]  # the worker's own method
+        torch.accelerator.synchronize()
+
+    def tlt_settle(self, is_drafter: bool) -> float:
+        """Lets what was brought take effect everywhere. Returns by how much the head, applied, differs from its own weights:
+        relative to the largest logit. 0, and nothing compared, for a drafter, and where vLLM has packed an untied head's
+        weights away, as on CPUs."""
+        if is_drafter:
+            return 0.0
         model = self._tlt_model(is_drafter)
         with set_current_vllm_config(self.vllm_config):
-            finalize_layerwise_reload(model, self.vllm_config.model_config)
-            if is_drafter:
-                return 0.0
             if self.device.type == "cpu" and model.config.tie_word_embeddings:
                 # a tied head is not packed anew by the reload, and its product would keep the old weights in silence
                 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -89,6 +117,12 @@ class TltWorker:
     def _tlt_model(self, is_drafter: bool) -> Any:
         return self.get_draft_model() if is_drafter else self.model_runner.get_model()  # type: ignore[attr-defined]  # the worker's own method
 
+    def _tlt_put_by(self) -> list[Tensor]:
+        """Returns what vLLM keeps of tensors that have arrived, until the layer that they are for is whole."""
+        layers = self.weight_transfer_engine.model.modules()
+        kept = [bound for layer in layers for _, bound in get_layerwise_info(layer).loaded_weights]
+        return [value for bound in kept for value in bound.arguments.values() if isinstance(value, Tensor)]
+
     def _tlt_head_error(self, model: Any) -> float:
         head = model.lm_head
         weight_VE = head.weight
@@ -100,11 +134,8 @@ class TltWorker:
         return float((found_V - wanted_V).abs().max() / wanted_V.abs().max())
 
 
-def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Returns a hash of names, types and bytes."""
-    found = hashlib.blake2b(digest_size=16)
-    for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
-        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return found.hexdigest()
+class Arrived:
+    """Stands in a model's place, and keeps what is loaded."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.tensors = dict(weights)
