@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tlt.config.vllm import VllmSection
 from tlt.processes import how_it_ended
+from tlt.types import UserError
 from tlt.vllm.inside.law import DEFAULT_TAU
 from tlt.vllm.inside.release import check_installed
 
@@ -188,7 +189,10 @@ class Link:
 
         self.call("tlt_begin", is_drafter)
         yield load
-        worst = max(self.call("tlt_end", is_drafter))
+        ended = self.call("tlt_end", is_drafter)
+        worst, missing = max(error for error, _ in ended), ended[0][1]
+        if missing:
+            raise UserError(f"policy: has nothing for {missing[0]} ({len(missing)} such); give all of the checkpoint's tensors")
         if worst > _HEAD_TOLERANCE:
             raise RuntimeError(f"vllm: the head computes with other weights than it was given (off by {worst:.2g})")
 

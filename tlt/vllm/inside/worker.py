@@ -19,6 +19,7 @@ from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from tlt.vllm.inside.packed import forget_experts, head_error, pack_heads
 from tlt.vllm.inside.plugin import Installed, register
 
 register()  # a worker of its own process comes here before it loads its model
@@ -32,6 +33,7 @@ class TltWorker:
     model_runner: Any
     vllm_config: Any
     device: torch.device
+    _tlt_awaited: set[str]
 
     def tlt_hear_termination(self) -> None:
         """Hears SIGTERM, which this process may be born with blocked: a rank that ends waits for those it has sent one."""
@@ -39,30 +41,32 @@ class TltWorker:
 
     def tlt_begin(self, is_drafter: bool) -> None:
         """Begins an update of the policy's or the drafter's weights."""
+        model = self._tlt_model(is_drafter)
+        self._tlt_awaited = {name for name, _ in model.named_parameters()}
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self._tlt_model(is_drafter))
+            initialize_layerwise_reload(model)
+        if self.device.type == "cpu":
+            forget_experts(model)
 
     def tlt_part(self, is_drafter: bool, part: Part) -> str:
         """Takes a part; returns the digest of what has arrived."""
         tensors = load_file(part) if isinstance(part, str) else part
         with set_current_vllm_config(self.vllm_config):
-            self._tlt_model(is_drafter).load_weights(iter(tensors.items()))
+            loaded = self._tlt_model(is_drafter).load_weights(iter(tensors.items()))
+        self._tlt_awaited -= self._tlt_awaited if loaded is None else set(loaded)  # None: a model that does not say
         return digest(tensors) if isinstance(part, str) else ""
 
-    def tlt_end(self, is_drafter: bool) -> float:
-        """Ends it. Returns by how much the head, applied, differs from its own weights: relative to the largest logit. 0, and
-        nothing compared, where vLLM has packed an untied head's weights away, as on CPUs."""
+    def tlt_end(self, is_drafter: bool) -> tuple[float, list[str]]:
+        """Ends it. Returns by how much the head, applied, differs from its own weights (packed.head_error), and the parameters,
+        by vLLM's names, for which nothing came. Of a drafter nothing is compared, and it may lack what is the target's."""
         model = self._tlt_model(is_drafter)
         with set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(model, self.vllm_config.model_config)
             if is_drafter:
-                return 0.0
-            if self.device.type == "cpu" and model.config.tie_word_embeddings:
-                # a tied head is not packed anew by the reload, and its product would keep the old weights in silence
-                from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-                dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
-            return self._tlt_head_error(model)
+                return 0.0, []
+            if self.device.type == "cpu":
+                pack_heads(model)
+            return head_error(model), sorted(self._tlt_awaited)
 
     def tlt_captured(self, request_id: str, num_positions: int) -> Tensor | None:
         """Returns what was captured of a request that still runs, [num_positions, F]; None where it is not whole."""
@@ -88,16 +92,6 @@ class TltWorker:
 
     def _tlt_model(self, is_drafter: bool) -> Any:
         return self.get_draft_model() if is_drafter else self.model_runner.get_model()  # type: ignore[attr-defined]  # the worker's own method
-
-    def _tlt_head_error(self, model: Any) -> float:
-        head = model.lm_head
-        weight_VE = head.weight
-        if not weight_VE.numel():
-            return 0.0  # packed away: there is nothing to compare with
-        hidden_1E = weight_VE[:1].clone()
-        wanted_V = torch.nn.functional.linear(hidden_1E, weight_VE)[0]
-        found_V = head.quant_method.apply(head, hidden_1E)[0, : len(wanted_V)]
-        return float((found_V - wanted_V).abs().max() / wanted_V.abs().max())
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
