@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.side_by_side import answers, random_lengths, step_by_step
+from benchmarks.side_by_side import answers, step_by_step
 from tests.unit.cli.parts import read_lines, save_tokenizer, succeed, write_lines
 from tests.vllm.parts import (
     DEPTH,
@@ -29,7 +29,7 @@ from tlt.types import Request, SamplingParams, UserError
 
 pytestmark = in_vllm
 
-REQUESTS = [*requests_for(SIZES["vocab_size"], 24, 3, (7,), longest=60), *repeating(4)]
+REQUESTS = [*requests_for(SIZES["vocab_size"], 12, 3, (7,), longest=44), *repeating(2)]
 WINDOW = SIZES["max_position_embeddings"]
 
 
@@ -56,8 +56,7 @@ def test_tokens_are_those_of_the_law_over_transformers_logits(served: Served) ->
     drafted = answers(engine, REQUESTS)
     assert engine.stats.num_drafted_tokens > 0
     plain = step_by_step(engine, REQUESTS, itertools.repeat(0))
-    changing = step_by_step(engine, REQUESTS, random_lengths(DEPTH, 5))
-    for found in (drafted, plain, changing):
+    for found in (drafted, plain):
         assert_lawful(REQUESTS, found, served.model)
 
 
