@@ -24,7 +24,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 
 from tlt.build.engine import EngineSettings, load_engine
-from tlt.build.model import Model, load_model, resolve_device
+from tlt.build.model import Checkpoint, load_checkpoint, resolve_device
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.failures import EXIT_OK, EXIT_USER_ERROR
@@ -86,7 +86,7 @@ class Engine:
     """A model ready to generate. Its tokens depend on the seed, the problem ids and the sampling, and never on how it drafts
     or what it generated before."""
 
-    def __init__(self, model: Model, rollout_engine: RolloutBackend) -> None:
+    def __init__(self, model: Checkpoint, rollout_engine: RolloutBackend) -> None:
         """`from_pretrained` is the usual way to make one."""
         self.config, self.tokenizer, self.stop_ids = model.config, model.tokenizer, model.stop_ids
         self._engine = rollout_engine
@@ -112,7 +112,8 @@ class Engine:
         speculation: "off", "adaptive" (measured while running), or a strategy such as "4x1x4": depth, width, budget.
         dtype: of weights and activations: float32, float64 or bfloat16.  device: "auto" is a GPU where there is one.
         max_batch_size: sequences decoded at a time.
-        engine: what generates, TLT's own engine or an installed vLLM with the same sampling law inside (docs/vllm.md).
+        engine: what generates, TLT's own engine or an installed vLLM with the same sampling law inside, which also takes
+            models that TLT does not train (docs/vllm.md).
         """
         if max_batch_size < 1:
             raise UserError(f"max_batch_size: is {max_batch_size}; it must be 1 or more")
@@ -127,7 +128,7 @@ class Engine:
             max_batch_size=max_batch_size,
             engine=engine,
         )
-        model = load_model(resolve_model(path, revision))
+        model = load_checkpoint(resolve_model(path, revision), engine)
         return cls(model, load_engine(model, settings, None if drafter is None else resolve_model(drafter)))
 
     @property

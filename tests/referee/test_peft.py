@@ -43,7 +43,7 @@ def make_pair(case: str, dtype: torch.dtype, lora: dict[str, Any], folder: Path)
     """Our policy with random adapters, and PEFT's, which reads them from a folder that we have written."""
     theirs = referee(case, dtype)
     base, config = trainable(theirs), make_config(str(dtype).removeprefix("torch."), **lora)
-    model = Model(Path(), base.config, {name: tensor.detach() for name, tensor in base.state_dict().items()}, None, ())
+    model = Model(Path(), base.config, None, (), {name: tensor.detach() for name, tensor in base.state_dict().items()})
     ours = build_policy(plan_policy(config, base.config), model, torch.device("cpu"), seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():

@@ -40,7 +40,7 @@ def tensors(policy: Transformer) -> dict[str, torch.Tensor]:
 
 
 def model_of(policy: Transformer) -> Model:
-    return Model(Path(), policy.config, tensors(policy), None, ())
+    return Model(Path(), policy.config, None, (), tensors(policy))
 
 
 def count(acceptance: Acceptance) -> tuple[float, float]:

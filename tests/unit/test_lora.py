@@ -60,7 +60,7 @@ def make_policy(shape: ModelConfig = LLAMA, config: Config | None = None) -> Tra
     """A policy of random weights, whose adapters do something, too."""
     tensors = {name: tensor.detach() for name, tensor in base_of(shape).state_dict().items()}
     config = config or make_config()
-    policy = build_policy(plan_policy(config, shape), Model(Path(), shape, tensors, None, ()), torch.device("cpu"), seed=3)
+    policy = build_policy(plan_policy(config, shape), Model(Path(), shape, None, (), tensors), torch.device("cpu"), seed=3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in policy.named_parameters():
@@ -212,7 +212,7 @@ ALONE = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
 
 def build_trainer(config: Config) -> PolicyTrainer:
     tensors = {name: tensor.detach().float() for name, tensor in base_of(LLAMA).state_dict().items()}
-    return build_policy_trainer(config, Model(Path(), LLAMA, tensors, None, ()), ALONE)
+    return build_policy_trainer(config, Model(Path(), LLAMA, None, (), tensors), ALONE)
 
 
 def test_a_base_in_bfloat16_trains_adapters_in_float32_and_publishes_them_merged_in_it() -> None:
@@ -256,7 +256,7 @@ def test_adapters_are_not_taken_up_beside_other_weights() -> None:
     changed = dict(base_of(LLAMA).named_parameters())["model.layers.1.mlp.up_proj.weight"]
     tensors = {name: tensor.detach() for name, tensor in base_of(LLAMA).state_dict().items()}
     tensors["model.layers.1.mlp.up_proj.weight"] = changed.detach().nextafter(torch.tensor(9.0, dtype=torch.float64))
-    other = build_policy_trainer(config, Model(Path(), LLAMA, tensors, None, ()), ALONE)
+    other = build_policy_trainer(config, Model(Path(), LLAMA, None, (), tensors), ALONE)
     with pytest.raises(UserError, match=r"^model\.path: holds other weights than those beside which this run's adapters .*; "):
         other.restore(trainer.counters())
 

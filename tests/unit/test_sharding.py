@@ -225,7 +225,7 @@ def loaded(ranks: Ranks, folder: Path) -> dict[str, Any]:
     tensors.rows = count  # type: ignore[method-assign]  # looks at what is read
     with torch.device("meta"):
         planned = Transformer(UNTIED).double()
-    policy = build_sharded_policy(planned, Model(folder, UNTIED, tensors, None, ()), ranks.world)
+    policy = build_sharded_policy(planned, Model(folder, UNTIED, None, (), tensors), ranks.world)
     return {
         "apart": apart(weights(policy), source.state_dict()),
         "read": sum(num_read),

@@ -18,6 +18,7 @@ from tests.vllm.parts import (
     make_checkpoint,
     make_drafter,
     own_engine,
+    repeating,
     requests_for,
     vllm_engine,
 )
@@ -28,12 +29,6 @@ pytestmark = in_vllm
 
 REQUESTS = requests_for(SIZES["vocab_size"], 24, 3, (7,))
 WINDOW = SIZES["max_position_embeddings"]
-
-
-def repeating(num: int) -> list[Request]:
-    """Prompts that say something twice: retrieval finds what to draft."""
-    ids = [tuple((i * 5 + j % 6 + 8) % 50 + 8 for j in range(14)) for i in range(num)]
-    return [Request(f"r{i}", 0, one, SamplingParams(0.3, max_tokens=20, seed=1)) for i, one in enumerate(ids)]
 
 
 def check_pushes(engine: Any, own: Any, folder: Path, name: str) -> None:

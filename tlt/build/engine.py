@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tlt.build.model import Model, local_ranks
+from tlt.build.model import Checkpoint, Model, local_ranks
 from tlt.config.drafter import DrafterSection
 from tlt.config.schema import Config
 from tlt.config.vllm import VllmSection
@@ -36,7 +36,7 @@ from tlt.spans import Span
 from tlt.speculative.verify import Verify
 from tlt.speculative.verify import verify as verify_by_the_law
 from tlt.tuning.tuner import make_tuner
-from tlt.types import StrategyTuner, resolve_dtype
+from tlt.types import StrategyTuner, UserError, resolve_dtype
 from tlt.vllm.inside.law import DEFAULT_TAU
 
 
@@ -127,7 +127,7 @@ def build_engine(
 
 
 def build_backend(
-    model: Model,
+    model: Checkpoint,
     settings: EngineSettings,
     drafter: StoredDrafter | None = None,
     *,
@@ -140,6 +140,7 @@ def build_backend(
     references: what TLT's own engine may draft from, unless speculation is off; vLLM has no use for them.
     """
     if settings.engine == "tlt":
+        assert isinstance(model, Model), "others were refused when they were read (load_checkpoint)"
         kinds, tuner = drafter_kinds(drafter is not None), None
         if references is not None:
             tuner = make_tuner(settings.speculation, ahead_kinds(kinds), settings.tuner)
@@ -151,7 +152,13 @@ def build_backend(
             engine.load_drafter(AheadDrafter(engine.drafter, references, settings.max_batch_size))
         return engine
     assert verify is verify_by_the_law, "vLLM verifies for itself"
-    from tlt.vllm.assembly import VllmPlan, build_vllm
+    return _build_vllm(model, settings, drafter, on_span)
+
+
+def _build_vllm(
+    model: Checkpoint, settings: EngineSettings, drafter: StoredDrafter | None, on_span: Callable[[Span], None] | None
+) -> RolloutBackend:
+    from tlt.vllm.assembly import Learned, VllmPlan, build_vllm
     from tlt.vllm.link import VllmSettings, needs_own_process
 
     drafting, window = settings.drafting, model.config.max_positions
@@ -168,11 +175,14 @@ def build_backend(
         own_process=settings.vllm.own_process or needs_own_process(),
     )
     plan = VllmPlan(vllm, settings.speculation, settings.tuner, trains=drafter is not None)
-    return build_vllm(plan, model.config, model.tensors, drafter, on_span=on_span, decode=model.decode)
+    if not isinstance(model, Model):
+        return build_vllm(plan, model.config.vocab_size, {}, on_span=on_span, decode=model.decode)
+    learned = None if drafter is None else Learned(drafter, model.config)
+    return build_vllm(plan, model.config.vocab_size, model.tensors, learned, on_span=on_span, decode=model.decode)
 
 
 def load_engine(
-    model: Model,
+    model: Checkpoint,
     settings: EngineSettings,
     drafter: Path | None = None,
     verify: Verify = verify_by_the_law,
@@ -183,9 +193,15 @@ def load_engine(
     return build_backend(model, settings, stored, verify=verify, references=references)
 
 
-def load_stored(drafter: Path | None, model: Model) -> StoredDrafter | None:
-    """Reads the drafter folder of a model; None: there is none to read."""
-    return None if drafter is None else load_drafter(drafter, model.config, model.tensors)
+def load_stored(drafter: Path | None, model: Checkpoint) -> StoredDrafter | None:
+    """Reads the drafter folder of a model; None: there is none to read. UserError where it does not fit, as for every model
+    that our decoder does not compute."""
+    if drafter is None:
+        return None
+    if not isinstance(model, Model):
+        remedy = "leave it out, and draft by retrieval (ngram:4x1x4) or not at all"
+        raise UserError(f"drafter: {drafter} cannot draft for {model.path}, which TLT's own decoder does not compute; {remedy}")
+    return load_drafter(drafter, model.config, model.tensors)
 
 
 def build_learned(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,19 +15,23 @@ from tlt.distributed.place import find_place
 from tlt.engine.sequence import Decode
 from tlt.hub import resolve_model
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf_config import load_model_config
+from tlt.models.foreign import Limits, read_limits
+from tlt.models.hf_config import OtherComputation, load_model_config
 from tlt.models.hf_weights import StoredTensors
 from tlt.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
 from tlt.types import UserError
 
 
 @dataclass(frozen=True)
-class Model:
-    """A checkpoint folder, read. tokenizer: None where the folder has none; then prompts have to be token ids."""
+class Checkpoint:
+    """A checkpoint folder, as far as it is read for an engine that loads the weights itself.
+
+    config: bounds of token ids and positions.
+    tokenizer: None where the folder has none; then prompts have to be token ids.
+    """
 
     path: Path
-    config: ModelConfig
-    tensors: Mapping[str, Tensor]
+    config: Limits
     tokenizer: Tokenizer | None
     stop_ids: tuple[int, ...]
 
@@ -34,6 +39,14 @@ class Model:
     def decode(self) -> Decode | None:
         """Returns the text of a response's tokens; None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.decode
+
+
+@dataclass(frozen=True)
+class Model(Checkpoint):
+    """A checkpoint of a family that our decoder computes, with its weights: trained, drafted for, or generated with."""
+
+    config: ModelConfig
+    tensors: Mapping[str, Tensor]
 
 
 def model_folder(config: Config) -> Path:
@@ -58,6 +71,16 @@ def all_ranks(config: Config) -> int:
     return config.run.num_ranks if place is None else place.world_size
 
 
+def load_checkpoint(path: Path, engine: Literal["tlt", "vllm"], dtype: torch.dtype | None = None) -> Checkpoint:
+    """Reads what `engine` is to generate with: a Model, or where vLLM is to compute it, a model of whatever family."""
+    try:
+        return load_model(path, dtype)
+    except OtherComputation:
+        if engine == "tlt":
+            raise
+        return Checkpoint(path, read_limits(path), *_tokens(path))
+
+
 def load_model(path: Path, dtype: torch.dtype | None = None) -> Model:
     """Reads a checkpoint folder. dtype: of the tensors; None: as they are stored. Raises UserError where it cannot be used."""
     model = open_model(path, dtype)
@@ -67,9 +90,13 @@ def load_model(path: Path, dtype: torch.dtype | None = None) -> Model:
 def open_model(path: Path, dtype: torch.dtype | None = None) -> Model:
     """Does the same, but for the tensors: each is read, and its values are checked, when it is asked for."""
     config = load_model_config(path)
+    return Model(path, config, *_tokens(path), StoredTensors(path, config, dtype))
+
+
+def _tokens(path: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
+    """Returns a folder's tokenizer, if it has one, and the ids that end a response."""
     tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
-    stop_ids = tokenizer.stop_ids if tokenizer is not None else read_stop_ids(path)
-    return Model(path, config, StoredTensors(path, config, dtype), tokenizer, stop_ids)
+    return tokenizer, tokenizer.stop_ids if tokenizer is not None else read_stop_ids(path)
 
 
 def resolve_device(wanted: str | torch.device, place: str = "device") -> torch.device:

@@ -182,12 +182,13 @@ def _modes(
 def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
     from tlt.audit.fault import PlantedFault
     from tlt.build.engine import load_engine
-    from tlt.build.model import load_model
+    from tlt.build.model import load_checkpoint
     from tlt.speculative.verify import verify
 
     faulty = PlantedFault(options.plant_fault, options.sampling.seed) if options.plant_fault else verify
     settings = options.engine.settings(speculation, longest(requests))
-    engine = load_engine(load_model(resolve_model(options.model)), settings, options.engine.drafter_folder, faulty)
+    model = load_checkpoint(resolve_model(options.model), options.engine.engine)
+    engine = load_engine(model, settings, options.engine.drafter_folder, faulty)
     try:
         return generate_in_order(engine, requests)
     finally:

@@ -26,7 +26,8 @@ class Generate(Options):
     """Generate responses to prompts; speculation changes nothing but the time."""
 
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
-    """A Llama, Qwen2 or Qwen3 model: a Hugging Face checkpoint folder, or OWNER/NAME or OWNER/NAME@REVISION on the hub."""
+    """A Llama, Qwen2 or Qwen3 model, with --engine vllm any text model that vLLM knows: a Hugging Face checkpoint folder, or
+    OWNER/NAME or OWNER/NAME@REVISION on the hub."""
     prompts: Annotated[Path, arg(metavar="DATA")]
     """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
     prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
@@ -57,11 +58,11 @@ def run(options: Generate) -> Record:
 
         from tlt.api import to_response
         from tlt.build.engine import load_engine
-        from tlt.build.model import load_model
+        from tlt.build.model import load_checkpoint
         from tlt.models.prompts import make_requests
 
         options.engine.check(options.speculation, options.references is not None)
-        model = load_model(folder)
+        model = load_checkpoint(folder, options.engine.engine)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
     prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     requests = make_requests(prompts, options.sampling.params(model.stop_ids), options.sampling.samples)

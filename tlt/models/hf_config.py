@@ -24,15 +24,24 @@ LARGEST_NUMBER, LARGEST_SIZE, MOST_LAYERS = 1e30, 2**31, 10_000
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
+class OtherComputation(UserError):
+    """Refuses a model that is no mistake: our decoder does not compute it, but vLLM may."""
+
+
 def load_model_config(path: Path | str) -> ModelConfig:
-    """Reads `path`/config.json. Raises UserError for whatever this package does not compute."""
+    """Reads `path`/config.json. Raises UserError for mistakes, and OtherComputation for what decoder.py does not compute."""
     source = existing_directory(path) / "config.json"
     raw = read_json(source)
-    return parse_config(raw, str(source))
+    try:
+        return parse_config(raw, str(source))
+    except OtherComputation as refusal:  # a whole model, and no drafter: so there is more to say
+        elsewhere = "engine vllm may generate with it, but training takes TLT's own decoder"
+        raise OtherComputation(f"{refusal}; {elsewhere}") from None
 
 
 def parse_config(raw: Mapping[str, Any], source: str) -> ModelConfig:
-    """Returns the configuration that a config.json describes; `source` is the place that errors name.
+    """Returns the configuration that a config.json describes; `source` is the place that errors name. Raises UserError and
+    OtherComputation.
 
     Reads the layout of transformers 4 (rope_theta, rope_scaling) and of 5 (rope_parameters). Keys that are absent mean
     what they mean to transformers; where its default depends on the family (kv heads, head size), they are required.
@@ -105,20 +114,19 @@ def config_to_hf(config: ModelConfig, dtype: torch.dtype, extra: Mapping[str, An
 
 
 def _architecture(fields: _Fields) -> Architecture:
-    own = "TLT reads and updates the weights itself, with engine vllm too"
-    raw, supported = fields.raw, f"supported are {', '.join(ARCHITECTURES)}: {own}"
+    raw, supported = fields.raw, f"supported are {', '.join(ARCHITECTURES)}"
     no_experts = f"mixtures of experts are not supported, use a dense model ({supported})"
     names = fields.items("architectures")
     name = names[0] if len(names) == 1 and isinstance(names[0], str) else None
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if raw.get(key):
-            raise fields.refusal(key, no_experts)
-    if name is not None and "Moe" in name:
-        raise fields.refusal("architectures", no_experts)
     if raw.get("vision_config") is not None:
         raise fields.refusal("vision_config", f"vision is not supported, use a text model ({supported})")
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if raw.get(key):
+            raise fields.other(key, no_experts)
+    if name is not None and "Moe" in name:
+        raise fields.other("architectures", no_experts)
     if name not in ARCHITECTURES:
-        raise fields.refusal("architectures", supported)
+        raise fields.other("architectures", supported)
     family = ARCHITECTURES[name]
     if raw.get("model_type", family) != family:
         raise fields.refusal("model_type", f"{name} goes with {family!r}, correct one of the two")
@@ -126,23 +134,23 @@ def _architecture(fields: _Fields) -> Architecture:
 
 
 def _refuse_other_computations(fields: _Fields, architecture: Architecture) -> None:
-    """Raises UserError for every key by which transformers would compute something else than decoder.py."""
+    """Raises OtherComputation for every key by which transformers would compute something else than decoder.py."""
     raw = fields.raw
     if raw.get("quantization_config") is not None:
-        raise fields.refusal("quantization_config", "quantized weights cannot be trained, use the unquantized checkpoint")
+        raise fields.other("quantization_config", "quantized weights cannot be trained, use the unquantized checkpoint")
     if raw.get("attention_bias") and architecture != "qwen2":
-        raise fields.refusal("attention_bias", f"{architecture} has no attention biases here, use a checkpoint with false")
+        raise fields.other("attention_bias", f"{architecture} has no attention biases here, use a checkpoint with false")
     if raw.get("mlp_bias"):
-        raise fields.refusal("mlp_bias", "MLP biases are not supported, use a checkpoint with false")
+        raise fields.other("mlp_bias", "MLP biases are not supported, use a checkpoint with false")
     if raw.get("hidden_act", "silu") != "silu":
-        raise fields.refusal("hidden_act", "only 'silu' is supported")
+        raise fields.other("hidden_act", "only 'silu' is supported")
     if raw.get("pretraining_tp", 1) not in (None, 1):
         raise fields.refusal("pretraining_tp", "only 1 is supported; set it to 1, the weights are the same up to rounding")
 
 
 def _refuse_sliding_windows(fields: _Fields, num_layers: int, max_positions: int) -> None:
-    """Raises UserError for a sliding window, unless it hides nothing (switched off, or as long as the model's own). Without
-    layer_types, transformers lets the layers from max_window_layers on slide."""
+    """Raises OtherComputation for a sliding window, unless it hides nothing (switched off, or as long as the model's own).
+    Without layer_types, transformers lets the layers from max_window_layers on slide."""
     raw = fields.raw
     is_set = raw.get("use_sliding_window") and raw.get("sliding_window") is not None
     window = fields.integer("sliding_window") if is_set else None
@@ -150,11 +158,11 @@ def _refuse_sliding_windows(fields: _Fields, num_layers: int, max_positions: int
     hides = window is not None and window < max_positions
     if raw.get("layer_types") is None:
         if hides and (raw.get("max_window_layers") == 0 or fields.integer("max_window_layers", 28) < num_layers):
-            raise fields.refusal("sliding_window", remedy)
+            raise fields.other("sliding_window", remedy)
         return
     for layer_type in fields.items("layer_types"):
         if layer_type != "full_attention" and (layer_type != "sliding_attention" or window is None or hides):
-            raise _refusal(fields.source, "layer_types", layer_type, remedy)
+            raise _other(fields.source, "layer_types", layer_type, remedy)
 
 
 def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
@@ -162,18 +170,18 @@ def _rope(raw: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | Non
     named = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     given = _Fields(raw, source).table(named)
     if any(isinstance(value, dict) for value in given.values()):
-        raise _refusal(source, named, given, "one rotary base per layer type is not supported, only one for all layers")
+        raise _other(source, named, given, "one rotary base per layer type is not supported, only one for all layers")
     rope = _Fields({"rope_theta": raw.get("rope_theta", 10000.0), **given}, source, prefix=f"{named}.")
     theta = rope.number("rope_theta")
     rope_type = given.get("rope_type", given.get("type", "default"))
     rotated_share = given.get("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rotated_share not in (None, 1.0):
-        raise _refusal(source, "partial_rotary_factor", rotated_share, "only whole heads (1.0) can be rotated")
+        raise _other(source, "partial_rotary_factor", rotated_share, "only whole heads (1.0) can be rotated")
     if rope_type == "default":
         return theta, None
     if rope_type != "llama3":
         remedy = f"supported are 'default' (which it is without {named}) and 'llama3'"
-        raise _refusal(source, f"{named}.rope_type", rope_type, remedy)
+        raise _other(source, f"{named}.rope_type", rope_type, remedy)
     return theta, RopeScaling(
         factor=rope.number("factor"),
         low_freq_factor=rope.number("low_freq_factor"),
@@ -192,6 +200,9 @@ class _Fields:
 
     def refusal(self, name: str, remedy: str) -> UserError:
         return _refusal(self.source, self.prefix + name, self.raw.get(name), remedy)
+
+    def other(self, name: str, remedy: str) -> OtherComputation:
+        return _other(self.source, self.prefix + name, self.raw.get(name), remedy)
 
     def number(self, name: str, default: float | None = None) -> float:
         value = default if self.raw.get(name) is None else self.raw[name]
@@ -219,5 +230,13 @@ class _Fields:
 
 
 def _refusal(source: str, name: str, value: Any, remedy: str) -> UserError:
+    return UserError(_line(source, name, value, remedy))
+
+
+def _other(source: str, name: str, value: Any, remedy: str) -> OtherComputation:
+    return OtherComputation(_line(source, name, value, remedy))
+
+
+def _line(source: str, name: str, value: Any, remedy: str) -> str:
     shown = repr(value)
-    return UserError(f"{source}: {name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {remedy}")
+    return f"{source}: {name} is {shown if len(shown) <= 80 else shown[:77] + '...'}; {remedy}"

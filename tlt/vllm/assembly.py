@@ -43,36 +43,53 @@ class VllmPlan:
     trains: bool = False
 
 
+@dataclass(frozen=True)
+class Learned:
+    """A learned drafter, and the shape of the model that it drafts for."""
+
+    stored: StoredDrafter
+    target: ModelConfig
+
+    @property
+    def head(self) -> str:
+        """Name of the target's head, or of the embedding where the two are one."""
+        return EMBEDDING if self.target.tie_embeddings else HEAD
+
+
 def build_vllm(
     plan: VllmPlan,
-    config: ModelConfig,
+    vocab_size: int,
     policy: Mapping[str, Tensor],
-    stored: StoredDrafter | None = None,
+    learned: Learned | None = None,
     *,
     on_span: Callable[[Span], None] | None = None,
     decode: Decode | None = None,
 ) -> VllmEngine:
-    """Returns the engine, with the policy in it. UserError where vLLM cannot do what is asked, or does not follow the law."""
-    kinds = kinds_of(plan.speculation, stored is not None)
+    """Returns the engine, with the policy in it. UserError where vLLM cannot do what is asked, or does not follow the law.
+
+    policy: tensors by Hugging Face names; none: vLLM keeps what it reads from the folder.  learned: there is such a drafter.
+    """
+    kinds = kinds_of(plan.speculation, learned is not None)
     depths = depths_of(plan.speculation, kinds, plan.settings.section.max_draft_tokens)
     settings, dtype = plan.settings, plan.settings.dtype
     with tempfile.TemporaryDirectory(prefix="tlt-drafter-") as folder:
         drafting: Mapping[str, Any] | None = None
         if kinds == ("learned",):
-            assert stored is not None
-            head_VE = policy[EMBEDDING if config.tie_embeddings else HEAD].detach().cpu()
-            drafting = export_for_vllm(stored, Target(settings.model.name, config.architecture, head_VE), Path(folder))
+            assert learned is not None
+            target = Target(settings.model.name, learned.target.architecture, policy[learned.head].detach().cpu())
+            drafting = export_for_vllm(learned.stored, target, Path(folder))
         elif kinds:
             drafting = NGRAM
         link = Link(dataclasses.replace(settings, drafter=drafting, depths=depths))
-    target, drafter = None, None
-    if stored is not None and kinds == ("learned",):
-        packed = PackedDrafter.from_tensors(stored.config, stored.tensors, dtype, link.device)
-        drafter = VllmDrafter(packed, stored, link.weights.load_drafter, EMBEDDING if config.tie_embeddings else HEAD)
-        target = PackedTransformer(config, dtype, link.device) if plan.trains else None
+    copy, drafter = None, None
+    if learned is not None and kinds == ("learned",):
+        packed = PackedDrafter.from_tensors(learned.stored.config, learned.stored.tensors, dtype, link.device)
+        drafter = VllmDrafter(packed, learned.stored, link.weights.load_drafter, learned.head)
+        copy = PackedTransformer(learned.target, dtype, link.device) if plan.trains else None
     tuner = make_tuner(plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depths[-1], trees=False)
-    slots, window, speculation = settings.max_batch_size, settings.window, Speculation(kinds, tuner, drafter, target)
+    slots, window, speculation = settings.max_batch_size, settings.window, Speculation(kinds, tuner, drafter, copy)
     engine = VllmEngine(link, max_batch_size=slots, window=window, speculation=speculation, on_span=on_span, decode=decode)
-    engine.load_policy(policy)
-    check_law(engine, config.vocab_size)
+    if policy:
+        engine.load_policy(policy)
+    check_law(engine, vocab_size)
     return engine

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from tlt.types import UserError
 from tlt.vllm.transfer import Call, Carrier
 
 _HEAD_TOLERANCE = 0.05
@@ -55,7 +56,10 @@ class Weights:
         self._carrier.begin(is_drafter)
         yield lambda part: self._carrier.carry(is_drafter, part)
         self._carrier.end(is_drafter)
-        worst = max(self._call("tlt_settle", is_drafter))
+        settled = self._call("tlt_settle", is_drafter)
+        worst, missing = max(error for error, _ in settled), settled[0][1]
+        if missing:
+            raise UserError(f"policy: has nothing for {missing[0]} ({len(missing)} such); give all of the checkpoint's tensors")
         if worst > _HEAD_TOLERANCE:
             raise RuntimeError(f"vllm: the head computes with other weights than it was given (off by {worst:.2g})")
 

@@ -20,6 +20,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
 from tlt.vllm.inside.digest import digest
+from tlt.vllm.inside.packed import forget_experts, head_error, pack_heads
 from tlt.vllm.inside.plugin import Installed, register
 
 register()  # a worker of its own process comes here before it loads its model
@@ -34,6 +35,8 @@ class TltWorker:
     vllm_config: Any
     device: torch.device
     weight_transfer_engine: Any
+    _tlt_awaited: frozenset[str] = frozenset()
+    """Parameters for which nothing has come in this update, by vLLM's names."""
 
     def tlt_hear_termination(self) -> None:
         """Hears SIGTERM, which this process may be born with blocked: a rank that ends waits for those it has sent one."""
@@ -41,14 +44,19 @@ class TltWorker:
 
     def tlt_begin(self, is_drafter: bool) -> None:
         """Begins an update of the policy's or the drafter's weights."""
+        model = self._tlt_model(is_drafter)
+        self._tlt_awaited = frozenset(name for name, _ in model.named_parameters())
         with set_current_vllm_config(self.vllm_config):
-            initialize_layerwise_reload(self._tlt_model(is_drafter))
+            initialize_layerwise_reload(model)
+        if self.device.type == "cpu":
+            forget_experts(model)
 
     def tlt_part(self, is_drafter: bool, part: Part) -> str:
         """Takes a part; returns the digest of what has arrived."""
         tensors = load_file(part) if isinstance(part, str) else part
         with set_current_vllm_config(self.vllm_config):
-            self._tlt_model(is_drafter).load_weights(iter(tensors.items()))
+            loaded = self._tlt_model(is_drafter).load_weights(iter(tensors.items()))
+        self._tlt_awaited -= self._tlt_awaited if loaded is None else set(loaded)  # None: a model that does not say
         return digest(tensors) if isinstance(part, str) else ""
 
     def tlt_end(self, is_drafter: bool) -> None:
@@ -77,20 +85,17 @@ class TltWorker:
         self.finish_weight_update()  # type: ignore[attr-defined]  # the worker's own method
         torch.accelerator.synchronize()
 
-    def tlt_settle(self, is_drafter: bool) -> float:
-        """Lets what was brought take effect everywhere. Returns by how much the head, applied, differs from its own weights:
-        relative to the largest logit. 0, and nothing compared, for a drafter, and where vLLM has packed an untied head's
-        weights away, as on CPUs."""
+    def tlt_settle(self, is_drafter: bool) -> tuple[float, list[str]]:
+        """Lets what was brought take effect everywhere. Returns by how much a head, applied, differs from its own weights
+        (packed.head_error), and the parameters for which nothing came; vLLM's own transfer does not say. Of a drafter nothing
+        is compared, and it may lack what is the target's."""
         if is_drafter:
-            return 0.0
+            return 0.0, []
         model = self._tlt_model(is_drafter)
         with set_current_vllm_config(self.vllm_config):
-            if self.device.type == "cpu" and model.config.tie_word_embeddings:
-                # a tied head is not packed anew by the reload, and its product would keep the old weights in silence
-                from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-                dispatch_cpu_unquantized_gemm(model.lm_head, remove_weight=False)
-            return self._tlt_head_error(model)
+            if self.device.type == "cpu":
+                pack_heads(model)
+            return head_error(model), sorted(self._tlt_awaited)
 
     def tlt_captured(self, request_id: str, num_positions: int) -> Tensor | None:
         """Returns what was captured of a request that still runs, [num_positions, F]; None where it is not whole."""
@@ -122,16 +127,6 @@ class TltWorker:
         layers = self.weight_transfer_engine.model.modules()
         kept = [bound for layer in layers for _, bound in get_layerwise_info(layer).loaded_weights]
         return [value for bound in kept for value in bound.arguments.values() if isinstance(value, Tensor)]
-
-    def _tlt_head_error(self, model: Any) -> float:
-        head = model.lm_head
-        weight_VE = head.weight
-        if not weight_VE.numel():
-            return 0.0  # packed away: there is nothing to compare with
-        hidden_1E = weight_VE[:1].clone()
-        wanted_V = torch.nn.functional.linear(hidden_1E, weight_VE)[0]
-        found_V = head.quant_method.apply(head, hidden_1E)[0, : len(wanted_V)]
-        return float((found_V - wanted_V).abs().max() / wanted_V.abs().max())
 
 
 class Arrived:

@@ -1,0 +1,57 @@
+"""What vLLM packs for its kernels on CPUs, and a reload of weights leaves as it was: packed anew, and the heads looked at.
+
+experts         are packed when their kernel is made, and a reload keeps the kernel
+a tied head     has nothing of its own to load, and keeps its packed copy of the embedding
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+
+
+def forget_experts(model: nn.Module) -> None:
+    """Lets the reload that begins make the experts' kernels anew, and so pack the new weights for them."""
+    for layer in model.modules():
+        if isinstance(method := getattr(layer, "quant_method", None), UnquantizedFusedMoEMethod):
+            method.moe_kernel = None
+
+
+def pack_heads(model: nn.Module) -> None:
+    """Packs every head anew, from weights that may be the embedding's."""
+    for table in _tables(model):
+        if isinstance(table, ParallelLMHead):
+            dispatch_cpu_unquantized_gemm(table, remove_weight=False)
+
+
+def head_error(model: nn.Module) -> float:
+    """Returns by how much a head's product differs from that of its own weights, relative to the largest value. Some families
+    take the embedding itself for a head, so all are looked at that still show their weights."""
+    return max((_error(table) for table in _tables(model)), default=0.0)
+
+
+def _tables(model: nn.Module) -> Iterator[Any]:
+    """Yields embeddings and heads whose weights are there, and not packed away."""
+    layers: Iterator[Any] = model.modules()
+    for layer in layers:
+        is_table = isinstance(layer, VocabParallelEmbedding) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod)
+        if is_table and layer.weight.numel():
+            yield layer
+
+
+def _error(table: Any) -> float:
+    weight_VE = table.weight
+    hidden_1E = torch.linspace(-1, 1, weight_VE.shape[1], device=weight_VE.device).to(weight_VE.dtype)[None]
+    wanted_V = torch.nn.functional.linear(hidden_1E, weight_VE)[0]
+    found_V = table.quant_method.apply(table, hidden_1E)[0, : len(wanted_V)]
+    return float((found_V - wanted_V).abs().max() / wanted_V.abs().max())
