@@ -18,6 +18,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -26,6 +27,7 @@ from tlt.build.engine import EngineSettings, build_engine
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.engine.reading import Read
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_weights import expected_shapes
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor
@@ -115,11 +117,13 @@ def measure_step(
     watch = Stopwatch()
     engine.noise.rows = watch.watch("noise", engine.noise.rows)  # type: ignore[method-assign]  # a stop watch around it
     drafter.propose = watch.watch("drafting", drafter.propose)  # type: ignore[method-assign]  # a stop watch around it
-    engine._forward = watch.watch("forward", engine._forward)  # type: ignore[method-assign]  # a stop watch around it
+    target, head = engine.model, Read.logits
+    target.forward_capturing = watch.watch("forward", target.forward_capturing)  # type: ignore[method-assign]  # likewise
     engine.verify = watch.watch("sampling", engine.verify)
     tokens, start = engine.stats.num_tokens, time.perf_counter()
-    for _ in range(num_steps):
-        engine.step()
+    with patch.object(Read, "logits", watch.watch("forward", head)):
+        for _ in range(num_steps):
+            engine.step()
     elapsed = time.perf_counter() - start
     # noise is computed ahead in blocks that outlast these steps, so what a committed token's costs is counted instead
     num_tokens = engine.stats.num_tokens - tokens

@@ -14,6 +14,7 @@ class SpanName(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
     SPECULATE = "speculate"
+    AHEAD = "ahead"
     TRAIN_DRAFTER = "train drafter"
     PREEMPT = "preempt"
     SCORE = "score"

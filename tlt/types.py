@@ -124,7 +124,10 @@ class Finished:
 @dataclass(frozen=True)
 class Strategy:
     """A way to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes (the root, which
-    is the last committed token, is not counted). `Strategy.OFF` decodes plainly."""
+    is the last committed token, is not counted). `Strategy.OFF` decodes plainly.
+
+    drafter: learned, ngram, hybrid, ahead (from references, drafter/ahead.py), or ahead+KIND: that kind where there is none.
+    """
 
     drafter: str
     depth: int
@@ -134,10 +137,17 @@ class Strategy:
     OFF: ClassVar[Strategy]
     MAX_DEPTH: ClassVar[int] = 32
     """The engine keeps noise for so many positions ahead."""
+    MAX_FOLLOWED: ClassVar[int] = 256
+    """Tokens of a reference that are drafted at a time, at most."""
+    ELSEWHERE: ClassVar[int] = 8
+    """Tokens that are drafted at most where there is no reference, beside those that have one."""
 
     def __post_init__(self) -> None:
-        if self.depth > self.MAX_DEPTH:
-            raise UserError(f"strategy {self}: depth {self.depth} is too large; give at most {self.MAX_DEPTH}")
+        limit = self.MAX_FOLLOWED if self.follows else self.MAX_DEPTH
+        if self.depth > limit:
+            raise UserError(f"strategy {self}: depth {self.depth} is too large; give at most {limit}")
+        if self.follows and self.width > 1:
+            raise UserError(f"strategy {self}: a reference is a chain; give {self.drafter}:{self.depth}x1x{self.depth}")
         if self.depth < 0 or self.width < 0 or self.budget < 0:
             raise UserError(f"strategy {self}: depth, width and budget must not be negative")
         if self.depth and not (self.width >= 1 and self.depth <= self.budget):
@@ -147,6 +157,17 @@ class Strategy:
     @property
     def is_off(self) -> bool:
         return self.depth == 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether references are drafted from."""
+        return self.drafter.partition("+")[0] == "ahead"
+
+    @property
+    def elsewhere(self) -> Strategy:
+        """Returns how sequences without a reference draft beside those that have one."""
+        kind, depth = self.drafter.partition("+")[2], min(self.depth, self.ELSEWHERE)
+        return Strategy(kind, depth, 1, depth) if self.follows and kind else Strategy.OFF
 
     def __str__(self) -> str:
         return "off" if self.is_off else f"{self.drafter}:{self.depth}x{self.width}x{self.budget}"
@@ -211,11 +232,25 @@ class Verdict:
 
 
 @dataclass(frozen=True)
+class Lead:
+    """How far a reference leads one sequence: for `length` tokens at most, each kept with probability `rate` if all before it
+    are."""
+
+    rate: float
+    length: int
+
+    def expected(self, depth: int) -> float:
+        """Returns the tokens kept of a draft of at most `depth`."""
+        num = min(depth, self.length)
+        return self.rate * (1 - self.rate**num) / (1 - self.rate)
+
+
+@dataclass(frozen=True)
 class BatchState:
     """The running batch, and the versions of policy and drafter: all that a tuner may choose by.
 
     mean_length: committed tokens per sequence, prompt included.  num_admitted: sequences that are new in this step; a drafter
-    may have to read their prompts.
+    may have to read their prompts.  leads: one for each sequence that has a reference to follow.
     """
 
     num_running: int
@@ -223,6 +258,7 @@ class BatchState:
     policy_version: int
     drafter_version: int
     num_admitted: int = 0
+    leads: tuple[Lead, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -231,12 +267,14 @@ class StepOutcome:
 
     num_tokens: committed by all sequences.  accepted: drafted tokens that each sequence accepted, () when nothing was drafted.
     drafted: nodes that were drafted for each, as many as `accepted`.  seconds: the whole step, drafting included.
+    followed: whether each was drafted from a reference; (): none was.
     """
 
     num_tokens: int
     accepted: tuple[int, ...]
     drafted: tuple[int, ...]
     seconds: float
+    followed: tuple[bool, ...] = ()
 
 
 class StrategyTuner(Protocol):
@@ -280,63 +318,6 @@ class Reward:
     @property
     def is_scored(self) -> bool:
         return not self.error
-
-
-@dataclass(frozen=True)
-class DrafterReport:
-    """The account of drafter training: of one micro-step, one session or several.
-
-    num_tokens: tokens trained on.  captured_tokens: those of them whose features the engine had captured.
-    recomputed_tokens: tokens that went through the target again for their features.
-    loss: mean over the tokens trained on.
-    max_micro_step_seconds: bounds how long a preemption can take.
-    preempted_at: when the latest session returned because it was asked to (the host's monotonic clock); None: it was not.
-    is_limited: a session ended because its data had been gone through drafter.max_passes times; idle time was left.
-    """
-
-    num_micro_steps: int = 0
-    num_tokens: int = 0
-    seconds: float = 0.0
-    loss: float = float("nan")
-    max_micro_step_seconds: float = 0.0
-    captured_tokens: int = 0
-    recomputed_tokens: int = 0
-    preempted_at: float | None = None
-    is_limited: bool = False
-
-    def plus(self, later: DrafterReport) -> DrafterReport:
-        """Returns both reports as one."""
-        trained = [report for report in (self, later) if report.num_tokens]
-        num_tokens = self.num_tokens + later.num_tokens
-        return DrafterReport(
-            num_micro_steps=self.num_micro_steps + later.num_micro_steps,
-            num_tokens=num_tokens,
-            seconds=self.seconds + later.seconds,
-            loss=sum(r.loss * r.num_tokens for r in trained) / num_tokens if trained else float("nan"),
-            max_micro_step_seconds=max(self.max_micro_step_seconds, later.max_micro_step_seconds),
-            captured_tokens=self.captured_tokens + later.captured_tokens,
-            recomputed_tokens=self.recomputed_tokens + later.recomputed_tokens,
-            preempted_at=later.preempted_at,
-            is_limited=self.is_limited or later.is_limited,
-        )
-
-
-@dataclass(frozen=True)
-class DrafterCheck:
-    """The state of the learned drafter at the end of a step.
-
-    version: counts its publications.  acceptance: mean over response tokens of sum_v min(p, q), the most that one draft can be
-    accepted with; NaN: not measured.  retrieval: share of the same tokens that retrieval would have drafted.
-    training: "trained", "trained; max_passes reached", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
-    set_aside: why retrieval drafts in its place; empty: it drafts.  has_switched: that is new since the last check.
-    """
-
-    version: int
-    acceptance: float
-    retrieval: float
-    training: str
-    set_aside: str
-    has_switched: bool
 
 
 def resolve_dtype(name: str) -> torch.dtype:

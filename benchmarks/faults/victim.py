@@ -43,7 +43,7 @@ MOMENTS = {
     "recalling": "tlt.training.journal:FileJournal.begin",
     "taking work": "tlt.distributed.work_queue:Coordinator.take",
     "prefill": "tlt.engine.engine:RolloutEngine._prefill",
-    "decode": "tlt.engine.engine:RolloutEngine._forward",
+    "decode": "tlt.models.packed:PackedTransformer.forward_capturing",
     "hand-over": "tlt.distributed.work_queue:Coordinator.hand_over",
     "taking over": "tlt.distributed.work_queue:Coordinator.receive",
     "journal": "tlt.training.journal:_write",

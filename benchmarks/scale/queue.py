@@ -101,8 +101,8 @@ def simulate(coordinator: Coordinator, num_units: int, seen: Seen) -> None:
     """Plays one replica through the phases."""
     for phase in range(phases_of(coordinator.num_replicas)):
         coordinator.begin(f"rollout {phase}", num_units)
-        store: Any = Timed(coordinator._store, seen)
-        coordinator._store = store
+        store: Any = Timed(coordinator.store, seen)
+        coordinator.store = store
         seen.begun.append(time.perf_counter())
         num, last, taken_at, is_empty = 0, seen.begun[-1], 0.0, False
         running: list[tuple[float, int]] = []

@@ -86,6 +86,17 @@ def test_speculation_on_and_off_are_the_same_run_in_float64(workspace: Path, spe
     assert all(record["accept_length"] >= 1 for record in records(speculating_run))
 
 
+@pytest.mark.parametrize("steps", ["1", "2"])
+def test_generating_ahead_changes_no_token_and_no_weight(workspace: Path, speculating_run: Path, steps: str) -> None:
+    follows = ("--rollout.speculation", "ahead+hybrid:64x1x64", "--rollout.ahead", steps, "--rollout.migrate", "false")
+    ahead = train(workspace, f"ahead-{steps}", *follows, forks=True)
+    assert what_the_law_fixes(ahead) == what_the_law_fixes(speculating_run)
+    assert same_weights(ahead, speculating_run)
+    assert sum(record["ahead_tokens"] for record in records(ahead)) > 0
+    assert {age for record in records(ahead) for age in record["followed_by_age"]} >= {"1"}
+    assert not any(record["ahead_tokens"] for record in records(speculating_run))
+
+
 def test_one_rank_generates_the_same_responses_as_two(workspace: Path, speculating_run: Path, tlt_here: Tlt) -> None:
     """Tokens of the first step do not depend on the number of ranks; later ones only through the rounding of sums."""
     alone = workspace / "alone"

@@ -78,6 +78,7 @@ class ArtificialDrafter:
     kinds = ("artificial",)
     version = 0
     capture = ()
+    leads = ()
 
     def __init__(self, kind: str, seed: int = 0, answers: dict[tuple[str, int], Sequence[int]] | None = None) -> None:
         self.kind, self.random, self.answers = kind, random.Random(seed), answers or {}

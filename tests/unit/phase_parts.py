@@ -15,6 +15,7 @@ import torch
 from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG, make_policy
+from tlt.accounts import DrafterReport
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World
 from tlt.drafter.learned import LearnedDrafter, LearnedSettings
@@ -26,11 +27,12 @@ from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
 from tlt.report.timeline import Timeline
+from tlt.training.ahead import NO_AHEAD
 from tlt.training.drafter_side import WatchedDrafter
 from tlt.training.phase import RolloutPhase
 from tlt.training.work import Ended, Receivers, Work
 from tlt.tuning.tuner import Fixed
-from tlt.types import DrafterReport, Finished, Problem, Request, Reward, Rollout, SamplingParams, Strategy
+from tlt.types import Finished, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
 PARAMS = SamplingParams(temperature=0.7, max_tokens=24)
 POLICY = make_policy()
@@ -149,7 +151,8 @@ def generate(phase: RolloutPhase, problems: Sequence[Problem], spot: Any = None)
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
     phase.coordinator.begin("rollout", len(problems))
     ended = Ended(problems, phase.receivers, drafter)
-    return ended.rollouts, *phase._generate(Work(phase.coordinator, requests), ended, drafter)
+    last_token, report, _ = phase._generate(Work(phase.coordinator, requests), ended, drafter, NO_AHEAD)
+    return ended.rollouts, last_token, report
 
 
 def make_coordinators(num: int) -> list[Coordinator]:

@@ -118,7 +118,7 @@ def test_an_offer_of_help_is_accepted_by_one_replica_only() -> None:
     for replica in idle:
         replica.offer_help()
     got: list[int | None] = []
-    first._store = Interfering(first._store, lambda: got.append(second.accept_help()), "help")
+    first.store = Interfering(first.store, lambda: got.append(second.accept_help()), "help")
     assert first.accept_help() == 1
     assert got == [0]
     assert first.accept_help() is None, "both offers are gone"
@@ -163,7 +163,7 @@ def test_what_was_handed_over_is_waited_for_while_it_is_being_written_and_not_fo
     giver, taker = make_replicas(2, 0, clock, timeout=5.0)
     (unit,) = giver.add_units(1)
     assert taker.take(1) == [unit]
-    store, naps = giver._store, iter([lambda: store.set(f"load/{unit}/0", "x"), lambda: store.set(f"load/{unit}", "1")])
+    store, naps = giver.store, iter([lambda: store.set(f"load/{unit}/0", "x"), lambda: store.set(f"load/{unit}", "1")])
 
     def nap(seconds: float) -> None:
         clock.sleep(seconds)
@@ -200,13 +200,13 @@ class Interfering:
 
 def test_a_take_that_loses_a_race_takes_other_units() -> None:
     first, second = make_replicas(2, 8)
-    store = first._store
+    store = first.store
     got: list[int] = []
-    first._store = Interfering(store, lambda: got.extend(second.take(2)))
+    first.store = Interfering(store, lambda: got.extend(second.take(2)))
     assert first.take(2) == [2, 3]
     assert got == [0, 1]
     # Units added between decision and move: the total must not be rolled back.
-    first._store = Interfering(store, lambda: second.add_units(4))
+    first.store = Interfering(store, lambda: second.add_units(4))
     assert first.take(1) == [4]
     assert [unit for _ in range(12) for unit in second.take(1)] == [5, 6, 7, 8, 9, 10, 11]
 
@@ -215,7 +215,7 @@ def test_equal_wishes_of_two_replicas_are_told_apart() -> None:
     """The winner's value must not look like the loser's own: both want to move the queue from 0 to 1."""
     first, second = make_replicas(2, 2)
     got: list[int] = []
-    first._store = Interfering(first._store, lambda: got.extend(second.take(1)))
+    first.store = Interfering(first.store, lambda: got.extend(second.take(1)))
     assert sorted(first.take(1) + got) == [0, 1]
 
 
@@ -275,8 +275,8 @@ def test_who_waits_asks_less_and_less_often_up_to_a_bound_and_anew_when_somethin
     clock = Clock()
     busy, idle, *_ = make_replicas(num_replicas, 2, clock, timeout=600.0)
     units = [unit for _ in range(2) for unit in busy.take(1)]
-    store = Counting(idle._store)
-    idle._store = store
+    store = Counting(idle.store)
+    idle.store = store
     pauses = []
     while clock.now < 60.0:
         assert not idle.has_news()
@@ -302,8 +302,8 @@ def test_in_a_crowd_that_trains_between_questions_not_every_one_is_asked() -> No
         clock = Clock()
         busy, idle, *_ = make_replicas(num_replicas, 1, clock)
         busy.take(1)
-        store = Counting(idle._store)
-        idle._store = store
+        store = Counting(idle.store)
+        idle.store = store
         assert not any(idle.has_news() for _ in range(100))
         assert store.num_asked == 2 * num_looks
 
@@ -358,7 +358,7 @@ def test_a_silent_replica_is_named_in_a_crowd_too_where_each_is_looked_at_in_its
 def test_who_loses_a_race_lets_others_go_first() -> None:
     clock = Clock()
     first, second = make_replicas(2, 8, clock)
-    first._store = Interfering(first._store, lambda: second.take(2))
+    first.store = Interfering(first.store, lambda: second.take(2))
     first.take(1)
     assert 0 < clock.now <= 2 * RACE_SECONDS
 

@@ -12,6 +12,7 @@ import torch
 from torch.distributed import HashStore
 
 from tests.lossless.helpers import STOP, make_engine, make_policy
+from tlt.accounts import DrafterReport
 from tlt.distributed.work_queue import local_coordinator
 from tlt.distributed.world import World
 from tlt.engine.engine import RolloutEngine
@@ -24,7 +25,7 @@ from tlt.training.problems import problems_of_step, spare_problems
 from tlt.training.result import PhaseResult, ReplicaReport, combine
 from tlt.training.work import Receivers, Work
 from tlt.tuning.tuner import Fixed
-from tlt.types import DrafterReport, Problem, Request, Reward, Rollout, SamplingParams, Strategy
+from tlt.types import Problem, Request, Reward, Rollout, SamplingParams, Strategy
 
 POLICY = make_policy()
 PROBLEMS = [Problem(f"p{i}", (3, 4, 5 + i)) for i in range(12)]

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tlt.accounts import DrafterReport
 from tlt.engine.stats import EngineStats
 from tlt.training.evaluate import Evaluation, Evaluations, read_evaluations
 from tlt.training.result import PhaseResult, ReplicaReport
-from tlt.types import DrafterReport, Reward, Rollout, UserError
+from tlt.types import Reward, Rollout, UserError
 
 
 def make_evaluation(step: int, *shares: float) -> Evaluation:

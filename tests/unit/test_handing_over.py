@@ -20,11 +20,13 @@ from tests.unit.phase_parts import (
     running,
     wait_for,
 )
+from tlt.accounts import DrafterReport
 from tlt.engine.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
+from tlt.training.ahead import NO_AHEAD
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.work import Ended, Work, worth_migrating
-from tlt.types import DrafterReport, Finished, Request, Rollout, Strategy
+from tlt.types import Finished, Request, Rollout, Strategy
 
 
 @pytest.mark.parametrize("speculates", [True, False])
@@ -62,7 +64,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
 
         works[index].take = take_back_only_when_idle
         ended = Ended(problems, phase.receivers, DrafterSide())
-        return lambda: (ended.rollouts, *phase._generate(works[index], ended, DrafterSide()))
+        return lambda: (ended.rollouts, *phase._generate(works[index], ended, DrafterSide(), NO_AHEAD)[:2])
 
     with running(replica(0), replica(1)) as results:
         pass

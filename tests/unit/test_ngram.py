@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tests.lossless.helpers import make_engine, make_policy
 from tlt.drafter import ngram, suffix_index
 from tlt.drafter.hybrid import HybridDrafter, HybridProposal
-from tlt.drafter.ngram import NgramDrafter, NgramProposal, _match_bucket
+from tlt.drafter.ngram import NgramDrafter, NgramProposal, match_bucket
 from tlt.drafter.suffix_index import ANCHORS, SuffixIndex
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
@@ -350,7 +350,7 @@ def test_rows_of_a_hybrid_batch_draft_each_in_their_own_way(width: int, threshol
 
 
 def test_longer_matches_lie_in_later_buckets() -> None:
-    buckets = [_match_bucket(length) for length in range(49)]
+    buckets = [match_bucket(length) for length in range(49)]
     assert buckets == sorted(buckets)
     assert buckets[0] == buckets[SHORT - 1] == 0 < buckets[SHORT]
     assert buckets[-1] < len(NgramDrafter(1).hits)

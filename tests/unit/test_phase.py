@@ -23,13 +23,14 @@ from tests.unit.phase_parts import (
     running,
     wait_for,
 )
+from tlt.accounts import DrafterReport
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.losses import PRESETS
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.engine.stats import EngineStats
 from tlt.training.result import PhaseResult, ReplicaReport
-from tlt.types import DrafterReport, Rollout
+from tlt.types import Rollout
 
 
 def test_a_replica_that_runs_dry_trains_before_anything_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_engine
 from tests.unit.watch_parts import POLICY, TARGET, Parts, make_rollouts
+from tlt.accounts import DrafterReport
 from tlt.config.drafter import DrafterSection
 from tlt.config.schema import Config, ModelSection, TaskSection
 from tlt.distributed.world import World
@@ -29,7 +30,7 @@ from tlt.models.hf_weights import content_hash, load_tensors, save_model
 from tlt.report.timeline import Timeline
 from tlt.training.run import Run
 from tlt.tuning.tuner import Fixed
-from tlt.types import DrafterReport, Request, SamplingParams, Strategy, UserError
+from tlt.types import Request, SamplingParams, Strategy, UserError
 
 
 def test_a_trained_drafter_is_published_measured_and_stamped() -> None:

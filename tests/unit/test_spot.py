@@ -27,13 +27,14 @@ from tests.unit.drafter_parts import (
     run_engine,
     unpack,
 )
+from tlt.accounts import DrafterReport
 from tlt.drafter.buffer import TOKEN_ID_BYTES, PackedBatch, TrajectoryBuffer
 from tlt.drafter.spot import MICRO_STEP_SHARE, MIN_TOKENS, FeatureRecompute, MicroStepSize, SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.models.hf_weights import content_hash
 from tlt.spans import Span
 from tlt.tuning.tuner import Fixed
-from tlt.types import DrafterReport, Strategy
+from tlt.types import Strategy
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 128])

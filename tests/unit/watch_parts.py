@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
+from tlt.accounts import DrafterReport
 from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.learned import LearnedDrafter
@@ -20,7 +21,7 @@ from tlt.drafter.ngram import NgramDrafter
 from tlt.drafter.service import DrafterWatch, Ranks, RankState
 from tlt.drafter.spot import SpotTrainer
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.types import DrafterReport, Rollout
+from tlt.types import Rollout
 
 POLICY = make_policy()
 TARGET = pack(POLICY)

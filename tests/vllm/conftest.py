@@ -10,6 +10,11 @@ import pytest
 from tests.vllm.parts import BASE, DRAFTER, own_engine, vllm_engine
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What needs vLLM's worker in this process goes first: once retrieval has drafted here, a worker has a process of its own."""
+    items.sort(key=lambda item: "test_live.py" not in item.nodeid)
+
+
 @pytest.fixture(scope="session")
 def own() -> Any:
     """Our own engine with the recipe's model."""

@@ -31,13 +31,12 @@ class Referee:
         logging.disable_progress_bar()
         if not (folder / "config.json").is_file():
             raise UserError(f"{folder}: holds no model (no config.json); give a Hugging Face checkpoint folder")
-        files = {"local_files_only": True, "trust_remote_code": False}
         try:
-            described = AutoConfig.from_pretrained(folder, **files).get_text_config()
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
             # fused attention leaves the soft cap on its scores (Gemma 2) out, in transformers 5.19 in silence
-            attention = "eager" if getattr(described, "attn_logit_softcapping", None) else None
+            attention = "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None
             self.model = AutoModelForCausalLM.from_pretrained(
-                folder, **files, dtype=dtype, attn_implementation=attention
+                folder, local_files_only=True, trust_remote_code=False, dtype=dtype, attn_implementation=attention
             ).eval()
         except Exception as error:  # transformers refuses by exceptions of many kinds
             message = " ".join(str(error).split())[:200]

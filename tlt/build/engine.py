@@ -20,10 +20,12 @@ from tlt.build.model import Checkpoint, Model, local_ranks
 from tlt.config.drafter import DrafterSection
 from tlt.config.schema import Config
 from tlt.config.vllm import VllmSection
+from tlt.drafter.ahead import AheadDrafter, ahead_kinds
 from tlt.drafter.folder import StoredDrafter, load_drafter
 from tlt.drafter.hybrid import drafter_kinds, make_drafter
 from tlt.drafter.learned import LearnedDrafter, LearnedSettings, OnVerdicts
 from tlt.drafter.model import PackedDrafter
+from tlt.drafter.references import References
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.memory import automatic_bytes
@@ -131,12 +133,24 @@ def build_backend(
     *,
     on_span: Callable[[Span], None] | None = None,
     verify: Verify = verify_by_the_law,
+    references: References | None = None,
 ) -> RolloutBackend:
-    """Returns the engine that the settings name, with the model as its policy. Raises UserError where it cannot be had."""
+    """Returns the engine that the settings name, with the model as its policy. Raises UserError where it cannot be had.
+
+    references: what TLT's own engine may draft from, unless speculation is off; vLLM has no use for them.
+    """
     if settings.engine == "tlt":
         assert isinstance(model, Model), "others were refused when they were read (load_checkpoint)"
+        kinds, tuner = drafter_kinds(drafter is not None), None
+        if references is not None:
+            tuner = make_tuner(settings.speculation, ahead_kinds(kinds), settings.tuner)
         config, tensors = model.config, model.tensors
-        return build_engine(config, tensors, settings, drafter, on_span=on_span, verify=verify, decode=model.decode)
+        engine = build_engine(
+            config, tensors, settings, drafter, tuner=tuner, on_span=on_span, verify=verify, decode=model.decode
+        )
+        if references is not None and engine.drafter is not None:
+            engine.load_drafter(AheadDrafter(engine.drafter, references, settings.max_batch_size))
+        return engine
     assert verify is verify_by_the_law, "vLLM verifies for itself"
     return _build_vllm(model, settings, drafter, on_span)
 
@@ -168,11 +182,15 @@ def _build_vllm(
 
 
 def load_engine(
-    model: Checkpoint, settings: EngineSettings, drafter: Path | None = None, verify: Verify = verify_by_the_law
+    model: Checkpoint,
+    settings: EngineSettings,
+    drafter: Path | None = None,
+    verify: Verify = verify_by_the_law,
+    references: References | None = None,
 ) -> RolloutBackend:
     """Returns an engine that holds the model, and the drafter of that folder unless speculation is off."""
     stored = load_stored(None if settings.speculation == "off" else drafter, model)
-    return build_backend(model, settings, stored, verify=verify)
+    return build_backend(model, settings, stored, verify=verify, references=references)
 
 
 def load_stored(drafter: Path | None, model: Checkpoint) -> StoredDrafter | None:

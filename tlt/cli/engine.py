@@ -66,8 +66,9 @@ class EngineOptions(VllmSection, Options):
     threads: PositiveInt = 1
     """CPU threads to compute with."""
 
-    def check(self, speculation: str) -> None:
+    def check(self, speculation: str, has_references: bool = False) -> None:
         """Refuses, before anything is loaded, an engine that could not be made."""
+        from tlt.drafter.ahead import ahead_kinds
         from tlt.drafter.hybrid import drafter_kinds
         from tlt.tuning.tuner import make_tuner
 
@@ -76,7 +77,8 @@ class EngineOptions(VllmSection, Options):
 
             device, has_drafter = self.choose_device().type, self.drafter is not None
             check_vllm(speculation, has_drafter, resolve_dtype(self.dtype), device, self)
-        make_tuner(speculation, drafter_kinds(self.drafter is not None))
+        kinds = drafter_kinds(self.drafter is not None)
+        make_tuner(speculation, ahead_kinds(kinds) if has_references else kinds)
         if self.drafter is not None and not self.drafter.is_dir() and Repository.parse(self.drafter) is None:
             raise UserError(f"--drafter: {self.drafter} does not exist; give a drafter folder, or OWNER/NAME on the hub")
         self.choose_device()

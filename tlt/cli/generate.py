@@ -13,9 +13,10 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 from tlt.cli.data import PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import Options
+from tlt.cli.responses import read_references
 from tlt.files import Record, check_output_file, write_jsonl
 from tlt.hub import resolve_model
-from tlt.types import Rollout
+from tlt.types import Rollout, UserError
 
 if TYPE_CHECKING:
     from tlt.engine.stats import EngineStats
@@ -35,6 +36,9 @@ class Generate(Options):
     speculation: Annotated[str, arg(metavar=SPECULATION)] = "off"
     """How tokens are drafted: adaptive measures and chooses at every step; 4x1x4 drafts chains of four tokens, 3x2x5 trees.
     DRAFTER is learned, ngram (retrieval from the problem's own responses) or hybrid; ngram and adaptive need no --drafter."""
+    references: Annotated[Path | None, arg(metavar="FILE")] = None
+    """Responses of an earlier tlt generate to these prompts, such as those of the model before its last update: with the same
+    seed hardly a token differs, so they are drafted from. Needs --speculation; ahead:64x1x64 drafts from nothing else."""
     data: Annotated[PromptOptions, OmitArgPrefixes] = PromptOptions()
     """What --prompts is read as."""
     sampling: Annotated[SamplingOptions, OmitArgPrefixes] = SamplingOptions()
@@ -47,6 +51,7 @@ def run(options: Generate) -> Record:
     """Writes one line per response, in the order of prompts and samples; returns the summary."""
     start = time.perf_counter()
     check_output_file(options.out, "--out")
+    check_references(options)
     folder = resolve_model(options.model)
     with show_busy():
         import torch
@@ -56,16 +61,20 @@ def run(options: Generate) -> Record:
         from tlt.build.model import load_checkpoint
         from tlt.models.prompts import make_requests
 
-        options.engine.check(options.speculation)
+        options.engine.check(options.speculation, options.references is not None)
         model = load_checkpoint(folder, options.engine.engine)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
     prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     requests = make_requests(prompts, options.sampling.params(model.stop_ids), options.sampling.samples)
 
+    references = None
+    if options.references is not None:
+        references = read_references(options.references, requests, vocab_size=vocab_size, window=window)
+
     torch.set_num_threads(options.engine.threads)
     settings = options.engine.settings(options.speculation, longest(requests))
     with show_busy("starting the engine"):
-        engine = load_engine(model, settings, options.engine.drafter_folder)
+        engine = load_engine(model, settings, options.engine.drafter_folder, references=references)
     print(f"tlt: {len(requests)} responses on {engine.device}", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     rollouts = generate_in_order(engine, requests)
@@ -74,6 +83,16 @@ def run(options: Generate) -> Record:
     write_jsonl(options.out, (vars(to_response(rollout, model.tokenizer)) for rollout in rollouts))
     summary = summarize(rollouts, seconds, engine.stats)
     return summary | {"device": str(engine.device), "elapsed": time.perf_counter() - start}
+
+
+def check_references(options: Generate) -> None:
+    """Refuses references that nothing would draft from."""
+    if options.references is None:
+        return
+    if options.speculation == "off":
+        raise UserError("--references: nothing is drafted with --speculation off; add --speculation adaptive, or leave it out")
+    if options.engine.engine == "vllm":
+        raise UserError("--references: vLLM does not draft from responses of another time; use --engine tlt, or leave it out")
 
 
 def summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tlt.files import Record, read_jsonl
-from tlt.types import Rollout, UserError
+from tlt.types import Request, Rollout, UserError
+
+if TYPE_CHECKING:
+    from tlt.drafter.references import References
 
 Ids = tuple[int, ...]
 
@@ -17,6 +22,27 @@ def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]
         prompt_ids, token_ids = response_ids(place, record, vocab_size=vocab_size, window=window)
         rollouts.append(Rollout(f"line {index}", 0, prompt_ids, token_ids, (), "stop", policy_version=0))
     return rollouts
+
+
+def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int, window: int) -> References:
+    """Reads responses to draft the answers to these requests from: those to the same prompts, by problem and sample. Raises
+    UserError where there is none among them."""
+    from tlt.drafter.references import References
+
+    asked = {(request.problem_id, request.sample_index, request.prompt_ids): request for request in requests}
+    references, num_read = References(None), 0
+    for place, record in read_jsonl(path, "--references"):
+        num_read += 1
+        prompt_ids, token_ids = response_ids(place, record, vocab_size=vocab_size, window=window)
+        request = asked.get((str(record.get("problem_id")), record.get("sample_index", 0), prompt_ids))
+        if request is not None:
+            references.keep(request.key, token_ids)
+    if not len(references):
+        raise UserError(
+            f"--references: {path} has {num_read} responses, but none to a problem and sample that is asked for here; "
+            "give a file that tlt generate has written for these prompts"
+        )
+    return references
 
 
 def response_ids(place: str, record: Record, *, vocab_size: int, window: int) -> tuple[Ids, Ids]:

@@ -141,9 +141,16 @@ class RolloutSection(Section):
     """What generates: TLT's own engine, or vLLM with the same sampling law inside (docs/vllm.md), which has to be installed."""
     speculation: str = "off"
     """How tokens are drafted: off, adaptive (chosen at every step), or a fixed [drafter:]DEPTHxWIDTHxBUDGET such as 4x1x4.
-    The drafter is learned, ngram (retrieval from the problem's own responses) or hybrid."""
+    The drafter is learned, ngram (retrieval from the problem's own responses) or hybrid; ahead, or ahead+hybrid, drafts from
+    responses that were drawn before with the same noise (docs/ahead.md)."""
     migrate: bool = True
     """Whether a rank without work takes over running responses of another; it has to prefill their tokens again."""
+    ahead: Annotated[int, Field(ge=0, le=2)] = 0
+    """Policy steps whose responses ranks without work generate ahead, with their own noise: the policy of that step then drafts
+    from them, and draws the same tokens as without (docs/ahead.md)."""
+    references_mib: PositiveFloat = 64.0
+    """MiB of responses that are kept on each rank to draft later ones from that are drawn with the same noise, such as those of
+    the last evaluation (docs/ahead.md); four bytes a token. Used with adaptive speculation by the cost model."""
     tuner: Literal["cost-model", "beg-mab"] = "cost-model"
     """What chooses adaptive speculation: measured costs and acceptance (cost-model), or the TLT paper's bandit (beg-mab)."""
 
@@ -289,13 +296,17 @@ class Config(Section):
             raise mistake("drafter.train is true but drafter.path is not set: give a drafter folder, or set it to false")
         if self.rollout.speculation not in ("off", "adaptive"):
             kind = Strategy.parse(self.rollout.speculation, "learned" if self.drafter.path else "ngram").drafter
-            if kind not in ("learned", "ngram", "hybrid"):
-                raise mistake(f"rollout.speculation names the drafter {kind!r}: give learned, ngram or hybrid")
-            if self.drafter.path is None and kind != "ngram":
+            other = kind.removeprefix("ahead+")
+            if other not in ("learned", "ngram", "hybrid", "ahead"):
+                raise mistake(f"rollout.speculation names the drafter {kind!r}: give learned, ngram, hybrid or ahead")
+            if self.drafter.path is None and other not in ("ngram", "ahead"):
                 raise mistake(
                     f"rollout.speculation is {self.rollout.speculation!r} but drafter.path is not set:"
                     " give a drafter folder, or use ngram, which needs none"
                 )
+        if self.rollout.ahead and (self.rollout.engine == "vllm" or self.rollout.speculation == "off"):
+            reason = "vLLM does not draft from them" if self.rollout.engine == "vllm" else "with speculation off nothing does"
+            raise mistake(f"rollout.ahead is {self.rollout.ahead}, for drafts, but {reason}: set it to 0, or change the other")
         if self.task.data is None and self.evaluation.data is None and (self.evaluation.split or self.evaluation.subset):
             raise mistake("evaluation.split and evaluation.subset need data: set evaluation.data or task.data, or remove them")
         if self.task.name == "data" and not set(self.rewards.functions) - {"task"}:

@@ -10,12 +10,13 @@ Keys, under one prefix per phase (its number), so that phases never mix; all of 
     open      units added minus units finished; all is done when num_units + open == 0 (an absent counter reads as 0)
     help      "R,S#replica.serial"          replicas without work that offer to take some of another's; compare_set only
     load/U    number of parts of unit U, which one replica hands over to whoever takes it; the parts are load/U/0, 1, …
+    ahead…    see ahead_queue.py
     beat/R    "changes:held"                written by replica R alone; a replica that waits watches it change
 
 Outside of phases there is `at/R`: the phase that replica R is in. Phases that all have left are deleted.
 
-There is no server of ours, no collective, and no call that blocks, except for parts that are being written at this moment. A
-key that may be absent is read by a compare_set that cannot match.
+There is no server of ours, no collective, and no call that blocks but for parts that are being written. A key that may be
+absent is read by a compare_set that cannot match.
 """
 
 from __future__ import annotations
@@ -39,9 +40,8 @@ CROWD, CROWD_SECONDS = 16, 0.0002
 RACE_SECONDS = 0.0001
 """About a round trip. Who has lost a race waits so long, times the number of replicas at most, before its next try: otherwise N
 replicas would need N²/2 tries to take a unit each."""
-WATCH_SECONDS = 1.0
-HELP_SECONDS = 0.02
-"""A replica at work asks at most once in this time who offers help, for that costs it a round trip."""
+WATCH_SECONDS, HELP_SECONDS = 1.0, 0.02
+"""A replica at work asks at most once in the second time who offers help, for that costs it a round trip."""
 
 
 class ReplicaTimeout(RuntimeError):
@@ -87,10 +87,10 @@ class Coordinator:
         self._name = phase_name
         self._num_units = num_units
         self._held: set[int] = set()
-        self._store = PrefixStore(str(self._index), self._root)
+        self.store = PrefixStore(str(self._index), self._root)
         self._queue = b""
         mine = f"{phase_name}: {num_units} units"
-        agreed = self._store.compare_set("args", "", mine).decode()
+        agreed = self.store.compare_set("args", "", mine).decode()
         assert agreed == mine, f"replica {self.replica} began phase {self._index} as {mine!r}, another as {agreed!r}"
         self._root.set(f"at/{self.replica}", str(self._index))
         self._watched = dict.fromkeys(range(self.num_replicas), (ABSENT, self._clock()))
@@ -110,7 +110,8 @@ class Coordinator:
             return
         for index in range(self._oldest_kept, min(map(int, places))):
             old = PrefixStore(str(index), self._root)
-            for key in ("args", "queue", "open", "help", *(f"beat/{replica}" for replica in range(self.num_replicas))):
+            of_replicas = [f"{kind}/{replica}" for replica in range(self.num_replicas) for kind in ("beat", "ahead")]
+            for key in ("args", "queue", "open", "help", "ahead", *of_replicas):
                 old.delete_key(key)
             self._oldest_kept = index + 1
 
@@ -137,12 +138,8 @@ class Coordinator:
         return []
 
     def add_units(self, count: int) -> range:
-        """Appends `count` units and returns their indices. New work that follows from a unit is added *before* that unit is
-        finished: so nobody sees all work done in between."""
-        assert count >= 0
-        if count == 0:
-            return range(0)
-        self._store.add("open", count)
+        """Appends units and returns their indices. New work that follows from a unit is added *before* that is finished."""
+        self.store.add("open", count)
         while True:
             first, total = self._position()
             if self._move(first, total + count):
@@ -154,7 +151,7 @@ class Coordinator:
         assert unit in self._held, f"{self._label}: replica {self.replica} finished unit {unit}, which it does not hold"
         self._held.remove(unit)
         self._beat()
-        self._store.add("open", -1)
+        self.store.add("open", -1)
 
     def abandon(self) -> None:
         """Lets go of what this replica holds, unfinished, because the run stops. The phase is never done then, and the next
@@ -170,7 +167,7 @@ class Coordinator:
     def all_done(self) -> bool:
         """Returns whether every unit is finished, those added included; once true, it stays true. It costs one round trip. At
         most once a second it also looks whether the others show signs of life, and raises `ReplicaTimeout` if one does not."""
-        self._open = self._store.add("open", 0)
+        self._open = self.store.add("open", 0)
         if self._num_units + self._open == 0:
             return True
         self._watch()
@@ -216,7 +213,7 @@ class Coordinator:
         author, so that a loser does not take the winner's for its own. Either way `_queue` is the latest state afterwards."""
         self._serial += 1
         wanted = f"{first}/{total}#{self.replica}.{self._serial}".encode()
-        self._queue = self._store.compare_set("queue", self._queue.decode(), wanted.decode())
+        self._queue = self.store.compare_set("queue", self._queue.decode(), wanted.decode())
         return self._queue == wanted
 
     def _let_others_go_first(self) -> None:
@@ -224,7 +221,7 @@ class Coordinator:
 
     def _refresh(self) -> bool:
         """Reads the queue's state; returns whether it had moved since this replica last saw it."""
-        value = read_now(self._store, "queue")
+        value = read_now(self.store, "queue")
         seen, self._queue = self._queue, b"" if value == ABSENT else value
         return self._queue != seen
 
@@ -241,7 +238,7 @@ class Coordinator:
         if self._clock() - self._asked_at < HELP_SECONDS:
             return 0
         self._asked_at = self._clock()
-        return len(_offers(read_now(self._store, "help")))
+        return len(_offers(read_now(self.store, "help")))
 
     def accept_help(self) -> int | None:
         """Accepts one offer, so that no other replica does, and adds a unit for it, which anyone may take: `hand_over` has to
@@ -254,19 +251,20 @@ class Coordinator:
     def hand_over(self, unit: int, parts: Sequence[bytes]) -> None:
         """Writes what the unit consists of: parts, whose meaning the caller knows."""
         for index, part in enumerate(parts):
-            self._store.set(f"load/{unit}/{index}", part)  # type: ignore[arg-type]  # the stubs know text only
-        self._store.set(f"load/{unit}", str(len(parts)))
+            self.store.set(f"load/{unit}/{index}", part)  # type: ignore[arg-type]  # the stubs know text only
+        self.store.set(f"load/{unit}", str(len(parts)))
 
     def receive(self, unit: int) -> list[bytes]:
         """Returns the parts of a unit that was handed over and that this replica took. They may still be written: it waits."""
         since = self._clock()
-        while (num_parts := read_now(self._store, f"load/{unit}")) == ABSENT:
+        while (num_parts := read_now(self.store, f"load/{unit}")) == ABSENT:
             if self._clock() - since > self.timeout:
                 raise ReplicaTimeout(f"{self._label}: unit {unit} was handed over, but not its parts, for {self.timeout:g} s")
             self._sleep(POLL_SECONDS)
-        parts = [read_now(self._store, f"load/{unit}/{index}") for index in range(int(num_parts))]
-        for key in (f"load/{unit}", *(f"load/{unit}/{index}" for index in range(int(num_parts)))):
-            self._store.delete_key(key)
+        keys = [f"load/{unit}/{index}" for index in range(int(num_parts))]
+        parts = [read_now(self.store, key) for key in keys]
+        for key in (f"load/{unit}", *keys):
+            self.store.delete_key(key)
         return parts
 
     def _retract_help(self) -> None:
@@ -276,11 +274,11 @@ class Coordinator:
 
     def _change_help(self, change: Callable[[list[int]], list[int]]) -> bool:
         """Changes the list of offers; returns whether that made a difference. Like the queue's, the value names its author."""
-        seen = read_now(self._store, "help")
+        seen = read_now(self.store, "help")
         while (changed := change(_offers(seen))) != _offers(seen):
             self._serial += 1
             wanted = f"{','.join(map(str, changed))}#{self.replica}.{self._serial}".encode()
-            seen = self._store.compare_set("help", "" if seen == ABSENT else seen.decode(), wanted.decode())
+            seen = self.store.compare_set("help", "" if seen == ABSENT else seen.decode(), wanted.decode())
             if seen == wanted:
                 return True
         return False
@@ -295,7 +293,7 @@ class Coordinator:
     def _beat(self) -> None:
         self._changes += 1
         self._beaten_at = self._clock()
-        self._store.set(f"beat/{self.replica}", f"{self._changes}:{len(self._held)}")
+        self.store.set(f"beat/{self.replica}", f"{self._changes}:{len(self._held)}")
 
     def _watch(self) -> None:
         now = self._clock()
@@ -305,7 +303,7 @@ class Coordinator:
         if not self._held:
             self.heartbeat()
         for replica in self._next_to_watch():
-            beat = read_now(self._store, f"beat/{replica}")
+            beat = read_now(self.store, f"beat/{replica}")
             seen, since = self._watched[replica]
             if beat != seen:
                 self._watched[replica] = (beat, now)

@@ -42,7 +42,8 @@ def make_drafter(
 
 @dataclass(frozen=True)
 class HybridProposal(Proposal):
-    """is_retrieved: by row, whether retrieval drafted it.  learned, retrieved: what the two proposed; None: not asked."""
+    """is_retrieved: by row, whether the learned drafter did not draft it.  learned, retrieved: what the two proposed; None: not
+    asked."""
 
     is_retrieved: tuple[bool, ...]
     learned: LearnedProposal | None = None
@@ -53,6 +54,7 @@ class HybridDrafter:
     """Keeps both drafters informed, and lets the strategy say which of them drafts."""
 
     kinds = ("learned", "ngram", "hybrid")
+    leads = ()
 
     def __init__(self, learned: LearnedDrafter, ngram: NgramDrafter) -> None:
         self.learned, self.ngram = learned, ngram
@@ -123,29 +125,32 @@ class HybridDrafter:
         self.ngram.restore([known["ngram"] for known in counters])
         self.learned_accepted = counters[0]["learned_accepted"]
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> HybridProposal:
+    def propose(
+        self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()
+    ) -> HybridProposal:
         num_rows = len(context.tokens)
         match "ngram" if self._is_aside else strategy.drafter:
             case "learned":
-                learned = self.learned.propose(context, strategy, noise_BDV)
-                return HybridProposal(learned.tree, (False,) * num_rows, learned=learned)
+                learned = self.learned.propose(context, strategy, noise_BDV, unwanted)
+                return HybridProposal(learned.tree, tuple(row in unwanted for row in range(num_rows)), learned=learned)
             case "ngram":
                 retrieved = self.ngram.propose(context, strategy, noise_BDV)
                 return HybridProposal(retrieved.tree, (True,) * num_rows, retrieved=retrieved)
         retrieved = self.ngram.retrieve(context, strategy, noise_BDV)
         survival = [self.ngram.survival(row, strategy.depth) for row in retrieved.retrieved]
         sure = self.ngram.confidence_threshold if strategy.width == 1 else 0.0  # a chain goes no further
-        is_retrieved = tuple(sum(s for s in row if s >= sure) > self.learned_accepted for row in survival)
+        expected = [sum(s for s in row if s >= sure) for row in survival]
+        is_retrieved = tuple(row in unwanted or tokens > self.learned_accepted for row, tokens in enumerate(expected))
         retrieved = self.ngram.stop(retrieved, survival)
         if all(is_retrieved):
             return HybridProposal(retrieved.tree, is_retrieved, retrieved=retrieved)
         retrieved_rows = [row for row in range(num_rows) if is_retrieved[row]]
         learned = self.learned.propose(context, strategy, noise_BDV, retrieved_rows)
-        tree = _choose_rows(retrieved.tree, learned.tree, is_retrieved) if retrieved_rows else learned.tree
+        tree = choose_rows(retrieved.tree, learned.tree, is_retrieved) if retrieved_rows else learned.tree
         return HybridProposal(tree, is_retrieved, learned, retrieved)
 
 
-def _choose_rows(a: DraftTree, b: DraftTree, is_a: Sequence[bool]) -> DraftTree:
+def choose_rows(a: DraftTree, b: DraftTree, is_a: Sequence[bool]) -> DraftTree:
     """Row by row one of two trees, padded to the wider."""
     num_nodes = max(a.num_nodes, b.num_nodes)
     is_a_B = torch.tensor(is_a, device=a.tokens_BN.device)

@@ -107,6 +107,7 @@ class LearnedDrafter:
     """Drafts with a one-layer model that shares the target's embedding and head. on_verdicts: watches it; None: nobody does."""
 
     kinds = ("learned",)
+    leads = ()
 
     def __init__(
         self,

@@ -80,6 +80,7 @@ class NgramDrafter:
     kinds = ("ngram",)
     version = 0
     capture = ()
+    leads = ()
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class NgramDrafter:
         self.max_tokens, self.confidence_threshold = max_tokens, confidence_threshold
         self.problems: OrderedDict[str, SuffixIndex] = OrderedDict()
         self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
-        self.hits = [[1.0, 2.0] for _ in range(_match_bucket(MAX_MATCH) + 1)]  # drafts accepted, drafts tried: a Beta(1, 1)
+        self.hits = [[1.0, 2.0] for _ in range(match_bucket(MAX_MATCH) + 1)]  # drafts accepted, drafts tried: a Beta(1, 1)
 
     @property
     def num_tokens(self) -> int:
@@ -181,7 +182,10 @@ class NgramDrafter:
         accepted, tried = self.hits[retrieved.bucket]
         return [(accepted / tried) ** d if d <= retrieved.depth else 0.0 for d in range(1, depth + 1)]
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> NgramProposal:
+    def propose(
+        self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()
+    ) -> NgramProposal:
+        """It looks for all rows alike: what was found teaches it, whether or not it is asked for."""
         found = self.retrieve(context, strategy, noise_BDV)
         return self.stop(found, [self.survival(row, strategy.depth) for row in found.retrieved])
 
@@ -198,7 +202,7 @@ class NgramDrafter:
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
         self._fetch_noise([trie for trie, _ in tries], noise_BDV)
         rows = [_grow(trie, strategy) for trie, _ in tries]
-        retrieved = tuple(_Retrieved(_match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True))
+        retrieved = tuple(_Retrieved(match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True))
         num_nodes = 1 + max(len(nodes) for nodes in rows)
         tokens_BN, parents_BN = [], []
         for committed, nodes in zip(context.tokens, rows, strict=True):
@@ -258,7 +262,7 @@ def _walk(nodes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> tuple[int,
     return len(tokens), False
 
 
-def _match_bucket(length: int) -> int:
+def match_bucket(length: int) -> int:
     """Matches of 0-3, 4-5, 6-7, 8-11, 12-15, 16-23, ... tokens are told apart: two steps per doubling."""
     if length < ANCHORS[-1]:
         return 0

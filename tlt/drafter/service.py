@@ -23,10 +23,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tlt.accounts import DrafterCheck, DrafterReport
 from tlt.drafter.measure import Measured, Subject, Tally, judge, measure
 from tlt.drafter.model import PackedDrafter
 from tlt.drafter.trainer import DrafterTrainer
-from tlt.types import DrafterCheck, DrafterReport, Rollout
+from tlt.types import Rollout
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 """Relative distance allowed between the logits of the engine's copy, by its dtype, and of the trainer's float32 copy."""

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt.accounts import DrafterReport
 from tlt.drafter.buffer import Trajectory, TrajectoryBuffer
 from tlt.drafter.model import DraftModel
 from tlt.drafter.trainer import DrafterTrainer
@@ -27,7 +28,7 @@ from tlt.models.attention import Cached
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.speculative.tree import chain_mask
-from tlt.types import DrafterReport, Rollout
+from tlt.types import Rollout
 
 MIN_TOKENS = 128
 """Smallest size of a micro-step, and the size before anything is measured."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,16 +25,16 @@ from tlt.engine.backend import Capabilities
 from tlt.engine.memory import CacheMemory
 from tlt.engine.noise import NoiseBlocks
 from tlt.engine.prefill import prefill
+from tlt.engine.reading import PIECE, read
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Decode, Sequence, broken_policy, check_request
 from tlt.engine.stats import EngineStats
-from tlt.models.attention import cached, pad
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.sampling import BatchParams
-from tlt.speculative.tree import TreeLayout, chain, layout
+from tlt.speculative.tree import chain, layout
 from tlt.speculative.verify import Verify, verify
 from tlt.types import (
     BatchState,
@@ -196,8 +197,10 @@ class RolloutEngine:
         tree = proposal.tree
         prefixes = [sequence.num_cached for sequence in self.scheduler.running]
         nodes = layout(tree, prefixes, self.model.dtype)
-        captured_BNF, logits_BNV = self._forward(tree, nodes)
-        verdicts = self.verify(tree, logits_BNV, self.noise.of_nodes(nodes, noise_BDV), self._batch_params())
+        self.memory.reserve(batch.num_running, nodes.length)
+        captured_BNF, target = read(self.model, self.cache, tree, nodes, self._capture)
+        noise_of = partial(self.noise.of_nodes, nodes, noise_BDV)
+        verdicts = target.verdicts(self.verify, noise_of, self._batch_params())
         num_tokens, drafted = 0, [length - 1 for length in tree.row_lengths]
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
             if not math.isfinite(sum(verdict.logprobs)):
@@ -206,6 +209,8 @@ class RolloutEngine:
                 self.cache.commit(slot, sequence.num_cached, verdict.path)
             num_kept = sequence.commit(verdict, self.decode)
             num_tokens += num_kept
+            if proposal.references and (version := proposal.references[slot]) is not None:
+                self.stats.followed_by_age[self.model.version - version] += verdict.num_accepted
             if not strategy.is_off:
                 self.stats.record_verification(strategy.depth, drafted[slot], verdict.num_accepted, num_kept)
         if self.drafter is not None:
@@ -214,7 +219,8 @@ class RolloutEngine:
                 self.drafter.observe(proposal, verdicts)
         end = time.perf_counter()
         accepted = () if strategy.is_off else tuple(verdict.num_accepted for verdict in verdicts)
-        outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start)
+        followed = tuple(version is not None for version in proposal.references)
+        outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start, followed)
         self._account(strategy, batch, outcome, start)
         return self._release_finished(captures)
 
@@ -251,9 +257,9 @@ class RolloutEngine:
 
     def _batch_state(self, num_admitted: int) -> BatchState:
         running = self.scheduler.running
-        drafter_version = self.drafter.version if self.drafter is not None else 0
+        version, leads = (0, ()) if self.drafter is None else (self.drafter.version, self.drafter.leads)
         mean_length = sum(len(s.tokens) for s in running) / len(running)
-        return BatchState(len(running), mean_length, self.model.version, drafter_version, num_admitted)
+        return BatchState(len(running), mean_length, self.model.version, version, num_admitted, leads)
 
     def _choose(self, batch: BatchState) -> Strategy:
         self._predicted_speed = None
@@ -279,41 +285,27 @@ class RolloutEngine:
     def _propose(self, strategy: Strategy) -> tuple[Proposal, Tensor]:
         """Returns the draft tree and the noise that was made for it (`NoiseBlocks.rows`)."""
         running = self.scheduler.running
-        noise_BDV = self.noise.rows([len(s.tokens) for s in running], strategy.depth)
+        noise_BDV = self.noise.rows([len(s.tokens) for s in running], min(strategy.depth, Strategy.MAX_DEPTH))
         if strategy.is_off:
             return Proposal(chain(torch.tensor([[s.tokens[-1]] for s in running], device=self.device))), noise_BDV
         assert self.drafter is not None
         context = DraftContext([s.tokens for s in running], [s.request for s in running], self._batch_params())
         return self.drafter.propose(context, strategy, noise_BDV), noise_BDV
 
-    def _forward(self, tree: DraftTree, nodes: TreeLayout) -> tuple[Tensor, Tensor]:
-        """Returns what the drafter reads, [B, N, F], and the logits, [B, N, V], at every node, of one target forward."""
-        B, N = tree.tokens_BN.shape
-        self.memory.reserve(B, nodes.length)
-        attend = cached(
-            self.config, self.cache.layers, nodes.columns_BN, nodes.length, nodes.mask_BNL, nodes.lengths, nodes.counts
-        )
-        real_N = attend.real_N
-        tokens_N, positions_N = tree.tokens_BN.flatten(), nodes.positions_BN.flatten()
-        if real_N is not None:
-            tokens_N, positions_N = tokens_N[real_N], positions_N[real_N]
-        if nodes.length > self.config.max_positions:
-            positions_N = positions_N.clamp_max(self.config.max_positions - 1)  # drafts beyond the window are never kept
-        features_NE, captured_NF = self.model.forward_capturing(tokens_N, positions_N, attend, self._capture)
-        logits_NV = self.model.logits(features_NE)
-        return pad(captured_NF, real_N, B * N).view(B, N, -1), pad(logits_NV, real_N, B * N).view(B, N, -1)
-
     def _remember(
         self, drafter: Drafter[Any], tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]
     ) -> None:
         """Hands the drafter what was captured at the visited nodes, at the positions their tokens now have: the root stays at
-        its prefix, the path follows it."""
+        its prefix, the path follows it. What lies beyond a piece of a chain is handed over for those that kept it alone."""
         if not tree.is_chain:
             longest = max(len(verdict.path) for verdict in verdicts)
             rows = [[*v.path, *[v.path[-1]] * (longest - len(v.path))] for v in verdicts]
             rows_B1 = torch.arange(len(rows), device=self.device)[:, None]
             captured_BNF = captured_BNF[rows_B1, torch.tensor(rows, device=self.device)]
-        drafter.remember(range(len(verdicts)), prefixes, captured_BNF)
+        drafter.remember(range(len(verdicts)), prefixes, captured_BNF if tree.num_nodes <= PIECE else captured_BNF[:, :PIECE])
+        for slot, verdict in enumerate(verdicts):
+            if len(verdict.path) > PIECE:
+                drafter.remember([slot], [prefixes[slot] + PIECE], captured_BNF[slot : slot + 1, PIECE : len(verdict.path)])
 
     def _account(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float) -> None:
         self.stats.num_steps += 1

@@ -102,13 +102,14 @@ class NoiseBlocks:
             return self._fill(rows_BDV, list(beyond), [positions[i] for i in beyond])
         return self._read(kept, needed)
 
-    def of_nodes(self, nodes: TreeLayout, noise_BDV: Tensor) -> Noise:
-        """Returns the noise of the position that follows each node. noise_BDV: what `rows` gave for this step."""
-        if self.is_ahead:
-            return nodes.of_depths(noise_BDV)
+    def of_nodes(self, nodes: TreeLayout, noise_BDV: Tensor, rows: Sequence[int], first: int, end: int) -> Noise:
+        """Returns the noise of the position that follows each node, in columns first .. end - 1 of these rows. noise_BDV: what
+        `rows` gave for this step; it serves all rows from column 0 on."""
+        if self.is_ahead and first == 0:
+            return nodes.of_depths(noise_BDV)[:, :end]
         if self._keys_B4 is None:
             self._keys_B4 = keys_tensor([slot.key for slot in self.slots], self.device)
-        return NoiseAt(self._keys_B4, nodes.positions_BN + 1)
+        return NoiseAt(self._keys_B4[rows], nodes.positions_BN[rows, first:end] + 1)
 
     def _read(self, pairs: Sequence[tuple[_Slot, int]], needed: int) -> Tensor:
         """Returns the positions now wanted, out of blocks that hold them."""

@@ -47,6 +47,7 @@ class EngineStats:
     """Counts since the engine was made, or since it was replaced by a new one.
 
     num_preemptions: sequences that went back to the queue for want of memory.  num_reread_tokens: theirs, read once more.
+    followed_by_age: accepted tokens of references, by the updates between the reference's policy and this one.
     """
 
     num_tokens: int = 0
@@ -59,6 +60,7 @@ class EngineStats:
     by_strategy: dict[str, StrategyStats] = field(default_factory=lambda: defaultdict(StrategyStats))
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
     attempts_by_depth: Counter[int] = field(default_factory=Counter)
+    followed_by_age: Counter[int] = field(default_factory=Counter)
 
     @property
     def accept_length(self) -> float | None:
@@ -107,6 +109,7 @@ class EngineStats:
                 setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
         self.survivors_by_depth.update(other.survivors_by_depth)
         self.attempts_by_depth.update(other.attempts_by_depth)
+        self.followed_by_age.update(other.followed_by_age)
         for strategy, stats in other.by_strategy.items():
             self.by_strategy[strategy].add(stats)
 

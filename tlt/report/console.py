@@ -28,8 +28,8 @@ from rich.table import Column as GridColumn
 from rich.table import Table
 from rich.text import Text
 
+from tlt.accounts import DrafterCheck
 from tlt.report.metrics import StepRecord
-from tlt.types import DrafterCheck
 
 WIDTH = 100
 ROWS_PER_HEADER = 25

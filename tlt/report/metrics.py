@@ -65,6 +65,8 @@ class StepRecord:
     drafter_tokens: trained on.  drafter_captured_tokens: of those, with features that the engine captured while generating.
     drafter_recomputed_tokens: that went through the target again for their features.
     num_migrated: responses that a rank which had run dry took over, each as often as it moved.
+    ahead_seconds, ahead_tokens: idle seconds in which responses of later steps were generated, and their tokens.
+    followed_by_age: tokens of this step that were drafted from references and kept, by the updates between the two policies.
     num_preemptions: sequences that had to wait again for want of memory (rollout.kv_gib).
     num_reread_tokens: of those, the tokens that were read once more.
     drafter_refreshes: drafters in training that engines took up within the rollout.
@@ -125,6 +127,9 @@ class StepRecord:
     drafter_version: int
     finished_at: Number
     num_migrated: int = 0
+    ahead_seconds: Number = 0.0
+    ahead_tokens: int = 0
+    followed_by_age: dict[str, int] = field(default_factory=dict)
     num_preemptions: int = 0
     num_reread_tokens: int = 0
     drafter_acceptance: Number = NAN

@@ -7,13 +7,13 @@ has grown; it learns the target's features of committed tokens if it wants them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
 from tlt.speculative.sampling import BatchParams
-from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Lead, Request, Rollout, Strategy, Verdict
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,13 @@ class DraftContext:
 
 @dataclass(frozen=True)
 class Proposal:
-    """Holds what a drafter proposes for one step. A drafter adds what it wants back together with the verdicts."""
+    """Holds what a drafter proposes for one step. A drafter adds what it wants back together with the verdicts.
+
+    references: by row, the policy version of the reference that it was drafted from; None: from none. (): no row was.
+    """
 
     tree: DraftTree
+    references: tuple[int | None, ...] = field(default=(), kw_only=True)
 
 
 P = TypeVar("P", bound=Proposal)
@@ -64,9 +68,16 @@ class Drafter(Protocol[P]):
         """Takes note of what was captured of the target at T positions from starts[b] on. Rejected drafts may be among them:
         they lie beyond the committed tokens and are overwritten before anything reads them."""
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> P:
+    @property
+    def leads(self) -> tuple[Lead, ...]:
+        """Says how far it can draft from references: responses that were drawn before with the same noise."""
+        ...
+
+    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()) -> P:
         """Returns a tree for each sequence. noise_BDV[b, d] is the law's noise of the position d + 1 after the root, which the
-        target will use at depth d: candidates may be ranked with it. Ignoring it costs speed, never truth."""
+        target will use at depth d: candidates may be ranked with it. Ignoring it costs speed, never truth.
+
+        unwanted: rows that will draft otherwise; what they hold is of no use."""
         ...
 
     def observe(self, proposal: P, verdicts: Sequence[Verdict]) -> None:

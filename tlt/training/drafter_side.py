@@ -21,10 +21,12 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from tlt.accounts import DrafterCheck, DrafterReport
 from tlt.build.drafter import build_draft_model, build_spot_trainer
 from tlt.config.drafter import DrafterSection
 from tlt.distributed.mailbox import Mailbox, connect_mailbox
 from tlt.distributed.world import World, average_weighted, gather_objects
+from tlt.drafter.ahead import AheadDrafter
 from tlt.drafter.folder import StoredDrafter, save_drafter
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.measure import Subject
@@ -35,7 +37,7 @@ from tlt.drafter.suffix_index import count_retrieved
 from tlt.engine.backend import RolloutBackend
 from tlt.report.timeline import Timeline
 from tlt.spans import SpanName
-from tlt.types import DrafterCheck, DrafterReport, Finished, Rollout
+from tlt.types import Finished, Rollout
 from tlt.vllm.drafter import VllmDrafter
 
 
@@ -214,6 +216,8 @@ def watch_drafter(
     share: see WatchedDrafter.
     """
     drafter, target = engine.drafter, engine.target
+    if isinstance(drafter, AheadDrafter):
+        drafter = drafter.inner
     if stored is None or not isinstance(drafter, HybridDrafter | VllmDrafter):
         return DrafterSide()
     assert target is not None, "whoever has a learned drafter keeps the policy for it"

@@ -21,6 +21,7 @@ from tlt.report.metrics import paired_sign_flip_test
 from tlt.rl.rewards import check_scorable, summarize
 from tlt.spans import SpanName
 from tlt.training.result import PhaseResult
+from tlt.types import Request
 
 if TYPE_CHECKING:
     from tlt.training.run import Run
@@ -111,6 +112,9 @@ def evaluate(run: Run) -> None:
         run.console.status(f"evaluating on {len(run.held_out)} held-out problems"),
     ):
         phase = run.phase.run(run.held_out, settings.samples_per_problem, params, "evaluation", 0)
+    for rollout in phase.rollouts:  # the next evaluation draws with the same noise
+        request = Request(rollout.problem_id, rollout.sample_index, rollout.prompt_ids, params, "evaluation")
+        run.references.keep(request.key, rollout.token_ids, rollout.policy_version)
     check_scorable(phase.rewards, run.config.task.name, run.step + 1)
     if (rewards := summarize(phase.rewards)).num_errors:
         counts = f"{rewards.num_errors} of {len(phase.rewards)} responses"

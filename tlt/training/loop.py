@@ -25,6 +25,7 @@ from tlt.report.console import near
 from tlt.report.timeline import merge_timelines
 from tlt.rl.rewards import check_scorable
 from tlt.spans import SpanName
+from tlt.training.ahead import ahead_of
 from tlt.training.dynamic import DynamicSampling
 from tlt.training.evaluate import evaluate
 from tlt.training.lock import forget_journal
@@ -112,7 +113,9 @@ def sample(run: Run) -> PhaseResult:
     if run.trainer.algorithm.dynamic_sampling:
         spare = spare_problems(run.problems, run.step, num, seed)
         sampling = DynamicSampling(num, num_samples, run.config.algorithm.max_resamples, spare)
-    return run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling)
+    phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, ahead_of(run))
+    run.note_lengths(phase.rollouts)
+    return phase
 
 
 def is_due(run: Run, every: int) -> bool:

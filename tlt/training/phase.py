@@ -4,7 +4,7 @@
                         ▲                                                               ▼
                      units handed over by others  ◀──────────────────────────────  offer help
                                                                                         ▼
-                     all done?  ◀─ poll between micro-steps ─  train the drafter on what is there
+                     all done?  ◀─ poll between (micro-)steps ─  generate ahead (ahead.py), train the drafter on what is there
                         ▼
     together:        gather responses and rewards in canonical order ─▶ average the drafters by tokens trained, and measure
                         │
@@ -19,6 +19,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
+from tlt.accounts import AheadReport, DrafterReport
+from tlt.distributed.ahead_queue import AheadQueue
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
 from tlt.engine.backend import RolloutBackend
@@ -26,11 +28,12 @@ from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.batch import check_complete, in_order, key_of
 from tlt.spans import SpanName
+from tlt.training.ahead import NO_AHEAD, Ahead
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.training.result import PhaseResult, ReplicaReport, combine
 from tlt.training.work import Ended, Receivers, Work
-from tlt.types import DrafterReport, Problem, Purpose, Request, SamplingParams
+from tlt.types import Problem, Purpose, Request, SamplingParams
 
 NO_DRAFTER = DrafterSide()
 
@@ -69,12 +72,13 @@ class RolloutPhase:
         step: int,
         drafter: DrafterSide = NO_DRAFTER,
         sampling: DynamicSampling | None = None,
+        ahead: Ahead = NO_AHEAD,
     ) -> PhaseResult:
         """Generates and scores `num_samples` responses to each problem. Every rank calls this with the same arguments and gets
         the same result. Raises StopRequested on all ranks when any of them was asked to stop.
 
         drafter: who trains, refreshes and measures the drafter meanwhile; by default nobody does.
-        sampling: who asks for further rounds; None: nobody does.
+        sampling: who asks for further rounds; None: nobody does.  ahead: who generates later steps' responses in idle time.
         """
         name = f"{purpose} {step}"
         self._begin(name, drafter)
@@ -89,11 +93,14 @@ class RolloutPhase:
                 ]
                 for draw in draws
             ]
-            found, reports = self._round(draws, requests, f"{name}, round {len(rounds)}" if rounds else name, drafter)
+            of_round = f"{name}, round {len(rounds)}" if rounds else name
+            found, reports = self._round(draws, requests, of_round, drafter, ahead)
             groups += found
             rounds.append(reports)
             draws = [] if sampling is None else sampling.next_draws(groups, len(rounds))
-        return self._end(groups, rounds, params.temperature, drafter, sampling)
+        result = self._end(groups, rounds, params.temperature, drafter, sampling)
+        ahead.end()
+        return result
 
     def answer(
         self, problems: Sequence[Problem], requests: Sequence[Sequence[Request]], name: str, drafter: DrafterSide = NO_DRAFTER
@@ -133,18 +140,24 @@ class RolloutPhase:
         return result
 
     def _round(
-        self, draws: Sequence[Draw], requests: Sequence[Sequence[Request]], name: str, drafter: DrafterSide
+        self,
+        draws: Sequence[Draw],
+        requests: Sequence[Sequence[Request]],
+        name: str,
+        drafter: DrafterSide,
+        ahead: Ahead = NO_AHEAD,
     ) -> tuple[list[Group], list[ReplicaReport]]:
         """Generates and scores the responses to `requests`, those of one draw each. Returns (a group for every draw, what the
         replicas did), the same on all ranks."""
         recalled = self.receivers.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
         self._recalled_tokens += recalled.num_tokens
         self.coordinator.begin(name, len(recalled.requests))
+        ahead.begin(AheadQueue(self.coordinator.store, self.world.rank, self.world.world_size))
         start = time.perf_counter()
         work = Work(self.coordinator, recalled.requests)
         ended = Ended((draw.problem for draw in draws), self.receivers, drafter)
         ended.recall(recalled, self.world.rank, self.world.world_size)
-        last_token, report = self._generate(work, ended, drafter)
+        last_token, report, done_ahead = self._generate(work, ended, drafter, ahead)
         if any_rank(self.world, self.should_stop()):
             self.receivers.journal.note_running(self.engine.running, at_once=True)
             self.engine.abort()
@@ -158,7 +171,7 @@ class RolloutPhase:
         end = time.perf_counter()
         gaps = (work.gap_seconds, work.gap_training)
         counts = (drafter.num_refreshes, work.num_received)
-        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, *counts)
+        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, *counts, done_ahead)
         replica = replica.shifted(self.timeline.epoch.to_rank_0)
         with self.timeline.span(SpanName.WAIT):
             gathered = gather_objects(self.world, (ended.rollouts, ended.rewards, replica))
@@ -172,10 +185,12 @@ class RolloutPhase:
             groups.append(Group(draw, tuple(by_key[key] for key in keys), tuple(reward_of[key] for key in keys)))
         return groups, [report for _, _, report in gathered]
 
-    def _generate(self, work: Work, ended: Ended, drafter: DrafterSide) -> tuple[float, DrafterReport]:
-        """Runs the part of a phase in which a replica waits for nobody. Returns (time of the last token, report of the drafter
-        training)."""
-        report = DrafterReport()
+    def _generate(
+        self, work: Work, ended: Ended, drafter: DrafterSide, ahead: Ahead
+    ) -> tuple[float, DrafterReport, AheadReport]:
+        """Runs the part of a phase in which a replica waits for nobody. Returns (time of the last token, reports of drafter
+        training and of what was generated ahead)."""
+        report, done_ahead = DrafterReport(), AheadReport()
         last_token = time.perf_counter()
         queue_is_empty = False
         while not self.should_stop():
@@ -203,12 +218,14 @@ class RolloutPhase:
                 if self.coordinator.all_done():
                     break
                 queue_is_empty = False
+            elif (early := ahead.run(self._has_better_to_do)).num_steps:
+                done_ahead = done_ahead.plus(early)
             elif (session := drafter.train(self._has_better_to_do)).num_micro_steps:
                 report = report.plus(session)
             else:
                 with self.timeline.span(SpanName.WAIT):
                     time.sleep(self.coordinator.pause)
-        return last_token, report
+        return last_token, report, done_ahead
 
     def _room(self, num_samples: int) -> int:
         """Returns the units that could start now; at least one when nothing runs, however many samples a unit has."""

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from tlt.accounts import AheadReport, DrafterCheck, DrafterReport
 from tlt.engine.stats import EngineStats
 from tlt.training.dynamic import Group, flatten
-from tlt.types import DrafterCheck, DrafterReport, Reward, Rollout
+from tlt.types import Reward, Rollout
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class ReplicaReport:
 
     gap_seconds: seconds without work before the last token.  gap_training: the part of them in which it trained the drafter.
     num_refreshes: drafters of other replicas that it took up meanwhile.  num_migrated: responses that it took over.
+    ahead: what it generated of later steps.
     """
 
     start: float
@@ -28,6 +30,7 @@ class ReplicaReport:
     gap_training: float = 0.0
     num_refreshes: int = 0
     num_migrated: int = 0
+    ahead: AheadReport = field(default_factory=AheadReport)
 
     def shifted(self, seconds: float) -> ReplicaReport:
         """Returns the same on another clock, which is so much ahead."""
@@ -59,6 +62,7 @@ class ReplicaReport:
             gap_seconds=self.idle_seconds(last_token_of_all) + later.gap_seconds,
             gap_training=self.training_seconds(last_token_of_all) + later.gap_training,
             num_migrated=self.num_migrated + later.num_migrated,
+            ahead=self.ahead.plus(later.ahead),
         )
 
 

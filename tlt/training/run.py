@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from tlt.distributed.world import (
     tell,
 )
 from tlt.drafter.folder import StoredDrafter
+from tlt.drafter.references import References
 from tlt.files import write_atomically
 from tlt.models.decoder import Transformer
 from tlt.models.hf_weights import save_model
@@ -51,7 +53,7 @@ from tlt.training.phase import RolloutPhase
 from tlt.training.problems import check_same_problems, load_problems
 from tlt.training.work import Receivers
 from tlt.tuning.tuner import counters_of, restore_tuner
-from tlt.types import UserError, resolve_dtype
+from tlt.types import Rollout, UserError, resolve_dtype
 
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest
@@ -125,7 +127,9 @@ class Run:
         longest_prompt = max(len(problem.prompt_ids) for problem in (*self.problems, *self.held_out))
         window = longest_prompt + config.sampling.max_tokens
         settings = replace(EngineSettings.of_run(config, world.device), window=window)
-        self.engine = build_backend(model, settings, stored, on_span=self.timeline.add)
+        self.references = References(config.rollout.references_mib)
+        self.lengths: dict[str, float] = {}
+        self.engine = build_backend(model, settings, stored, on_span=self.timeline.add, references=self.references)
         self.drafter = self._watch_drafter(stored)
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
         self.step = self.first_step = self._resume()
@@ -189,6 +193,13 @@ class Run:
         return track(settings.use, run, self.console.note)
 
     # ── what the loop asks for ───────────────────────────────────────────────────────────────────────────────────────
+
+    def note_lengths(self, rollouts: Sequence[Rollout]) -> None:
+        """Remembers how long the responses to each problem were."""
+        by_problem: dict[str, list[int]] = {}
+        for rollout in rollouts:
+            by_problem.setdefault(rollout.problem_id, []).append(len(rollout.token_ids))
+        self.lengths.update({problem: sum(lengths) / len(lengths) for problem, lengths in by_problem.items()})
 
     def publish(self, version: int) -> None:
         """Gives the engine the policy as it is now, layer by layer; its version is the number of updates behind it."""

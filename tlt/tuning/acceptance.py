@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt.types import Strategy
+from tlt.types import Lead, Strategy
 
 Array = NDArray[np.float64]
 
@@ -114,8 +114,10 @@ class Acceptance:
         self.counts: dict[Curve, _Counts] = {}
         self._rates: dict[Curve, Rates] = {}
 
-    def observe(self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int] = ()) -> None:
-        """Counts one verification per sequence.
+    def observe(
+        self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int] = (), batch_size: int | None = None
+    ) -> None:
+        """Counts one verification per sequence, of a batch of `batch_size`; None: of as many.
 
         accepted: drafted tokens that the target accepted.  drafted: levels that were drafted, fewer than the strategy's depth
         where a chain stopped for itself. Empty: all of them everywhere.
@@ -127,13 +129,21 @@ class Acceptance:
         tried_D, survived_D = came_BD[:, :-1].sum(0), came_BD[:, 1:].sum(0)
         was_drafted_BD = np.asarray(drafted or [depth] * len(accepted))[:, None] > np.arange(depth)
         drafted_D = (came_BD[:, :-1] & was_drafted_BD).sum(0)
-        spans = ((None, len(accepted) / _MEMORY_EVERYWHERE), (octave_of(len(accepted)), 1 / _MEMORY))
+        spans = ((None, len(accepted) / _MEMORY_EVERYWHERE), (octave_of(batch_size or len(accepted)), 1 / _MEMORY))
         for octave, span in spans:
             fade = math.exp(-span)
             self._counts_of(Curve.of(strategy, octave)).add(tried_D, survived_D, fade)
             if strategy.width == 1:
                 curve = Curve(strategy.drafter, 1, None, octave, where_drafted=True)
                 self._counts_of(curve).add(drafted_D, survived_D, fade)
+
+    def observe_elsewhere(
+        self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int], followed: Sequence[bool]
+    ) -> None:
+        """Counts the sequences alone that had no reference to follow; of the others the drafter knows more (`Lead`)."""
+        rows = [row for row, is_followed in enumerate(followed) if not is_followed]
+        if rows and not strategy.elsewhere.is_off:
+            self.observe(strategy.elsewhere, [accepted[i] for i in rows], [drafted[i] for i in rows], len(followed))
 
     def age(self, worth: float = _WORTH_AT_NEW_VERSION) -> None:
         """Lets each curve's evidence count as `worth` verifications at most."""
@@ -147,11 +157,20 @@ class Acceptance:
             rates = self._rates[curve] = self._estimate(curve)
         return rates
 
-    def expected_tokens(self, arms: Sequence[Strategy], batch_size: int) -> tuple[Array, Array]:
-        """Returns tokens per verification, the bonus token included, and the variance of their logarithms: each [arms]."""
+    def expected_tokens(self, arms: Sequence[Strategy], batch_size: int, leads: Sequence[Lead] = ()) -> tuple[Array, Array]:
+        """Returns tokens per verification, the bonus token included, and the variance of their logarithms: each [arms].
+
+        leads: of the sequences that have a reference to follow.
+        """
         octave = octave_of(batch_size)
         tokens_A, variance_A = np.ones(len(arms)), np.zeros(len(arms))
         for i, arm in enumerate(arms):
+            if arm.follows:
+                share, kept = 1 - len(leads) / batch_size, sum(lead.expected(arm.depth) for lead in leads) / batch_size
+                tokens_1, variance_1 = self.expected_tokens([arm.elsewhere], batch_size)
+                tokens_A[i] += kept + share * (tokens_1[0] - 1)
+                variance_A[i] = variance_1[0] * (share * tokens_1[0] / tokens_A[i]) ** 2
+                continue
             rates = self.rates(Curve.of(arm, octave))
             survivals = list(accumulate(rates.accepted[: arm.depth], operator.mul))
             tokens_A[i] += sum(survivals)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from tlt.tuning.acceptance import Acceptance
-from tlt.tuning.step_costs import DRAFTERS_OF, StepCosts
+from tlt.tuning.step_costs import StepCosts, drafters_of
 from tlt.types import BatchState, StepOutcome, Strategy
 
 _WEIGHT_OF_ADMISSION = 0.3
@@ -48,6 +48,7 @@ class CostModel:
     def __init__(self, arms: Sequence[Strategy], *, bonus: float = 0.75, decide_every: float = 0.03) -> None:
         assert Strategy.OFF in arms, "off is always an arm"
         self.arms = tuple(arms)
+        self._arms_without_references = tuple(arm for arm in arms if not arm.follows)
         self.bonus, self.decide_every = bonus, decide_every
         self.acceptance, self.costs = Acceptance(), StepCosts()
         self.predicted_speed: float | None = None
@@ -76,22 +77,27 @@ class CostModel:
         return max(self.predict(batch), key=lambda p: math.log(p.speed) + self.bonus * p.deviation)
 
     def predict(self, batch: BatchState) -> list[Prediction]:
-        mean_A, variance_A = self.costs.predict(self.arms, batch.num_running, batch.mean_length)
-        tokens_A, uncertainty_A = self.acceptance.expected_tokens(self.arms, batch.num_running)
+        arms = self.arms if batch.leads else self._arms_without_references
+        costly = [_as_costly(arm, _nodes(arm, batch)) for arm in arms]
+        mean_A, variance_A = self.costs.predict(costly, batch.num_running, batch.mean_length)
+        tokens_A, uncertainty_A = self.acceptance.expected_tokens(arms, batch.num_running, batch.leads)
         seconds_A = np.exp(mean_A)
         speed_A = batch.num_running * tokens_A / seconds_A
         deviation_A = np.sqrt(variance_A + uncertainty_A)
-        rows = zip(self.arms, speed_A.tolist(), deviation_A.tolist(), seconds_A.tolist(), strict=True)
+        rows = zip(arms, speed_A.tolist(), deviation_A.tolist(), seconds_A.tolist(), strict=True)
         return [Prediction(*row) for row in rows]
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         self._seconds_since += outcome.seconds
-        if outcome.accepted:
+        if strategy.follows and outcome.followed:
+            self.acceptance.observe_elsewhere(strategy, outcome.accepted, outcome.drafted, outcome.followed)
+        elif outcome.accepted:
             self.acceptance.observe(strategy, outcome.accepted, outcome.drafted)
         if not _switches_on(self._previous, strategy):  # that step also catches up with what was decoded plainly
             weight = _WEIGHT_OF_ADMISSION if batch.num_admitted else 1.0
             expected = self._expected_seconds if strategy == self._choice else None
-            self.costs.observe(strategy, batch.num_running, batch.mean_length, outcome.seconds, weight, expected)
+            costly = _as_costly(strategy, sum(outcome.drafted) / batch.num_running)
+            self.costs.observe(costly, batch.num_running, batch.mean_length, outcome.seconds, weight, expected)
         self._previous = strategy
 
     def counters(self) -> dict[str, Any]:
@@ -112,8 +118,23 @@ class CostModel:
         self._versions, self._chosen_for = versions, None
 
 
+def _nodes(arm: Strategy, batch: BatchState) -> float:
+    """Returns the nodes that will be drafted for a sequence on average, where the arm follows references."""
+    followed = sum(min(arm.depth, lead.length) for lead in batch.leads)
+    return (followed + (batch.num_running - len(batch.leads)) * arm.elsewhere.depth) / batch.num_running
+
+
 def _switches_on(before: Strategy | None, now: Strategy) -> bool:
     """Returns whether a drafter runs now that did not run in the step before. It then reads what it missed: features, or
     texts."""
-    ran = set() if before is None else DRAFTERS_OF[before.drafter]
-    return not DRAFTERS_OF[now.drafter] <= ran
+    ran = set() if before is None else drafters_of(before)
+    return not drafters_of(now) <= ran
+
+
+def _as_costly(arm: Strategy, nodes: float) -> Strategy:
+    """Returns what a step of an arm costs as much as, when `nodes` are drafted for a sequence on average. Where references are
+    followed, they say how many that are, and not the arm; powers of two are told apart."""
+    if not arm.follows:
+        return arm
+    budget = min(2 ** round(math.log2(max(nodes, 1.0))), Strategy.MAX_FOLLOWED)
+    return Strategy(arm.drafter, budget, 1, budget)

@@ -19,8 +19,13 @@ import numpy as np
 from tlt.tuning.acceptance import Array, octave_of
 from tlt.types import Strategy
 
-DRAFTERS_OF = {"none": set(), "learned": {"learned"}, "ngram": {"ngram"}, "hybrid": {"learned", "ngram"}}
-"""The drafters that run for a strategy of each kind."""
+_DRAFTERS_OF = {"none": set(), "learned": {"learned"}, "ngram": {"ngram"}, "hybrid": {"learned", "ngram"}}
+
+
+def drafters_of(strategy: Strategy) -> set[str]:
+    """Returns the drafters that run for a strategy; to follow a reference is none."""
+    return _DRAFTERS_OF[strategy.elsewhere.drafter if strategy.follows else strategy.drafter]
+
 
 _NOISE = 0.22
 """Standard deviation of one step's log seconds about its mean."""
@@ -61,8 +66,9 @@ def _features(batch_size: float, mean_length: float, strategy: Strategy) -> Arra
 @functools.cache
 def _strategy_features(strategy: Strategy) -> Array:
     """Returns the part of the features that the strategy alone decides."""
-    work = strategy.depth * (1 + (strategy.width - 1) / 4)
-    learned, retrieved = ("learned" in DRAFTERS_OF[strategy.drafter]), ("ngram" in DRAFTERS_OF[strategy.drafter])
+    depth = strategy.elsewhere.depth if strategy.follows else strategy.depth
+    work = depth * (1 + (strategy.width - 1) / 4)
+    learned, retrieved = ("learned" in drafters_of(strategy)), ("ngram" in drafters_of(strategy))
     return np.array([0.0, math.log2(1 + strategy.budget), math.log2(1 + learned * work), 0.0, learned, retrieved])
 
 

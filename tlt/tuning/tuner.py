@@ -115,28 +115,34 @@ def restore_tuner(tuner: StrategyTuner | None, counters: Mapping[str, Any]) -> N
 # ── the arms ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _CHAINS = (1, 2, 3, 4, 6, 8, 11, 15)
+_FOLLOWED = (32, 64, 128, 256)
 _TREES = ((3, 2, 6), (5, 2, 10), (7, 2, 14), (6, 3, 24), (10, 4, 48))
 _THRESHOLDS = (1, 2, 5, 21)
 """The batch sizes at which BEG-MAB goes to the next group, as in the paper's code."""
 
 
 def default_arms(kinds: Sequence[str], max_depth: int = Strategy.MAX_DEPTH, trees: bool = True) -> tuple[Strategy, ...]:
-    """Returns the strategies worth trying with drafters of these kinds: off, chains, and trees where candidates are ranked.
+    """Returns the strategies worth trying with drafters of these kinds: off, chains, long ones along references, and trees
+    where candidates are ranked.
 
     max_depth, trees: how deep an engine can draft, and whether drafts may branch there.
     """
     arms = [Strategy.OFF]
     for kind in kinds:
-        arms += [Strategy(kind, depth, 1, depth) for depth in (_CHAINS if kind != "hybrid" else _CHAINS[3:])]
+        follows = Strategy(kind, 1, 1, 1).follows
+        if "hybrid" in kinds and kind in ("ahead+learned", "ahead+ngram"):
+            continue  # ahead+hybrid takes the better of the two
+        depths = _FOLLOWED if follows else _CHAINS[3:] if kind == "hybrid" else _CHAINS
+        arms += [Strategy(kind, depth, 1, depth) for depth in depths]
     if "learned" in kinds and trees:
         arms += [Strategy("learned", *shape) for shape in _TREES]
-    return tuple(arm for arm in arms if arm.depth <= max_depth)
+    return tuple(arm for arm in arms if arm.follows or arm.depth <= max_depth)
 
 
 def default_groups(arms: Sequence[Strategy]) -> list[tuple[int, list[Strategy]]]:
     """Returns BEG-MAB's buckets: four groups of arms by the number of tokens to verify, which is largest for the smallest
-    batches. Off is an arm of the last two."""
-    speculating = sorted((arm for arm in arms if not arm.is_off), key=lambda arm: -arm.budget)
+    batches. Off is an arm of the last two. References are followed in none: a group has no arm for a batch without any."""
+    speculating = sorted((arm for arm in arms if not (arm.is_off or arm.follows)), key=lambda arm: -arm.budget)
     limits = (64, 16, 8, 4)
     floors = (9, 5, 3, 1)
     groups: list[tuple[int, list[Strategy]]] = []

@@ -94,6 +94,7 @@ class Link:
     def __init__(self, settings: VllmSettings) -> None:
         check_installed()
         self.settings, self.dtype, self.max_depth = settings, settings.dtype, settings.max_depth
+        self._num_threads = torch.get_num_threads()
         way = settings.way
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -134,6 +135,8 @@ class Link:
         found = {}
         with self._naming_dead_workers():
             outputs = self._engine.step()
+        if torch.get_num_threads() != self._num_threads:  # vLLM's n-gram drafter, which numba compiles, changes PyTorch's, too
+            torch.set_num_threads(self._num_threads)
         for output in outputs:
             (completion,) = output.outputs
             if token_ids := tuple(completion.token_ids):

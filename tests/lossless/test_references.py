@@ -1,0 +1,156 @@
+"""Drafting from references changes no token, whatever they say; and it follows them as far as it can."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.lossless.helpers import CONFIG, STOP, VOCAB, make_engine, make_policy
+from tlt.drafter.ahead import AheadDrafter, Follower
+from tlt.drafter.references import Reference, References
+from tlt.engine import reading
+from tlt.engine.engine import RolloutEngine
+from tlt.tuning.cost_model import CostModel
+from tlt.tuning.tuner import Fixed, default_arms
+from tlt.types import Request, Rollout, SamplingParams, Strategy, StrategyTuner
+
+PARAMS = (SamplingParams(1.0), SamplingParams(0.0), SamplingParams(0.8, top_k=9, top_p=0.95, min_p=0.02))
+KINDS = ("right", "wrong", "one differs", "shifted", "truncated", "empty", "too long", "of another sample", "none")
+ARMS = ("ahead:8x1x8", "ahead:100x1x100", "ahead+learned:64x1x64", "ahead+learned:5x1x5")
+
+
+def requests_for(num: int = 9, max_tokens: int = 110) -> list[Request]:
+    rng = random.Random(5)
+    prompts = [tuple(rng.randrange(8, VOCAB) for _ in range(rng.randint(1, 30))) for _ in range(3)]
+    found = []
+    for i in range(num):
+        params = replace(PARAMS[i % 3], max_tokens=max_tokens, stop_ids=(STOP,) if i % 2 else (), seed=4)
+        found.append(Request(f"p{i % 3}", i // 3, prompts[i % 3], params))
+    return found
+
+
+@cache
+def plain() -> dict[tuple[str, int], Rollout]:
+    """What the engine says without drafts."""
+    return by_key(make_engine(make_policy()).generate(requests_for()))
+
+
+def by_key(rollouts: Iterable[Rollout]) -> dict[tuple[str, int], Rollout]:
+    return {(rollout.problem_id, rollout.sample_index): rollout for rollout in rollouts}
+
+
+def reference_of(kind: str, right: Sequence[int], rng: random.Random) -> list[int] | None:
+    middle, noise = len(right) // 2, [rng.randrange(8, VOCAB) for _ in range(300)]
+    return {
+        "right": list(right),
+        "wrong": noise[: len(right)],
+        "one differs": [*right[:middle], (right[middle] + 1) % VOCAB, *right[middle + 1 :]],
+        "shifted": [*right[:middle], *noise[:3], *right[middle:]],
+        "truncated": list(right[:middle]),
+        "empty": [],
+        "too long": [*right, *noise],
+        "of another sample": list(plain()["p0", 0].token_ids),
+        "none": None,
+    }[kind]
+
+
+def follow(tuner: StrategyTuner, kinds: Sequence[str], dtype: torch.dtype = torch.float64) -> RolloutEngine:
+    rng, references = random.Random(1), References(None)
+    for request, kind in zip(requests_for(), kinds, strict=True):
+        reference = reference_of(kind, plain()[request.problem_id, request.sample_index].token_ids, rng)
+        if reference is not None:
+            references.keep(request.key, reference)
+    engine = make_engine(make_policy(), tuner, dtype=dtype)
+    assert engine.drafter is not None
+    engine.load_drafter(AheadDrafter(engine.drafter, references, 8))
+    return engine
+
+
+def assert_plain(engine: RolloutEngine) -> None:
+    found = by_key(engine.generate(requests_for()))
+    for key, rollout in plain().items():
+        assert found[key].token_ids == rollout.token_ids, key
+        assert found[key].finish_reason == rollout.finish_reason
+        assert max(abs(a - b) for a, b in zip(found[key].logprobs, rollout.logprobs, strict=True)) < 1e-9
+
+
+@settings(max_examples=12, deadline=None)
+@given(kinds=st.lists(st.sampled_from(KINDS), min_size=9, max_size=9), arm=st.sampled_from(ARMS))
+def test_no_reference_changes_a_token(kinds: list[str], arm: str) -> None:
+    assert_plain(follow(Fixed(Strategy.parse(arm)), kinds))
+
+
+def test_a_tuner_that_may_follow_references_changes_no_token() -> None:
+    arms = default_arms(("learned", "ngram", "hybrid", "ahead", "ahead+hybrid"))
+    assert {arm.depth for arm in arms if arm.follows} == {32, 64, 128, 256}
+    engine = follow(CostModel(arms), KINDS)
+    assert_plain(engine)
+
+
+@pytest.mark.parametrize("piece", [2, 3, 33])
+def test_a_long_chain_is_verified_in_pieces_of_any_length(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PIECE", piece)
+    assert_plain(follow(Fixed(Strategy.parse("ahead:100x1x100")), ["right", "one differs", "truncated"] * 3))
+
+
+def test_a_right_reference_is_followed_to_its_end() -> None:
+    engine = follow(Fixed(Strategy.parse("ahead:100x1x100")), ["right"] * 9)
+    assert_plain(engine)
+    assert engine.stats.accept_length is not None
+    assert engine.stats.accept_length > 20
+
+
+def test_logits_of_a_long_chain_are_asked_for_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = follow(Fixed(Strategy.parse("ahead:100x1x100")), ["right", "wrong", "one differs"] * 3)
+    sizes, logits = [], engine.model.logits
+    monkeypatch.setattr(engine.model, "logits", lambda features: (sizes.append(len(features)), logits(features))[1])
+    assert_plain(engine)
+    assert max(sizes) <= 8 * reading.PIECE
+
+
+def test_after_a_difference_the_place_is_found_again() -> None:
+    """A token too many, then the same words: the rest is followed three places on."""
+    reference = list(range(10, 60))
+    follower, prompt = Follower(Reference(reference), 2), [1, 2]
+    tokens = [*prompt, *reference[:20], 7, 8, 9, *reference[20:30]]
+    for end in range(2, len(tokens) + 1):
+        follower.read(tokens[:end])
+    assert list(follower.next_tokens(4)) == reference[30:34]
+    assert follower.cell[0] == 2, "it is followed elsewhere than at the response's own position"
+
+
+def test_a_single_difference_leaves_the_place_where_it_is() -> None:
+    reference = list(range(10, 60))
+    follower = Follower(Reference(reference), 0)
+    follower.read([*reference[:20], 7])
+    assert list(follower.next_tokens(3)) == reference[21:24]
+    assert follower.cell == (1, 0)
+
+
+def test_references_are_bounded_and_the_first_leave_first() -> None:
+    references = References(40 * 4 / 2**20)
+    for i in range(6):
+        references.keep((i, 0, 0, 0), range(10))
+    references.keep((5, 0, 0, 0), range(5))
+    assert [references.get((i, 0, 0, 0)) is not None for i in range(6)] == [False, False, True, True, True, True]
+    assert references.num_tokens == 35
+
+
+def test_the_window_ends_a_draft() -> None:
+    """A reference goes on beyond the model's window: nothing is drafted there."""
+    request = Request("w", 0, (9,) * 30, SamplingParams(1.0, max_tokens=CONFIG.max_positions - 30, seed=2))
+    (want,) = make_engine(make_policy()).generate([request])
+    references = References(None)
+    references.keep(request.key, [*want.token_ids, *range(8, 60)])
+    engine = make_engine(make_policy(), Fixed(Strategy.parse("ahead:256x1x256")))
+    assert engine.drafter is not None
+    engine.load_drafter(AheadDrafter(engine.drafter, references, 8))
+    (found,) = engine.generate([request])
+    assert found.token_ids == want.token_ids

@@ -1,0 +1,117 @@
+"""Generating ahead: who is given what, when it stops, and what all ranks know of it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import HashStore
+
+from tests.lossless.helpers import VOCAB, make_engine, make_policy
+from tlt.accounts import AheadReport
+from tlt.distributed.ahead_queue import AheadQueue
+from tlt.distributed.world import World
+from tlt.drafter.references import References
+from tlt.spans import Span
+from tlt.training.ahead import AheadOfPolicy
+from tlt.types import Request, SamplingParams
+
+WORLD = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
+PARAMS = SamplingParams(1.0, max_tokens=24, seed=3)
+
+
+def request(problem: str, step: int = 1, sample: int = 0) -> Request:
+    return Request(problem, sample, (9, 11, ord(problem[-1]) % VOCAB), PARAMS, "rollout", step)
+
+
+def after(num: int) -> Callable[[], bool]:
+    """Says stop when it has been asked so many times."""
+    asked = iter(range(num))
+    return lambda: next(asked, None) is None
+
+
+def make_ahead(requests: list[Request], **changes: Any) -> tuple[AheadOfPolicy, list[Span]]:
+    spans: list[Span] = []
+    given = {"engine": make_engine(make_policy()), "references": References(), "past": [], "lengths": {}, "world": WORLD}
+    given |= changes
+    ahead = AheadOfPolicy(requests=requests, on_span=spans.append, **given)
+    ahead.begin(queue_of())
+    return ahead, spans
+
+
+def queue_of(replica: int = 0, num: int = 1, store: HashStore | None = None) -> AheadQueue:
+    return AheadQueue(store or HashStore(), replica, num)
+
+
+def plain(requests: list[Request]) -> dict[tuple[int, int, int, int], tuple[int, ...]]:
+    by_name = {(r.problem_id, r.sample_index): r.key for r in requests}
+    rollouts = make_engine(make_policy()).generate(requests)
+    return {by_name[r.problem_id, r.sample_index]: r.token_ids for r in rollouts}
+
+
+def test_what_was_generated_ahead_is_what_the_policy_says_and_all_of_it_becomes_references() -> None:
+    requests = [request(f"p{i}") for i in range(10)]
+    references = References()
+    ahead, spans = make_ahead(requests, references=references)
+    report = ahead.run(lambda: False)
+    assert report.num_tokens == sum(map(len, plain(requests).values()))
+    assert [span.name for span in spans] == ["ahead"]
+    ahead.end()
+    for key, token_ids in plain(requests).items():
+        kept = references.get(key)
+        assert kept is not None
+        assert tuple(kept.token_ids) == token_ids
+
+
+def test_a_session_ends_within_a_step_leaves_the_engine_idle_and_the_next_goes_on() -> None:
+    requests = [request(f"p{i}") for i in range(3)]
+    engine = make_engine(make_policy())
+    engine.stats.num_tokens = 17
+    ahead, _ = make_ahead(requests, engine=engine)
+    first = ahead.run(after(5))
+    assert first.num_steps == 5
+    assert engine.is_idle
+    assert engine.stats.num_tokens == 17, "a phase's own account"
+    assert sorted(len(token_ids) for token_ids in ahead.found.values()) == [4, 5, 5], "two at first, then the third"
+    second = ahead.run(lambda: False)
+    assert first.num_tokens + second.num_tokens == sum(map(len, plain(requests).values()))
+    assert ahead.found == plain(requests)
+    assert ahead.run(lambda: False) == AheadReport(), "nothing is left"
+
+
+def test_two_replicas_share_the_requests_of_a_step_and_one_does_what_the_other_has_begun_and_left() -> None:
+    requests, store = [request(f"p{i}") for i in range(8)], HashStore()
+    replicas = []
+    for replica in range(2):
+        ahead, _ = make_ahead(requests, world=World(replica, 2, replica, torch.device("cpu"), store, None))
+        ahead.begin(queue_of(replica, 2, store))
+        replicas.append(ahead)
+    for ahead in replicas:
+        ahead.run(after(2))  # takes a lot of two, another one, and is called away
+    assert [len(ahead.found) for ahead in replicas] == [4, 4]
+    assert not replicas[0].found.keys() & replicas[1].found.keys()
+    replicas[1].run(lambda: False)
+    assert replicas[1].found == plain(requests), "the first one is busy, and its four are done here"
+    replicas[0].run(lambda: False)
+    assert replicas[0].found.keys() == {requests[i].key for i in range(4)}, "and what the other has done is not done again"
+
+
+def test_the_next_step_comes_before_the_one_behind_it_and_the_longest_problems_first() -> None:
+    requests = [request("a", 2), request("b", 1), request("c", 1), request("d", 1)]
+    ahead, _ = make_ahead(requests, lengths={"c": 50.0, "a": 900.0, "d": 7.0})
+    assert [(r.problem_id, r.policy_step) for r in ahead.requests] == [("c", 1), ("d", 1), ("b", 1), ("a", 2)]
+
+
+def test_an_older_reference_that_came_further_keeps_its_end_and_used_ones_are_dropped() -> None:
+    asked, used = request("p"), request("q", 0)
+    references = References()
+    references.keep(asked.key, range(20), 0)
+    references.keep(used.key, range(5), 0)
+    ahead, _ = make_ahead([asked], references=references, past=[used])
+    ahead.run(after(3))
+    ahead.end()
+    kept = references.get(asked.key)
+    assert kept is not None
+    assert [*kept.token_ids] == [*plain([asked])[asked.key][:3], *range(3, 20)]
+    assert references.get(used.key) is None

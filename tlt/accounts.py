@@ -1,0 +1,76 @@
+"""What ranks give account of: the drafter's training and what was generated ahead in idle time; the drafter at a step's end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DrafterReport:
+    """The account of drafter training: of one micro-step, one session or several.
+
+    num_tokens: tokens trained on.  captured_tokens: those of them whose features the engine had captured.
+    recomputed_tokens: tokens that went through the target again for their features.
+    loss: mean over the tokens trained on.
+    max_micro_step_seconds: bounds how long a preemption can take.
+    preempted_at: when the latest session returned because it was asked to (the host's monotonic clock); None: it was not.
+    is_limited: a session ended because its data had been gone through drafter.max_passes times; idle time was left.
+    """
+
+    num_micro_steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    loss: float = float("nan")
+    max_micro_step_seconds: float = 0.0
+    captured_tokens: int = 0
+    recomputed_tokens: int = 0
+    preempted_at: float | None = None
+    is_limited: bool = False
+
+    def plus(self, later: DrafterReport) -> DrafterReport:
+        """Returns both reports as one."""
+        trained = [report for report in (self, later) if report.num_tokens]
+        num_tokens = self.num_tokens + later.num_tokens
+        return DrafterReport(
+            num_micro_steps=self.num_micro_steps + later.num_micro_steps,
+            num_tokens=num_tokens,
+            seconds=self.seconds + later.seconds,
+            loss=sum(r.loss * r.num_tokens for r in trained) / num_tokens if trained else float("nan"),
+            max_micro_step_seconds=max(self.max_micro_step_seconds, later.max_micro_step_seconds),
+            captured_tokens=self.captured_tokens + later.captured_tokens,
+            recomputed_tokens=self.recomputed_tokens + later.recomputed_tokens,
+            preempted_at=later.preempted_at,
+            is_limited=self.is_limited or later.is_limited,
+        )
+
+
+@dataclass(frozen=True)
+class DrafterCheck:
+    """The state of the learned drafter at the end of a step.
+
+    version: counts its publications.  acceptance: mean over response tokens of sum_v min(p, q), the most that one draft can be
+    accepted with; NaN: not measured.  retrieval: share of the same tokens that retrieval would have drafted.
+    training: "trained", "trained; max_passes reached", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
+    set_aside: why retrieval drafts in its place; empty: it drafts.  has_switched: that is new since the last check.
+    """
+
+    version: int
+    acceptance: float
+    retrieval: float
+    training: str
+    set_aside: str
+    has_switched: bool
+
+
+@dataclass(frozen=True)
+class AheadReport:
+    """The account of one session of generating ahead, or of several: engine steps, tokens, and seconds."""
+
+    num_steps: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+
+    def plus(self, later: AheadReport) -> AheadReport:
+        """Returns both as one."""
+        steps, tokens = self.num_steps + later.num_steps, self.num_tokens + later.num_tokens
+        return AheadReport(steps, tokens, self.seconds + later.seconds)

@@ -1,0 +1,243 @@
+"""Drafting from a reference: a response that was drawn before with the same noise (references.py), followed token by token.
+
+    reference   t0 t1 t2 t3 t4 t5 …        agrees so far: the next ones are the draft, as many as are likely to be kept
+    response    t0 t1 t2                   differs: the place is found again, by position or by the words before it
+                         └ draft t3 t4 t5 …          meanwhile the other drafters carry on (`ahead+…`)
+
+How far a reference leads is learned for three cases: it has agreed from the first token on; it has differed, and is followed
+at the response's own position, where the noise is its own; or it is followed elsewhere. Knows tokens only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
+from tlt.drafter.hybrid import choose_rows
+from tlt.drafter.ngram import match_bucket
+from tlt.drafter.references import Reference, References
+from tlt.drafter.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
+from tlt.speculative.protocol import DraftContext, Drafter, Proposal
+from tlt.speculative.tree import chain
+from tlt.types import Lead, Request, Rollout, Strategy, Verdict
+
+AHEAD = "ahead"
+"""The kind that drafts from references alone; `ahead+KIND` lets another drafter draft where there is none."""
+
+_KEEP = 0.99
+"""The share of what was learned about a case that outlives one more draft."""
+_SUREST = 0.9995
+"""The highest share of kept tokens that is reckoned with."""
+_UNBROKEN, _IN_PLACE, _ELSEWHERE = range(3)
+_PRIORS = ([20.0, 20.5], [1.0, 2.0], [1.0, 2.0])
+"""Per case: tokens accepted, tokens tried, before any was."""
+
+
+def ahead_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Returns the kinds of drafter that there are once references are added to these."""
+    return (*kinds, AHEAD, *(f"{AHEAD}+{kind}" for kind in kinds))
+
+
+@dataclass(frozen=True)
+class Followed:
+    """The draft of a row from its reference. cell: which count of acceptances it belongs to.  version: the reference's."""
+
+    cell: tuple[int, int]
+    token_ids: Sequence[int]
+    version: int
+
+
+class Follower:
+    """Follows one reference beside the sequence that grows. skip: tokens of the prompt."""
+
+    def __init__(self, reference: Reference, skip: int) -> None:
+        self.reference, self.version, self.skip = reference.token_ids, reference.version, skip
+        self.place = 0
+        """Index of the reference's token that is expected next."""
+        self.num_read = 0
+        self.num_agreed = 0
+        """Tokens before `place` that agree with the sequence's last ones, up to MAX_MATCH."""
+        self.has_differed = False
+        self._index: SuffixIndex | None = None
+
+    @property
+    def cell(self) -> tuple[int, int]:
+        if not self.has_differed:
+            return _UNBROKEN, 0
+        return (_IN_PLACE if self.place == self.num_read else _ELSEWHERE), match_bucket(self.num_agreed)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Reads what the sequence, prompt included, has grown by."""
+        for token in tokens[self.skip + self.num_read :]:
+            agrees = self.place < len(self.reference) and self.reference[self.place] == token
+            self.num_agreed = min(self.num_agreed + 1, MAX_MATCH) if agrees else 0
+            self.has_differed |= not agrees
+            self.place += 1
+            self.num_read += 1
+        if self.has_differed and self.num_agreed < ANCHORS[-1]:
+            self._find_place(tokens)
+
+    def next_tokens(self, num: int) -> Sequence[int]:
+        """Returns the reference's next tokens, `num` at most."""
+        return self.reference[self.place : self.place + num]
+
+    def _find_place(self, tokens: Sequence[int]) -> None:
+        """Goes where most of the last tokens agree; of equals, to the sequence's own position."""
+        if self._index is None:
+            self._index = SuffixIndex()
+            self._index.extend(self._index.open(self.skip), [*tokens[: self.skip], *self.reference])
+        best = self._agreement(tokens), self.num_read
+        for length, _, end in self._index.sources(tokens):
+            if length > best[0]:
+                best = length, end - self.skip
+        self.num_agreed, self.place = best
+
+    def _agreement(self, tokens: Sequence[int]) -> int:
+        """Returns how many of the last tokens agree at the sequence's own position."""
+        num = min(self.num_read, MAX_MATCH)
+        if self.num_read > len(self.reference):
+            return 0
+        pairs = (tokens[-1 - i] == self.reference[self.num_read - 1 - i] for i in range(num))
+        return next((i for i, agrees in enumerate(pairs) if not agrees), num)
+
+
+@dataclass(frozen=True)
+class AheadProposal(Proposal):
+    """followed: by row, what was drafted from a reference; None: nothing.  inner: what the other drafter proposed; None: it was
+    not asked."""
+
+    followed: tuple[Followed | None, ...] = ()
+    inner: Any = None
+
+
+class AheadDrafter:
+    """Puts references before another drafter (`inner`), which it keeps informed.
+
+    confidence_threshold: a chain ends where the chance that all of it is kept falls below this.
+    """
+
+    def __init__(
+        self,
+        inner: Drafter[Any],
+        references: References,
+        max_slots: int,
+        confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
+    ) -> None:
+        self.inner, self.references = inner, references
+        self.confidence_threshold = confidence_threshold
+        self.kinds = ahead_kinds(inner.kinds)
+        self.followers: list[Follower | None] = [None] * max_slots
+        self.hits = [[[*prior] for _ in range(match_bucket(MAX_MATCH) + 1)] for prior in _PRIORS]
+
+    @property
+    def version(self) -> int:
+        return self.inner.version
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return self.inner.capture
+
+    @property
+    def leads(self) -> tuple[Lead, ...]:
+        found = [self._lead(follower) for follower in self.followers if follower is not None]
+        return tuple(lead for lead in found if lead.length > 0)
+
+    # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def admit(self, slot: int, request: Request) -> None:
+        self.inner.admit(slot, request)
+        reference = self.references.get(request.key)
+        self.followers[slot] = None if reference is None else Follower(reference, len(request.prompt_ids))
+
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
+        self.inner.remember(slots, starts, features_BTF)
+
+    def move(self, source: int, target: int) -> None:
+        self.inner.move(source, target)
+        self.followers[target], self.followers[source] = self.followers[source], None
+
+    def recall(self, slot: int, num_positions: int) -> Tensor | None:
+        return self.inner.recall(slot, num_positions)
+
+    def finish(self, slot: int, rollout: Rollout) -> None:
+        self.inner.finish(slot, rollout)
+        self.followers[slot] = None
+
+    def withdraw(self, slot: int) -> None:
+        self.inner.withdraw(slot)
+        self.followers[slot] = None
+
+    def slot_bytes(self, length: int) -> int:
+        return self.inner.slot_bytes(length)
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        self.inner.reserve(num_slots, length)
+
+    def release(self) -> None:
+        self.inner.release()
+
+    def counters(self) -> dict[str, Any]:
+        return {**self.inner.counters(), AHEAD: self.hits}
+
+    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
+        self.inner.restore(counters)
+        if AHEAD in counters[0]:  # the run may have gone without references before
+            self.hits = [[[*pair] for pair in case] for case in counters[0][AHEAD]]
+
+    def observe(self, proposal: AheadProposal, verdicts: Sequence[Verdict]) -> None:
+        for row, verdict in zip(proposal.followed, verdicts, strict=True):
+            if row is not None:
+                case, bucket = row.cell
+                num_kept, has_failed = verdict.num_accepted, verdict.num_accepted < len(row.token_ids)
+                kept, tried = self.hits[case][bucket]
+                self.hits[case][bucket] = [_KEEP * kept + num_kept, _KEEP * tried + num_kept + has_failed]
+        if proposal.inner is not None:
+            self.inner.observe(proposal.inner, verdicts)
+
+    # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def propose(
+        self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()
+    ) -> AheadProposal:
+        followers = self.followers[: len(context.tokens)]
+        for follower, tokens in zip(followers, context.tokens, strict=True):
+            if follower is not None:
+                follower.read(tokens)
+        if not strategy.follows:
+            inner = self.inner.propose(context, strategy, noise_BDV, unwanted)
+            return AheadProposal(inner.tree, (None,) * len(followers), inner)
+        rows = zip(context.tokens, context.requests, followers, strict=True)
+        followed = tuple(self._follow(*row, strategy.depth) for row in rows)
+        drafts = [() if row is None else row.token_ids for row in followed]
+        longest, roots = max(map(len, drafts)), [tokens[-1] for tokens in context.tokens]
+        nodes = [[root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)]
+        tree = chain(torch.tensor(nodes, device=noise_BDV.device), [1 + len(draft) for draft in drafts])
+        versions = tuple(None if row is None else row.version for row in followed)
+        unwanted = [row for row, version in enumerate(versions) if version is not None]
+        if strategy.elsewhere.is_off or len(unwanted) == len(versions):
+            return AheadProposal(tree, followed, references=versions)
+        inner = self.inner.propose(context, strategy.elsewhere, noise_BDV, unwanted)
+        tree = choose_rows(tree, inner.tree, [version is not None for version in versions])
+        return AheadProposal(tree, followed, inner, references=versions)
+
+    def _lead(self, follower: Follower) -> Lead:
+        """Returns how far a reference leads, as far as all of the draft is likely to be kept."""
+        case, bucket = follower.cell
+        kept, tried = self.hits[case][bucket]
+        rate = min(kept / tried, _SUREST)
+        num_likely = int(math.log(self.confidence_threshold) / math.log(rate))
+        return Lead(rate, min(num_likely, len(follower.reference) - follower.place))
+
+    def _follow(self, tokens: Sequence[int], request: Request, follower: Follower | None, depth: int) -> Followed | None:
+        """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept."""
+        if follower is None:
+            return None
+        num_left = len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1  # the target adds one of its own
+        token_ids = follower.next_tokens(max(min(depth, self._lead(follower).length, num_left), 0))
+        return Followed(follower.cell, token_ids, follower.version) if token_ids else None

@@ -1,0 +1,107 @@
+"""The target reads draft trees in one forward, and they are verified: a long chain a piece at a time.
+
+    trees behind their sequences ─▶ forward ─┬▶ what the drafter reads
+                                             └▶ features ─▶ logits of a piece ─▶ verdicts ─▶ the next piece, of those that
+                                                                                             kept all of this one
+With a vocabulary of 152k, logits and noise of 256 nodes would take gigabytes for a few sequences; of drafts that are rejected
+early most are never computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tlt.models.attention import cached, pad
+from tlt.models.kv_cache import Cache
+from tlt.models.packed import PackedTransformer
+from tlt.speculative.sampling import BatchParams
+from tlt.speculative.tree import TreeLayout, chain
+from tlt.speculative.verify import Noise, Verify
+from tlt.types import DraftTree, Strategy, Verdict
+
+PIECE = Strategy.MAX_DEPTH + 1
+"""Nodes of a chain that are verified at a time, the root included."""
+
+NoiseOf = Callable[[Sequence[int], int, int], Noise]
+"""Returns the noise of the positions that follow the nodes in columns first .. end - 1 of these rows."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """The features of the target at the nodes of a batch of trees.
+
+    features_NE: at the real nodes, those that are no padding.  real_N: their places among all; None: all are real.
+    """
+
+    model: PackedTransformer
+    tree: DraftTree
+    features_NE: Tensor
+    real_N: Tensor | None
+
+    def verdicts(self, verify: Verify, noise_of: NoiseOf, params: BatchParams) -> list[Verdict]:
+        """Returns what the target says of each tree."""
+        B, N = self.tree.tokens_BN.shape
+        rows = list(range(B))
+        if N <= PIECE or not self.tree.is_chain:
+            return verify(self.tree, self.logits(), noise_of(rows, 0, N), params)
+        features_BNE, tokens = pad(self.features_NE, self.real_N, B * N).view(B, N, -1), self.tree.tokens_BN.tolist()
+        found: list[list[Verdict]] = [[] for _ in rows]
+        for first in range(0, N, PIECE):
+            counts = [min(self.tree.row_lengths[row] - first, PIECE) for row in rows]
+            end = first + max(counts)
+            piece = chain(self.tree.tokens_BN[rows, first:end], counts)
+            logits_bnV = self._logits_of_piece(features_BNE[rows, first:end], counts)
+            of_rows = params.take(torch.tensor(rows, device=logits_bnV.device))
+            verdicts = verify(piece, logits_bnV, noise_of(rows, first, end), of_rows)
+            goes_on = []
+            for row, count, verdict in zip(rows, counts, verdicts, strict=True):
+                found[row].append(verdict)
+                is_kept = verdict.num_accepted == count - 1 and self.tree.row_lengths[row] > first + PIECE
+                if is_kept and verdict.tokens[-1] == tokens[row][first + PIECE]:
+                    goes_on.append(row)
+            rows = goes_on
+            if not rows:
+                break
+        return [_join(pieces) for pieces in found]
+
+    def logits(self) -> Tensor:
+        """Returns the logits at all nodes, [B, N, V]; zeros at padding."""
+        B, N = self.tree.tokens_BN.shape
+        return pad(self.model.logits(self.features_NE), self.real_N, B * N).view(B, N, -1)
+
+    def _logits_of_piece(self, features_bnE: Tensor, counts: Sequence[int]) -> Tensor:
+        """Returns [b, n, V]; zeros at padding."""
+        b, n, _ = features_bnE.shape
+        is_real_bn = torch.arange(n, device=features_bnE.device) < torch.tensor(counts, device=features_bnE.device)[:, None]
+        real_N = is_real_bn.flatten().nonzero()[:, 0]
+        return pad(self.model.logits(features_bnE.flatten(0, 1)[real_N]), real_N, b * n).view(b, n, -1)
+
+
+def read(
+    model: PackedTransformer, cache: Cache, tree: DraftTree, nodes: TreeLayout, capture: Sequence[int]
+) -> tuple[Tensor, Read]:
+    """Lets the target read the trees, laid out as `nodes`. Returns what the drafter reads, [B, N, F], and what is verified."""
+    B, N = tree.tokens_BN.shape
+    config, columns_BN = model.config, nodes.columns_BN
+    attend = cached(config, cache.layers, columns_BN, nodes.length, nodes.mask_BNL, nodes.lengths, nodes.counts)
+    real_N = attend.real_N
+    tokens_N, positions_N = tree.tokens_BN.flatten(), nodes.positions_BN.flatten()
+    if real_N is not None:
+        tokens_N, positions_N = tokens_N[real_N], positions_N[real_N]
+    if nodes.length > config.max_positions:
+        positions_N = positions_N.clamp_max(config.max_positions - 1)  # drafts beyond the window are never kept
+    features_NE, captured_NF = model.forward_capturing(tokens_N, positions_N, attend, capture)
+    return pad(captured_NF, real_N, B * N).view(B, N, -1), Read(model, tree, features_NE, real_N)
+
+
+def _join(pieces: Sequence[Verdict]) -> Verdict:
+    """Returns what pieces that follow each other say of one chain."""
+    if len(pieces) == 1:
+        return pieces[0]
+    tokens = tuple(token for piece in pieces for token in piece.tokens)
+    logprobs = tuple(logprob for piece in pieces for logprob in piece.logprobs)
+    return Verdict(tokens, len(tokens) - 1, tuple(range(len(tokens))), logprobs)

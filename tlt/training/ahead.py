@@ -1,0 +1,162 @@
+"""Ahead of the policy: in idle time a replica generates responses of the next steps, with today's policy and their own noise.
+
+    idle ─▶ take requests of step s + 1, then of s + 2 ─▶ generate ─▶ real work, or all done ─▶ what there is, finished or not
+                                                                                                       │ told to all ranks
+    step s + 1: its policy draws each token itself, from drafts that are nearly always right ◀─ references ◀┘
+
+Tomorrow's noise takes no part in today's update, so nothing is biased; a reference changes time alone. Knows no queue of real
+work and no drafter's training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tlt.accounts import AheadReport
+from tlt.distributed.ahead_queue import AheadQueue
+from tlt.distributed.world import World, gather_objects
+from tlt.drafter.references import Key, References
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.stats import EngineStats
+from tlt.spans import Span, SpanName
+from tlt.training.problems import problems_of_step
+from tlt.types import Request, Rollout
+
+if TYPE_CHECKING:
+    from tlt.training.run import Run
+
+
+class Ahead:
+    """Says what a phase asks of whoever generates ahead, and does nothing."""
+
+    def begin(self, queue: AheadQueue) -> None:
+        """Prepares for a round, in which the replicas share their requests through this queue."""
+
+    def run(self, should_stop: Callable[[], bool]) -> AheadReport:
+        """Generates until `should_stop`, or until there is nothing left to do; the engine is idle before and after."""
+        return AheadReport()
+
+    def end(self) -> None:
+        """Ends the phase: tells all ranks what was generated. Every rank calls it."""
+
+
+NO_AHEAD = Ahead()
+
+
+class AheadOfPolicy(Ahead):
+    """Generates the responses of steps to come. One per phase and rank.
+
+    requests: of the next step, then of those behind it.  past: of the step that is running now, whose references are of no more
+    use afterwards.  lengths: tokens that responses to a problem had last, by problem: the longest begin first.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutBackend,
+        references: References,
+        world: World,
+        requests: Sequence[Request],
+        past: Sequence[Request],
+        lengths: Mapping[str, float],
+        on_span: Callable[[Span], None],
+    ) -> None:
+        self.engine, self.references, self.world, self.on_span = engine, references, world, on_span
+        self.past = [request.key for request in past]
+        self.requests = sorted(requests, key=lambda r: (r.policy_step, -lengths.get(r.problem_id, 0.0)))
+        numbered = reversed([*enumerate(self.requests)])  # of two with one name the nearest step's
+        self._number_of = {(request.problem_id, request.sample_index): number for number, request in numbered}
+        self.found: dict[Key, tuple[int, ...]] = {}
+        self._begun: set[int] = set()
+        self._done: list[int] = []
+        self._own: deque[Request] = deque()  # begun here, and stopped
+        self._lot = -(-len(self.requests) // (2 * world.world_size))
+        self._queue: AheadQueue | None = None
+        self._has_more = bool(self.requests)
+
+    def begin(self, queue: AheadQueue) -> None:
+        self._queue, self._has_more = queue, bool(self.requests)
+
+    def run(self, should_stop: Callable[[], bool]) -> AheadReport:
+        start, stats = time.perf_counter(), self.engine.stats
+        self.engine.stats = EngineStats()  # what a phase reports is its own work
+        try:
+            while not should_stop():
+                if self.requests and (room := self.engine.room):
+                    self.engine.add(self._next(room))
+                if self.engine.is_idle:
+                    break
+                for finished in self.engine.step():
+                    self._keep(finished.rollout)
+        finally:
+            self._stop()
+            done, self.engine.stats = self.engine.stats, stats
+        end = time.perf_counter()
+        if done.num_steps:
+            self.on_span(Span(SpanName.AHEAD, start, end))
+        return AheadReport(done.num_steps, done.num_tokens, end - start if done.num_steps else 0.0)
+
+    def end(self) -> None:
+        for key in self.past:
+            self.references.drop(key)
+        version = self.engine.policy_version
+        for found in gather_objects(self.world, self.found):
+            for key, token_ids in found.items():
+                before = self.references.get(key)
+                rest = () if before is None else before.token_ids[len(token_ids) :]  # an older one may have come further
+                self.references.keep(key, [*token_ids, *rest], version)
+
+    def _next(self, room: int) -> list[Request]:
+        """Returns up to `room` requests: those that this replica has begun, then those that nobody has, then those that others
+        have begun and not done, for they may be at work on more."""
+        taken = [self._own.popleft() for _ in range(min(room, len(self._own)))]
+        room -= len(taken)
+        assert self._queue is not None, "begin comes first"
+        if room and self._has_more:
+            numbers = self._queue.take(min(room, self._lot))
+            self._has_more = numbers.stop < len(self.requests)
+            taken += self._begin(numbers)
+        elif room and self.engine.is_idle and not taken:
+            left = set(range(len(self.requests))) - self._begun - self._queue.done()
+            taken += self._begin(sorted(left)[: min(room, self._lot)])
+        return taken
+
+    def _begin(self, numbers: Iterable[int]) -> list[Request]:
+        new = [number for number in numbers if number < len(self.requests) and number not in self._begun]
+        self._begun.update(new)
+        return [self.requests[number] for number in new]
+
+    def _keep(self, rollout: Rollout) -> None:
+        number = self._number_of[rollout.problem_id, rollout.sample_index]
+        self.found[self.requests[number].key] = rollout.token_ids
+        self._done.append(number)
+
+    def _stop(self) -> None:
+        """Takes everything out of the engine; what is unfinished is kept as far as it has come."""
+        unfinished = self.engine.withdraw(range(len(self.engine.running)))
+        self._own.extend(unfinished)
+        self._own.extend(self.engine.withdraw_waiting(self.engine.num_waiting))
+        if self._queue is not None and self._done:
+            self._queue.note_done(self._done)
+        for request in unfinished:
+            if request.token_ids:
+                self.found[request.key] = request.token_ids
+
+
+def ahead_of(run: Run) -> Ahead:
+    """Returns who generates the responses of the next steps in this one's idle time."""
+    rollout, seed, last = run.config.rollout, run.config.run.seed, run.config.run.num_steps - 1
+    if not rollout.ahead:
+        return NO_AHEAD
+
+    def requests_of(step: int) -> list[Request]:
+        problems = problems_of_step(run.problems, step, rollout.problems_per_step, seed)
+        numbers = range(rollout.samples_per_problem)
+        return [Request(p.problem_id, i, p.prompt_ids, run.params, "rollout", step) for p in problems for i in numbers]
+
+    later = range(run.step + 1, min(run.step + rollout.ahead, last) + 1)
+    requests = [request for step in later for request in requests_of(step)]
+    past = requests_of(run.step)
+    return AheadOfPolicy(run.engine, run.references, run.world, requests, past, run.lengths, run.timeline.add)
