@@ -110,10 +110,12 @@ def test_each_of_n_responses_has_a_seed_of_its_own(ask: Callable[..., Any], ours
 
 
 def test_without_a_seed_every_response_is_another_one(ask: Callable[..., Any]) -> None:
-    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "temperature": 9.0}  # so hot that no two texts are alike
-    texts = [choice.text for n in (1, 3) for choice in ask(**asked, n=n).choices]
+    asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "temperature": 2.0}
+    texts = [choice.text for n in (1, 10) for choice in ask(**asked, n=n).choices]
     texts.append(ask(**asked, seed=-1).choices[0].text)  # vLLM's word for no seed, too
-    assert len(set(texts)) == 5
+    assert len(set(texts)) > 4, (
+        "one seed for each of the three calls would give three; some texts are likely enough to come twice"
+    )
 
 
 def test_a_stream_a_chat_and_a_stop_text_give_the_same_tokens(url: str, ours: Callable[..., Rollout]) -> None:
