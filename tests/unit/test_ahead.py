@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import HashStore
 
 from tests.lossless.helpers import VOCAB, make_engine, make_policy
 from tlt.accounts import AheadReport
+from tlt.cli.generate import Generate, check_references
+from tlt.config.load import load_config
 from tlt.distributed.ahead_queue import AheadQueue
 from tlt.distributed.world import World
 from tlt.drafter.references import References
 from tlt.spans import Span
 from tlt.training.ahead import AheadOfPolicy
-from tlt.types import Request, SamplingParams
+from tlt.types import Request, SamplingParams, UserError
 
 WORLD = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
 PARAMS = SamplingParams(1.0, max_tokens=24, seed=3)
@@ -115,3 +118,29 @@ def test_an_older_reference_that_came_further_keeps_its_end_and_used_ones_are_dr
     assert kept is not None
     assert [*kept.token_ids] == [*plain([asked])[asked.key][:3], *range(3, 20)]
     assert references.get(used.key) is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--rollout.speculation=off"],
+        ["--rollout.speculation=4x1x4"],
+        ["--rollout.tuner=beg-mab"],
+        ["--rollout.engine=vllm"],
+    ],
+)
+def test_what_nothing_would_draft_from_is_not_generated_ahead(words: list[str]) -> None:
+    with pytest.raises(UserError, match=r"rollout\.ahead is 1, but nothing would draft from what is generated"):
+        load_config("recipes/countdown/quickstart.toml", ["--rollout.ahead=1", *words])
+
+
+def test_what_follows_references_may_be_generated_ahead_for() -> None:
+    for words in ([], ["--rollout.speculation=ahead+hybrid:64x1x64"]):
+        assert load_config("recipes/countdown/quickstart.toml", ["--rollout.ahead=1", *words]).rollout.ahead == 1
+
+
+@pytest.mark.parametrize("speculation", ["off", "4x1x4"])
+def test_references_that_nothing_drafts_from_are_refused(speculation: str) -> None:
+    asked = {"model": "m", "prompts": "p", "out": "o", "references": "r", "speculation": speculation}
+    with pytest.raises(UserError, match="nothing is drafted from them"):
+        check_references(Generate.model_validate(asked))

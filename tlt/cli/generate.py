@@ -16,7 +16,7 @@ from tlt.cli.options import Options
 from tlt.cli.responses import read_references
 from tlt.files import Record, check_output_file, write_jsonl
 from tlt.hub import resolve_model
-from tlt.types import Rollout, UserError
+from tlt.types import Rollout, Strategy, UserError
 
 if TYPE_CHECKING:
     from tlt.engine.stats import EngineStats
@@ -89,8 +89,9 @@ def check_references(options: Generate) -> None:
     """Refuses references that nothing would draft from."""
     if options.references is None:
         return
-    if options.speculation == "off":
-        raise UserError("--references: nothing is drafted with --speculation off; add --speculation adaptive, or leave it out")
+    if options.speculation != "adaptive" and not Strategy.parse(options.speculation).follows:
+        asked = f"with --speculation {options.speculation} nothing is drafted from them"
+        raise UserError(f"--references: {asked}; give adaptive or ahead:64x1x64, or leave it out")
     if options.engine.engine == "vllm":
         raise UserError("--references: vLLM does not draft from responses of another time; use --engine tlt, or leave it out")
 

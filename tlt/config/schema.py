@@ -154,6 +154,12 @@ class RolloutSection(Section):
     tuner: Literal["cost-model", "beg-mab"] = "cost-model"
     """What chooses adaptive speculation: measured costs and acceptance (cost-model), or the TLT paper's bandit (beg-mab)."""
 
+    @property
+    def follows(self) -> bool:
+        """Whether responses that were drawn before with the same noise are drafted from."""
+        is_adaptive = self.speculation == "adaptive"
+        return self.tuner == "cost-model" if is_adaptive else Strategy.parse(self.speculation).follows
+
     @field_validator("speculation")
     @classmethod
     def _is_strategy(cls, value: str) -> str:
@@ -304,9 +310,9 @@ class Config(Section):
                     f"rollout.speculation is {self.rollout.speculation!r} but drafter.path is not set:"
                     " give a drafter folder, or use ngram, which needs none"
                 )
-        if self.rollout.ahead and (self.rollout.engine == "vllm" or self.rollout.speculation == "off"):
-            reason = "vLLM does not draft from them" if self.rollout.engine == "vllm" else "with speculation off nothing does"
-            raise mistake(f"rollout.ahead is {self.rollout.ahead}, for drafts, but {reason}: set it to 0, or change the other")
+        if self.rollout.ahead and (self.rollout.engine == "vllm" or not self.rollout.follows):
+            remedy = "set it to 0, or give speculation adaptive, tuner cost-model and engine tlt"
+            raise mistake(f"rollout.ahead is {self.rollout.ahead}, but nothing would draft from what is generated: {remedy}")
         if self.task.data is None and self.evaluation.data is None and (self.evaluation.split or self.evaluation.subset):
             raise mistake("evaluation.split and evaluation.subset need data: set evaluation.data or task.data, or remove them")
         if self.task.name == "data" and not set(self.rewards.functions) - {"task"}:
