@@ -66,7 +66,8 @@ class StepRecord:
     drafter_recomputed_tokens: that went through the target again for their features.
     num_migrated: responses that a rank which had run dry took over, each as often as it moved.
     ahead_seconds, ahead_tokens: idle seconds in which responses of later steps were generated, and their tokens.
-    followed_by_age: tokens of this step that were drafted from references and kept, by the updates between the two policies.
+    followed_by_age: tokens of this step that were drafted from references and kept, by the updates between the two policies;
+        "replay": from another run's.
     num_preemptions: sequences that had to wait again for want of memory (rollout.kv_gib).
     num_reread_tokens: of those, the tokens that were read once more.
     drafter_refreshes: drafters in training that engines took up within the rollout.

@@ -32,6 +32,7 @@ from tlt.training.lock import forget_journal
 from tlt.training.phase import StopRequested
 from tlt.training.problems import data_source, problems_of_step, spare_problems
 from tlt.training.record import record
+from tlt.training.responses import FOLDER as RESPONSES
 from tlt.training.result import PhaseResult
 from tlt.training.run import Run, join_ranks
 from tlt.types import UserError
@@ -113,7 +114,9 @@ def sample(run: Run) -> PhaseResult:
     if run.trainer.algorithm.dynamic_sampling:
         spare = spare_problems(run.problems, run.step, num, seed)
         sampling = DynamicSampling(num, num_samples, run.config.algorithm.max_resamples, spare)
-    phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, ahead_of(run))
+    with run.replay.lend("rollout", run.step, run.step):
+        phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, ahead_of(run))
+    run.keep_responses("rollout", phase)
     run.note_lengths(phase.rollouts)
     return phase
 
@@ -149,7 +152,8 @@ def write_products(run: Run) -> None:
     policy_hash = content_hash(StoredTensors(folder / "policy", run.policy.config))
     run.drafter.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
     merge_timelines(folder, folder / "timeline.json")
-    names = ("policy", "adapter", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json")
+    names = ["policy", "adapter", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json"]
+    names += [RESPONSES] if run.responses is not None else []
     products = {name: folder / name for name in names if (folder / name).exists()}
     run.console.summary(products, run.evaluations.progress(), run.step, run.seconds, next_commands(run.config, products))
 

@@ -78,7 +78,7 @@ def step_record(
         num_migrated=sum(replica.num_migrated for replica in phase.replicas),
         ahead_seconds=sum(replica.ahead.seconds for replica in phase.replicas),
         ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),
-        followed_by_age={str(age): num for age, num in sorted(stats.followed_by_age.items())},
+        followed_by_age=dict(sorted(stats.followed_by_age.items(), key=lambda pair: (len(pair[0]), pair[0]))),
         num_preemptions=stats.num_preemptions,
         num_reread_tokens=stats.num_reread_tokens,
         preemption_seconds=phase.preemption_seconds,
