@@ -65,7 +65,9 @@ def test_a_run_keeps_each_steps_responses_with_their_rewards(first: Path) -> Non
         assert sum(len(one["token_ids"]) for one in kept) == record["num_tokens"]
         assert sum(one["reward"] for one in kept) / 16 == pytest.approx(record["reward_mean"])
         assert {(one["purpose"], one["policy_step"], one["policy_version"]) for one in kept} == {("rollout", step, step)}
-        assert all(isinstance(one["text"], str) and one["prompt_ids"] and one["finish_reason"] in ("stop", "length") for one in kept)
+        assert all(
+            isinstance(one["text"], str) and one["prompt_ids"] and one["finish_reason"] in ("stop", "length") for one in kept
+        )
     assert {one["policy_version"] for one in lines(first / "responses" / "evaluation-00000002.jsonl")} == {2}
 
 
