@@ -19,7 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,7 @@ from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import World, any_rank, gather_objects, shutdown
 from tlt.files import write_json
 from tlt.training.loop import advance
+from tlt.training.phase import StopRequested
 from tlt.training.result import PhaseResult
 from tlt.training.run import Run, join_ranks
 from tlt.training.start import preflight
@@ -100,9 +101,10 @@ def main(argument: str, stop: StopRequest) -> None:
     clock = Clock(world, bounds.minutes)
     coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
     measure = {"evaluation": evaluate_again, "replay": sweep}[given["part"]]
-    measured = measure(config, bounds, clock, partial(Run, world=world, stop=stop, coordinator=coordinator, prints=False))
-    if world.is_leader:
-        write_json(config.run.out_dir / "measured.json", measured)
+    with suppress(StopRequested):  # then nothing is reported
+        measured = measure(config, bounds, clock, partial(Run, world=world, stop=stop, coordinator=coordinator, prints=False))
+        if world.is_leader:
+            write_json(config.run.out_dir / "measured.json", measured)
     shutdown(world)
 
 
@@ -169,7 +171,7 @@ def summarize_evaluations(measured: Measured) -> Measured:
 
 
 def evaluation_table(rows: Measured) -> str:
-    columns = ["updates between", "with references, s", "without, s", "times as fast as the first", "with / without"]
+    columns = ["updates between", "with references, s", "without, s", "times as fast as the first", "times as fast as without"]
     columns += ["tokens kept of references", "engine steps, with / without", "turns with other responses"]
     lines = []
     for row in rows:
