@@ -1,9 +1,9 @@
 """What references are worth by their age, and by whose noise: tokens that an older policy draws like a newer one.
 
-For each learning rate a run of recipes/countdown/headline.toml keeps the policy of every update. 64 responses of the last policy
-are compared with those of policies 1, 2, 5, 10 and all updates earlier with the same noise, and with those of the same policy and
-of one update earlier with other noise. Then the last policy generates again with each of them as its references, which must
-change no token, and the tokens that it keeps of their drafts are counted.
+For each learning rate a run of recipes/countdown/headline.toml keeps the policy of every update. 64 responses of the last
+policy are compared with those of policies 1, 2, 5, 10 and all updates earlier with the same noise, and with those of the same
+policy and of one update earlier with other noise. Then the last policy generates again with each of them as its references,
+which must change no token, and the tokens that it keeps of their drafts are counted.
 
 python -m benchmarks.ahead_ages                 # trains what is not there, about 25 minutes; then about as long again
 """

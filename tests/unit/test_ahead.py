@@ -109,6 +109,7 @@ def test_an_older_reference_that_came_further_keeps_its_end_and_used_ones_are_dr
     references.keep(asked.key, range(20), 0)
     references.keep(used.key, range(5), 0)
     ahead = make_ahead([asked], references=references, past=[used])
+    assert ahead.num_offered == 5
     ahead.run(after(3))
     ahead.end()
     kept = references.get(asked.key)

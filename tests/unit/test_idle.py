@@ -21,8 +21,9 @@ from tlt.tuning.idle import IdleChoice, IdleFacts, IdlePlan
 from tlt.tuning.slowdown import SlowdownSums
 
 AHEAD, TRAIN, REST = IdleUse.AHEAD, IdleUse.TRAIN, IdleUse.REST
-NOTHING = IdleFacts(0, 0.0, 0, 0, 0.0, 10.0, 1.5, 0.0, math.nan, math.nan, 50)
-MEASURED = replace(NOTHING, ahead_tokens=10_000, ahead_seconds=10.0, reading_tokens=20_000, reading_seconds=4.0)
+NOTHING = IdleFacts(0, 0.0, 0, 0, 0, 0.0, 10.0, 1.5, 0.0, math.nan, math.nan, 50)
+GENERATED = replace(NOTHING, ahead_tokens=10_000, ahead_seconds=10.0, offered_tokens=10_000)
+MEASURED = replace(GENERATED, reading_tokens=20_000, reading_seconds=4.0)
 NO_SUMS = SlowdownSums.zero()
 
 

@@ -32,7 +32,12 @@ MAX_AHEAD = 2
 
 
 class Ahead:
-    """Says what a phase asks of whoever generates ahead, and does nothing."""
+    """Says what a phase asks of whoever generates ahead, and does nothing.
+
+    num_offered: tokens that were generated ahead for the step that is running now.
+    """
+
+    num_offered = 0
 
     def begin(self, queue: AheadQueue) -> None:
         """Prepares for a round, in which the replicas share their requests through this queue."""
@@ -67,6 +72,7 @@ class AheadOfPolicy(Ahead):
     ) -> None:
         self.engine, self.references, self.world = engine, references, world
         self.past = [request.key for request in past]
+        self.num_offered = sum(len(known.token_ids) for key in self.past if (known := references.get(key)) is not None)
         self.requests = sorted(requests, key=lambda r: (r.policy_step, -self._expected(r, lengths)))
         numbered = reversed([*enumerate(self.requests)])  # of two with one name the nearest step's
         self._number_of = {(request.problem_id, request.sample_index): number for number, request in numbered}

@@ -112,13 +112,14 @@ class IdleTime:
         self._use, self._since = use, now
 
 
-def facts_of(phase: PhaseResult, steps_left: int) -> IdleFacts:
-    """Returns what a phase says of its idle time."""
+def facts_of(phase: PhaseResult, num_offered: int, steps_left: int) -> IdleFacts:
+    """Returns what a phase says of its idle time. num_offered: tokens that had been generated ahead for it."""
     stats, check, seconds = phase.stats, phase.check, phase.seconds
     reading = [s for name, s in stats.by_strategy.items() if name.startswith("ahead")]
     return IdleFacts(
         ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),
         ahead_seconds=sum(replica.ahead.seconds for replica in phase.replicas),
+        offered_tokens=num_offered,
         followed_tokens=stats.followed_by_age.total(),
         reading_tokens=sum(s.num_tokens for s in reading),
         reading_seconds=sum(s.seconds for s in reading),

@@ -114,10 +114,10 @@ def sample(run: Run) -> PhaseResult:
     if run.trainer.algorithm.dynamic_sampling:
         spare = spare_problems(run.problems, run.step, num, seed)
         sampling = DynamicSampling(num, num_samples, run.config.algorithm.max_resamples, spare)
-    idle = IdleWork(ahead_of(run), run.idle.plan(run.step))
+    idle, steps_left = IdleWork(ahead_of(run), run.idle.plan(run.step)), run.config.run.num_steps - run.step - 1
     phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, idle)
     run.note_lengths(phase.rollouts)
-    run.idle.observe(facts_of(phase, run.config.run.num_steps - run.step - 1), phase.slowdown)
+    run.idle.observe(facts_of(phase, idle.ahead.num_offered, steps_left), phase.slowdown)
     return phase
 
 

@@ -62,7 +62,7 @@ class IdlePlan:
 class IdleFacts:
     """What a phase says of its idle time and of what earlier idle time has brought, all ranks together.
 
-    ahead_tokens, ahead_seconds: generated ahead.  followed_tokens: kept of what was generated ahead before.
+    ahead_tokens, ahead_seconds: generated ahead.  offered_tokens: generated ahead for this step before; followed_tokens: kept.
     reading_tokens, reading_seconds: of engine steps that followed references.
     rollout_seconds: of the phase.  busy_ranks: rank-seconds at work / rollout_seconds.
     train_seconds: rank-seconds of drafter training.  acceptance_before, acceptance: of the drafter, without and with it; NaN.
@@ -71,6 +71,7 @@ class IdleFacts:
 
     ahead_tokens: int
     ahead_seconds: float
+    offered_tokens: int
     followed_tokens: int
     reading_tokens: int
     reading_seconds: float
@@ -96,6 +97,7 @@ class _Sums:
 
     ahead_tokens: float = 0.0
     ahead_seconds: float = 0.0
+    offered_tokens: float = 0.0
     followed_tokens: float = 0.0
     reading_tokens: float = 0.0
     reading_seconds: float = 0.0
@@ -105,7 +107,7 @@ class _Sums:
     checks: float = 0.0
 
 
-_SUMMED = "ahead_tokens", "ahead_seconds", "followed_tokens", "reading_tokens", "reading_seconds", "rollout_seconds"
+_SUMMED = ("ahead_tokens", "ahead_seconds", "offered_tokens", "followed_tokens", "reading_tokens", "reading_seconds")
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,7 @@ class IdleChoice:
         s = self._sums
         for name in _SUMMED:
             setattr(s, name, _FADE * getattr(s, name) + getattr(facts, name))
+        s.rollout_seconds = _FADE * s.rollout_seconds + facts.rollout_seconds
         s.busy_seconds = _FADE * s.busy_seconds + facts.busy_ranks * facts.rollout_seconds
         if (gain := facts.training_gain) is not None:
             s.training_gain, s.checks = _FADE * s.training_gain + gain, _FADE * s.checks + 1
@@ -151,7 +154,7 @@ class IdleChoice:
 
     def _gain_ahead(self) -> float:
         s = self._sums
-        kept = (s.followed_tokens + _PRIOR_KEPT * _PRIOR_TOKENS) / (s.ahead_tokens + _PRIOR_TOKENS)
+        kept = (s.followed_tokens + _PRIOR_KEPT * _PRIOR_TOKENS) / (s.offered_tokens + _PRIOR_TOKENS)
         reading = _PRIOR_READING
         if s.reading_tokens and s.ahead_tokens:
             reading = (s.reading_seconds / s.reading_tokens) / (s.ahead_seconds / s.ahead_tokens)
