@@ -70,6 +70,7 @@ def spend(monkeypatch: Any, plan: IdlePlan, ahead: int, train: int, seconds: flo
     )
     while clock.now < end:
         idle.spend()
+    idle.leave()
     return idle, spans
 
 

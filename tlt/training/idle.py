@@ -57,12 +57,16 @@ class IdleTime:
         return replace(self._ahead_report, seconds=sum(s.end - s.start for s in self.stretches if s.use is IdleUse.AHEAD))
 
     def spend(self) -> None:
-        """Does what comes first in the plan and has something to do, until there is better; rests where nothing has."""
+        """Does what comes first in the plan and has something to do, until there is better; rests where nothing has. The rank
+        is idle from the first call on, until `leave`."""
         self._turn_to(IdleUse.REST)
         if not (self._is_time_to_rest() or any(self._do(use) for use in self.plan.order)):
             time.sleep(self.pause())
         elif self._is_time_to_rest():
             self._rest()
+
+    def leave(self) -> None:
+        """Ends the idle time: there is real work, or the phase is over."""
         self._turn_to(None)
 
     def _do(self, use: IdleUse) -> bool:

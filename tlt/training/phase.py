@@ -231,11 +231,13 @@ class RolloutPhase:
                     work.share(self.engine, num_offers)
                 drafter.refresh()
             elif self._has_better_to_do():
+                spare.leave()
                 if self.coordinator.all_done():
                     break
                 queue_is_empty = False
             else:
                 spare.spend()
+        spare.leave()
         return last_token, steps
 
     def _idle_time(self, idle: IdleWork, drafter: DrafterSide) -> IdleTime:
