@@ -62,8 +62,10 @@ class AheadOfPolicy(Ahead):
         past: Sequence[Request],
         lengths: Mapping[str, float],
         on_span: Callable[[Span], None],
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.engine, self.references, self.world, self.on_span = engine, references, world, on_span
+        self.engine, self.references, self.world = engine, references, world
+        self.on_span, self.clock = on_span, clock
         self.past = [request.key for request in past]
         self.requests = sorted(requests, key=lambda r: (r.policy_step, -lengths.get(r.problem_id, 0.0)))
         numbered = reversed([*enumerate(self.requests)])  # of two with one name the nearest step's
@@ -80,7 +82,7 @@ class AheadOfPolicy(Ahead):
         self._queue, self._has_more = queue, bool(self.requests)
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
-        start, stats = time.perf_counter(), self.engine.stats
+        start, stats = self.clock(), self.engine.stats
         self.engine.stats = EngineStats()  # what a phase reports is its own work
         try:
             while not should_stop():
@@ -93,7 +95,7 @@ class AheadOfPolicy(Ahead):
         finally:
             self._stop()
             done, self.engine.stats = self.engine.stats, stats
-        end = time.perf_counter()
+        end = self.clock()
         if done.num_steps:
             self.on_span(Span(SpanName.AHEAD, start, end))
         return AheadReport(done.num_steps, done.num_tokens, end - start if done.num_steps else 0.0)

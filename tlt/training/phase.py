@@ -16,7 +16,6 @@ that still generate through a mailbox (`DrafterRefresh`); tokens do not depend o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from tlt.accounts import AheadReport, DrafterReport
@@ -153,7 +152,7 @@ class RolloutPhase:
         self._recalled_tokens += recalled.num_tokens
         self.coordinator.begin(name, len(recalled.requests))
         ahead.begin(AheadQueue(self.coordinator.store, self.world.rank, self.world.world_size))
-        start = time.perf_counter()
+        start = self.timeline.clock()
         work = Work(self.coordinator, recalled.requests)
         ended = Ended((draw.problem for draw in draws), self.receivers, drafter)
         ended.recall(recalled, self.world.rank, self.world.world_size)
@@ -168,7 +167,7 @@ class RolloutPhase:
             raise StopRequested(f"in step {first.policy_step + 1}" if first.purpose == "rollout" else "in an evaluation")
         with self.timeline.span(SpanName.SCORE):
             ended.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
-        end = time.perf_counter()
+        end = self.timeline.clock()
         gaps = (work.gap_seconds, work.gap_training)
         counts = (drafter.num_refreshes, work.num_received)
         replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, *counts, done_ahead)
@@ -191,19 +190,19 @@ class RolloutPhase:
         """Runs the part of a phase in which a replica waits for nobody. Returns (time of the last token, reports of drafter
         training and of what was generated ahead)."""
         report, done_ahead = DrafterReport(), AheadReport()
-        last_token = time.perf_counter()
+        last_token = self.timeline.clock()
         queue_is_empty = False
         while not self.should_stop():
             if not queue_is_empty and (room := self._room(work.unit_size)):
                 taken = work.take(room)
                 queue_is_empty = not taken
                 if taken and self.engine.is_idle:
-                    work.gap_seconds += time.perf_counter() - last_token
+                    work.gap_seconds += self.timeline.clock() - last_token
                     work.gap_training = report.seconds
                 self.engine.add(taken)
             if not self.engine.is_idle:
                 finished = self.engine.step(captures=drafter.captures)
-                last_token = time.perf_counter()
+                last_token = self.timeline.clock()
                 for one in finished:
                     ended.add(one)
                     work.finish(key_of(one.rollout))
@@ -224,7 +223,7 @@ class RolloutPhase:
                 report = report.plus(session)
             else:
                 with self.timeline.span(SpanName.WAIT):
-                    time.sleep(self.coordinator.pause)
+                    self.coordinator.rest()
         return last_token, report, done_ahead
 
     def _room(self, num_samples: int) -> int:
