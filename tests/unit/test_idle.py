@@ -6,12 +6,12 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tlt.accounts import AheadReport, DrafterReport, IdleUse
+from tlt.report.timeline import Timeline
 from tlt.spans import Span
 from tlt.training.ahead import Ahead
 from tlt.training.drafter_side import DrafterSide
@@ -60,26 +60,23 @@ class Working(Ahead, DrafterSide):
         return DrafterReport(self._work(should_stop))
 
 
-def spend(monkeypatch: Any, plan: IdlePlan, ahead: int, train: int, seconds: float) -> tuple[IdleTime, list[Span]]:
-    clock, spans = Clock(), list[Span]()
-    monkeypatch.setattr("tlt.training.idle.time.perf_counter", lambda: clock.now)
-    monkeypatch.setattr("tlt.training.idle.time.sleep", clock.sleep)
-    end = clock.now + seconds
-    idle = IdleTime(
-        IdleWork(Working(clock, ahead), plan), Working(clock, train), lambda: clock.now >= end, lambda: 0.01, spans.append
-    )
+def spend(plan: IdlePlan, ahead: int, train: int, seconds: float) -> tuple[IdleTime, list[Span]]:
+    clock = Clock()
+    timeline, end = Timeline(0, clock=lambda: clock.now), clock.now + seconds
+    work = IdleWork(Working(clock, ahead), plan)
+    idle = IdleTime(work, Working(clock, train), lambda: clock.now >= end, lambda: clock.sleep(0.01), timeline)
     while clock.now < end:
         idle.spend()
     idle.leave()
-    return idle, spans
+    return idle, timeline.spans
 
 
 def seconds_of(idle: IdleTime, use: IdleUse) -> float:
     return sum(stretch.end - stretch.start for stretch in idle.stretches if stretch.use is use)
 
 
-def test_what_comes_first_is_done_first_and_what_is_left_of_the_time_is_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    idle, spans = spend(monkeypatch, IdlePlan(), ahead=4, train=6, seconds=1.0)
+def test_what_comes_first_is_done_first_and_what_is_left_of_the_time_is_rest() -> None:
+    idle, spans = spend(IdlePlan(), ahead=4, train=6, seconds=1.0)
     assert [stretch.use for stretch in idle.stretches] == [AHEAD, TRAIN, REST]
     assert seconds_of(idle, AHEAD) == pytest.approx(0.2)
     assert seconds_of(idle, TRAIN) == pytest.approx(0.3)
@@ -89,27 +86,27 @@ def test_what_comes_first_is_done_first_and_what_is_left_of_the_time_is_rest(mon
     assert {span.name for span in spans} == {"ahead", "wait"}
 
 
-def test_the_other_order_does_the_other_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    idle, _ = spend(monkeypatch, IdlePlan((TRAIN, AHEAD)), ahead=4, train=6, seconds=1.0)
+def test_the_other_order_does_the_other_first() -> None:
+    idle, _ = spend(IdlePlan((TRAIN, AHEAD)), ahead=4, train=6, seconds=1.0)
     assert [stretch.use for stretch in idle.stretches] == [TRAIN, AHEAD, REST]
 
 
-def test_what_is_not_in_the_plan_is_not_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    idle, _ = spend(monkeypatch, IdlePlan((TRAIN,)), ahead=4, train=2, seconds=1.0)
+def test_what_is_not_in_the_plan_is_not_done() -> None:
+    idle, _ = spend(IdlePlan((TRAIN,)), ahead=4, train=2, seconds=1.0)
     assert seconds_of(idle, AHEAD) == 0.0
 
 
 @pytest.mark.parametrize("order", [(AHEAD,), (TRAIN,)])
-def test_a_rank_rests_for_the_share_that_the_plan_says(order: tuple[IdleUse, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    idle, _ = spend(monkeypatch, IdlePlan(order, rest=0.25), ahead=1000, train=1000, seconds=8.0)
+def test_a_rank_rests_for_the_share_that_the_plan_says(order: tuple[IdleUse, ...]) -> None:
+    idle, _ = spend(IdlePlan(order, rest=0.25), ahead=1000, train=1000, seconds=8.0)
     assert seconds_of(idle, REST) == pytest.approx(2.0, abs=0.3)
     rests = [stretch for stretch in idle.stretches if stretch.use is REST]
     assert len(rests) == pytest.approx(10, abs=1)
     assert sum(s.end - s.start for s in idle.stretches) == pytest.approx(8.0, abs=0.06)
 
 
-def test_real_work_ends_a_rest_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    idle, _ = spend(monkeypatch, IdlePlan((TRAIN,), rest=0.25, offset=0.75), ahead=0, train=1000, seconds=0.1)
+def test_real_work_ends_a_rest_at_once() -> None:
+    idle, _ = spend(IdlePlan((TRAIN,), rest=0.25, offset=0.75), ahead=0, train=1000, seconds=0.1)
     assert [stretch.use for stretch in idle.stretches] == [REST]
     assert seconds_of(idle, REST) == pytest.approx(0.1, abs=0.011)
 

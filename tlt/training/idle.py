@@ -7,12 +7,12 @@ it costs the others. Knows neither the queue of real work nor how the plan was m
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from tlt.accounts import AheadReport, DrafterReport, IdleStretch, IdleUse
-from tlt.spans import Span, SpanName
+from tlt.report.timeline import Timeline
+from tlt.spans import SpanName
 from tlt.training.ahead import NO_AHEAD, Ahead
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.result import PhaseResult
@@ -33,7 +33,7 @@ class IdleWork:
 class IdleTime:
     """Spends one rank's idle time in a phase.
 
-    has_better_to_do: tells an idle rank to stop.  pause: returns the seconds between two such questions while it rests.
+    has_better_to_do: tells an idle rank to stop.  rest: waits between two such questions.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class IdleTime:
         work: IdleWork,
         drafter: DrafterSide,
         has_better_to_do: Callable[[], bool],
-        pause: Callable[[], float],
-        on_span: Callable[[Span], None],
+        rest: Callable[[], None],
+        timeline: Timeline,
     ) -> None:
         self.ahead, self.plan, self.drafter = work.ahead, work.plan, drafter
-        self.has_better_to_do, self.pause, self.on_span = has_better_to_do, pause, on_span
+        self.has_better_to_do, self.rest, self.timeline = has_better_to_do, rest, timeline
         self.drafter_report, self._ahead_report = DrafterReport(), AheadReport()
         self.stretches: list[IdleStretch] = []
         self._use: IdleUse | None = None  # None: the rank is not idle
@@ -61,7 +61,7 @@ class IdleTime:
         is idle from the first call on, until `leave`."""
         self._turn_to(IdleUse.REST)
         if not (self._is_time_to_rest() or any(self._do(use) for use in self.plan.order)):
-            time.sleep(self.pause())
+            self.rest()
         elif self._is_time_to_rest():
             self._rest()
 
@@ -97,19 +97,19 @@ class IdleTime:
         return report.num_micro_steps > 0
 
     def _is_time_to_rest(self) -> bool:
-        return self.plan.rests(self._seconds + time.perf_counter() - self._since)
+        return self.plan.rests(self._seconds + self.timeline.clock() - self._since)
 
     def _rest(self) -> None:
         while self._is_time_to_rest() and not self.has_better_to_do():
-            time.sleep(self.pause())
+            self.rest()
 
     def _turn_to(self, use: IdleUse | None) -> None:
         """Ends the stretch that is under way, and begins one of this use."""
-        now, last = time.perf_counter(), self._use
+        now, last = self.timeline.clock(), self._use
         if last is not None and now > self._since:
             self._seconds += now - self._since
             if last in _SPANS:
-                self.on_span(Span(_SPANS[last], self._since, now))
+                self.timeline.record(_SPANS[last], self._since, now)
             is_one = bool(self.stretches) and self.stretches[-1].use is last and self.stretches[-1].end == self._since
             start = self.stretches.pop().start if is_one else self._since
             self.stretches.append(IdleStretch(last, start, now))

@@ -16,7 +16,6 @@ that still generate through a mailbox (`DrafterRefresh`); tokens do not depend o
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 from tlt.accounts import IdleUse, TimedStep
@@ -158,7 +157,7 @@ class RolloutPhase:
         self._recalled_tokens += recalled.num_tokens
         self.coordinator.begin(name, len(recalled.requests))
         idle.ahead.begin(AheadQueue(self.coordinator.store, self.world.rank, self.world.world_size))
-        start = time.perf_counter()
+        start = self.timeline.clock()
         work = Work(self.coordinator, recalled.requests)
         ended = Ended((draw.problem for draw in draws), self.receivers, drafter)
         ended.recall(recalled, self.world.rank, self.world.world_size)
@@ -174,7 +173,7 @@ class RolloutPhase:
             raise StopRequested(f"in step {first.policy_step + 1}" if first.purpose == "rollout" else "in an evaluation")
         with self.timeline.span(SpanName.SCORE):
             ended.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
-        end = time.perf_counter()
+        end = self.timeline.clock()
         idle_time = (spare.ahead_report, tuple(spare.stretches), self.timeline.epoch.machine)
         gaps = (work.gap_seconds, work.gap_training)
         counts = (drafter.num_refreshes, work.num_received)
@@ -204,7 +203,7 @@ class RolloutPhase:
 
     def _generate(self, work: Work, ended: Ended, drafter: DrafterSide, spare: IdleTime) -> tuple[float, list[TimedStep]]:
         """Runs the part of a phase in which a replica waits for nobody. Returns (time of the last token, engine steps)."""
-        last_token = time.perf_counter()
+        last_token = self.timeline.clock()
         steps: list[TimedStep] = []
         queue_is_empty = False
         while not self.should_stop():
@@ -212,12 +211,12 @@ class RolloutPhase:
                 taken = work.take(room)
                 queue_is_empty = not taken
                 if taken and self.engine.is_idle:
-                    work.gap_seconds += time.perf_counter() - last_token
+                    work.gap_seconds += self.timeline.clock() - last_token
                     work.gap_training = spare.drafter_report.seconds
                 self.engine.add(taken)
             if not self.engine.is_idle:
                 finished = self.engine.step(captures=drafter.captures)
-                last_token = time.perf_counter()
+                last_token = self.timeline.clock()
                 if (latest := self.engine.stats.latest) is not None and latest not in steps[-1:]:
                     steps.append(latest)
                 for one in finished:
@@ -241,7 +240,7 @@ class RolloutPhase:
         return last_token, steps
 
     def _idle_time(self, idle: IdleWork, drafter: DrafterSide) -> IdleTime:
-        return IdleTime(idle, drafter, self._has_better_to_do, lambda: self.coordinator.pause, self.timeline.add)
+        return IdleTime(idle, drafter, self._has_better_to_do, self.coordinator.rest, self.timeline)
 
     def _room(self, num_samples: int) -> int:
         """Returns the units that could start now; at least one when nothing runs, however many samples a unit has."""
