@@ -50,7 +50,7 @@ class Followed:
 
     cell: tuple[int, int]
     token_ids: Sequence[int]
-    version: int
+    version: int | str
 
 
 class Follower:

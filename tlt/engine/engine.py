@@ -211,7 +211,7 @@ class RolloutEngine:
             num_kept = sequence.commit(verdict, self.decode)
             num_tokens += num_kept
             if proposal.references and (version := proposal.references[slot]) is not None:
-                self.stats.followed_by_age[self.model.version - version] += verdict.num_accepted
+                self.stats.record_followed(version, self.model.version, verdict.num_accepted)
             if not strategy.is_off:
                 self.stats.record_verification(strategy.depth, drafted[slot], verdict.num_accepted, num_kept)
         if self.drafter is not None:

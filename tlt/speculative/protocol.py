@@ -34,11 +34,12 @@ class DraftContext:
 class Proposal:
     """Holds what a drafter proposes for one step. A drafter adds what it wants back together with the verdicts.
 
-    references: by row, the policy version of the reference that it was drafted from; None: from none. (): no row was.
+    references: by row, the policy version of the reference that it was drafted from, or where else it comes from; None: from
+    none. (): no row was.
     """
 
     tree: DraftTree
-    references: tuple[int | None, ...] = field(default=(), kw_only=True)
+    references: tuple[int | str | None, ...] = field(default=(), kw_only=True)
 
 
 P = TypeVar("P", bound=Proposal)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from tlt.accounts import AheadReport, DrafterReport, IdleStretch, IdleUse
+from tlt.drafter.references import REPLAY
 from tlt.report.timeline import Timeline
 from tlt.spans import SpanName
 from tlt.training.ahead import NO_AHEAD, Ahead
@@ -124,7 +125,7 @@ def facts_of(phase: PhaseResult, num_offered: int, steps_left: int) -> IdleFacts
         ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),
         ahead_seconds=sum(replica.ahead.seconds for replica in phase.replicas),
         offered_tokens=num_offered,
-        followed_tokens=stats.followed_by_age.total(),
+        followed_tokens=sum(num for age, num in stats.followed_by_age.items() if age != REPLAY),
         reading_tokens=sum(s.num_tokens for s in reading),
         reading_seconds=sum(s.seconds for s in reading),
         rollout_seconds=seconds,
