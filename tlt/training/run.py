@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tlt.accounts import IdleUse
 from tlt.build.engine import EngineSettings, build_backend, load_stored
 from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder, open_model
 from tlt.build.policy import build_policy_trainer, master_dtype, reward_spec, sampling_params
@@ -49,6 +48,7 @@ from tlt.spans import SpanName
 from tlt.training.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
 from tlt.training.drafter_side import DrafterSide, watch_drafter
 from tlt.training.evaluate import Evaluations
+from tlt.training.idle import idle_choice
 from tlt.training.journal import FileJournal, Journal
 from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase
@@ -57,7 +57,6 @@ from tlt.training.replay import Prompts, Replay, ReplayOf, prompts_of
 from tlt.training.responses import KeptResponses, forget_responses
 from tlt.training.result import PhaseResult
 from tlt.training.work import Receivers
-from tlt.tuning.idle import IdleChoice
 from tlt.tuning.tuner import counters_of, restore_tuner
 from tlt.types import Purpose, Rollout, UserError, resolve_dtype
 
@@ -135,7 +134,7 @@ class Run:
         settings = replace(EngineSettings.of_run(config, world.device), window=window)
         self.references = References(config.rollout.references_mib)
         self.lengths: dict[str, float] = {}
-        self.idle = self._choose_idle_work()
+        self.idle = idle_choice(world, self.timeline.epoch.machine, config.rollout.ahead, config.drafter.train)
         self.engine = build_backend(model, settings, stored, on_span=self.timeline.add, references=self.references)
         self.drafter = self._watch_drafter(stored)
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
@@ -156,13 +155,6 @@ class Run:
         self.replay = self._replay()
         migrates = config.rollout.migrate
         self.phase = RolloutPhase(world, self.engine, coordinator, receivers, self.timeline, stop.is_set, migrates)
-
-    def _choose_idle_work(self) -> IdleChoice:
-        """Makes who decides what ranks without work do."""
-        ahead, machines = self.config.rollout.ahead, gather_objects(self.world, self.timeline.epoch.machine)
-        there_is = {IdleUse.AHEAD: ahead != 0, IdleUse.TRAIN: self.config.drafter.train}
-        uses = [use for use, is_there in there_is.items() if is_there]
-        return IdleChoice(uses, compares=ahead == "adaptive", has_neighbours=len(set(machines)) < len(machines))
 
     def _watch_drafter(self, stored: StoredDrafter | None) -> DrafterSide:
         settings, seed = self.config.drafter, self.config.run.seed
