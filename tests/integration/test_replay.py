@@ -11,6 +11,7 @@ import pytest
 
 from tests.integration.conftest import Tlt
 from tests.integration.test_run import PATIENCE, records, same_weights, train, what_the_law_fixes
+from tlt.engine.stats import EngineStats
 from tlt.training.responses import kept_by
 
 pytestmark = pytest.mark.timeout(3 * PATIENCE)
@@ -110,14 +111,23 @@ def test_two_ranks_replay_what_one_has_kept(workspace: Path, first: Path) -> Non
     assert sum(replayed(replay)) > 0
 
 
-def test_a_resumed_run_keeps_the_responses_of_the_steps_that_count(workspace: Path, first: Path, tlt_here: Tlt) -> None:
-    again = workspace / "again"
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_resumed_run_keeps_what_counts_and_drafts_from_what_was_before(
+    is_damaged: bool, workspace: Path, first: Path, tlt_here: Tlt, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    again = workspace / f"again-{is_damaged}"
     shutil.copytree(first, again)
     expected = {path.name: lines(path) for path in (again / "responses").iterdir()}
     (again / "responses" / "rollout-00000007.jsonl").write_text("{}\n")  # of an attempt that is gone back behind
     shutil.rmtree(again / "checkpoints" / "step-00000003")
+    if is_damaged:
+        (again / "references.safetensors").write_bytes(b"no tensors at all")
+    followed, record = [], EngineStats.record_followed
+    monkeypatch.setattr(EngineStats, "record_followed", lambda *given: (followed.append(given[-1]), record(*given)))
     assert tlt_here("train", "--resume", str(again)) == 0
     assert {path.name: lines(path) for path in (again / "responses").iterdir()} == expected
+    assert (sum(followed) > 0) != is_damaged, "one rank generates nothing ahead: these are the last evaluation's"
+    assert ("is left out, for it is not as it was written" in " ".join(capsys.readouterr().out.split())) == is_damaged
 
 
 @pytest.mark.parametrize(

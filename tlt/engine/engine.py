@@ -41,6 +41,7 @@ from tlt.types import (
     BatchState,
     DraftTree,
     Finished,
+    Lead,
     Request,
     Rollout,
     StepOutcome,
@@ -258,7 +259,9 @@ class RolloutEngine:
 
     def _batch_state(self, num_admitted: int) -> BatchState:
         running = self.scheduler.running
-        version, leads = (0, ()) if self.drafter is None else (self.drafter.version, self.drafter.leads)
+        version, leads = 0, tuple[Lead, ...]()
+        if self.drafter is not None:
+            version, leads = self.drafter.version, self.drafter.leads([s.tokens for s in running])
         mean_length = sum(len(s.tokens) for s in running) / len(running)
         return BatchState(len(running), mean_length, self.model.version, version, num_admitted, leads)
 
