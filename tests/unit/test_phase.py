@@ -36,8 +36,8 @@ from tlt.types import Rollout
 def test_a_replica_that_runs_dry_trains_before_anything_else_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     """Within one engine step: after its last token come no further engine step and no wait."""
     events: list[str] = []
-    monkeypatch.setattr("tlt.training.phase.time.sleep", lambda seconds: events.append("wait"))
     idle, busy = make_coordinators(2)
+    monkeypatch.setattr(idle, "rest", lambda: events.append("wait"))
     busy.begin("rollout", 4)
     held = busy.take(1)
     trained = iter(range(3))
@@ -88,6 +88,7 @@ class LateWork:
     def begin(self, name: str, num_units: int) -> None: ...
     def heartbeat(self) -> None: ...
     def offer_help(self) -> None: ...
+    def rest(self) -> None: ...
     def num_offers(self) -> int:
         return 0
 
@@ -133,13 +134,13 @@ def test_a_replica_at_the_limit_of_passes_waits_and_its_waiting_is_not_counted_a
     busy.begin("rollout", 2)
     held, waits, sleep = busy.take(1), [], time.sleep
 
-    def wait(seconds: float) -> None:
+    def wait() -> None:
         waits.append(trainer.num_tokens)
         sleep(0.02)
         if len(waits) == 3:
             busy.finish(held[0])
 
-    monkeypatch.setattr("tlt.training.phase.time.sleep", wait)
+    monkeypatch.setattr(idle, "rest", wait)
     phase = make_phase(OneTokenEngine(), idle)
     phase.should_stop = lambda: trainer.num_tokens > 10**4
     start = time.perf_counter()

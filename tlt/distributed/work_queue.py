@@ -68,9 +68,7 @@ class Coordinator:
         self.replica = replica
         self.num_replicas = num_replicas
         self.timeout = timeout
-        self._root = store
-        self._clock = clock
-        self._sleep = sleep
+        self._root, self._clock, self._sleep = store, clock, sleep
         self._index = -1
         self._oldest_kept = 0
         self._serial = 0
@@ -195,6 +193,10 @@ class Coordinator:
         if offers_help and (has_changed or not self._offers_help):
             self.offer_help()
         return False
+
+    def rest(self) -> None:
+        """Waits before the next question for news."""
+        self._sleep(self.pause)
 
     def _be_attentive(self) -> None:
         """Asks for news at once."""

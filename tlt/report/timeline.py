@@ -39,10 +39,12 @@ class Epoch:
 
     to_rank_0: seconds to add to get rank 0's monotonic clock; exactly 0 on the same machine.
     to_unix: seconds to add to get rank 0's Unix time.
+    machine: names what the clock belongs to.
     """
 
     to_rank_0: float = 0.0
     to_unix: float = 0.0
+    machine: str = ""
 
 
 class Timeline:
@@ -50,6 +52,7 @@ class Timeline:
 
     epoch: from `shared_epoch`; by default the clock itself is the axis.
     path: file that `flush` appends to; None: nothing is ever written. An earlier attempt's spans in it stay.
+    clock: seconds that only grow; whoever records spans of its own reads this one.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Timeline:
     ) -> None:
         self.rank, self.epoch = rank, epoch
         self._path = None if path is None else Path(path)
-        self._clock = clock
+        self.clock = clock
         self._spans: list[list[Any]] = []  # [name, start, end, busy seconds, number of spans merged]
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -70,11 +73,11 @@ class Timeline:
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
         """Records the body of `with timeline.span("decode"): …`, at a cost of about 1 µs. Spans may nest."""
-        start = self._clock()
+        start = self.clock()
         try:
             yield
         finally:
-            self.record(name, start, self._clock())
+            self.record(name, start, self.clock())
 
     def add(self, span: Span) -> None:
         """Records a span measured elsewhere, on this rank's clock."""
@@ -128,7 +131,7 @@ def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
     if rounds[0][rank][0] != machine_0:
         differences = sorted(values[0][1] - values[rank][1] for values in rounds[1:])
         to_rank_0 = differences[len(differences) // 2]
-    return Epoch(to_rank_0, float(wall_0 - clock_0 + to_rank_0))
+    return Epoch(to_rank_0, float(wall_0 - clock_0 + to_rank_0), machine)
 
 
 def _machine() -> str:

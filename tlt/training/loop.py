@@ -28,6 +28,7 @@ from tlt.spans import SpanName
 from tlt.training.ahead import ahead_of
 from tlt.training.dynamic import DynamicSampling
 from tlt.training.evaluate import evaluate
+from tlt.training.idle import IdleWork, facts_of
 from tlt.training.lock import forget_journal
 from tlt.training.phase import StopRequested
 from tlt.training.problems import data_source, problems_of_step, spare_problems
@@ -114,10 +115,12 @@ def sample(run: Run) -> PhaseResult:
     if run.trainer.algorithm.dynamic_sampling:
         spare = spare_problems(run.problems, run.step, num, seed)
         sampling = DynamicSampling(num, num_samples, run.config.algorithm.max_resamples, spare)
+    idle, steps_left = IdleWork(ahead_of(run), run.idle.plan(run.step)), run.config.run.num_steps - run.step - 1
     with run.replay.lend("rollout", run.step, run.step):
-        phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, ahead_of(run))
+        phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, idle)
     run.keep_responses("rollout", phase)
     run.note_lengths(phase.rollouts)
+    run.idle.observe(facts_of(phase, idle.ahead.num_offered, steps_left), phase.slowdown)
     return phase
 
 

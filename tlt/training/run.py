@@ -48,6 +48,7 @@ from tlt.spans import SpanName
 from tlt.training.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
 from tlt.training.drafter_side import DrafterSide, watch_drafter
 from tlt.training.evaluate import Evaluations
+from tlt.training.idle import idle_choice
 from tlt.training.journal import FileJournal, Journal
 from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase
@@ -133,6 +134,7 @@ class Run:
         settings = replace(EngineSettings.of_run(config, world.device), window=window)
         self.references = References(config.rollout.references_mib)
         self.lengths: dict[str, float] = {}
+        self.idle = idle_choice(world, self.timeline.epoch.machine, config.rollout.ahead, config.drafter.train)
         self.engine = build_backend(model, settings, stored, on_span=self.timeline.add, references=self.references)
         self.drafter = self._watch_drafter(stored)
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
@@ -169,6 +171,8 @@ class Run:
         own = load_checkpoint(path, manifest, self._tensors(), self.world)
         self.trainer.restore(manifest.counters["policy"])
         self.drafter.restore(manifest.counters["drafter"], own[0]["drafter"])
+        if idle := manifest.counters.get("idle"):  # an older checkpoint says nothing of it
+            self.idle.restore(idle)
         restore_tuner(self.engine.tuner, own[0]["tuner"])
         if self.engine.drafter is not None:
             self.engine.drafter.restore([known["drafting"] for known in own])
@@ -255,7 +259,8 @@ class Run:
         with self.timeline.span(SpanName.CHECKPOINT):
             self._keep_references()
             self.checkpoints.wait()  # this one follows the one before
-            counters = {"policy": self.trainer.counters(), "drafter": self.drafter.counters(), "follows": self._saved().digest}
+            own_state = {"policy": self.trainer.counters(), "drafter": self.drafter.counters(), "idle": self.idle.counters()}
+            counters = {**own_state, "follows": self._saved().digest}
             drafting = {} if self.engine.drafter is None else self.engine.drafter.counters()
             own = {"drafter": self.drafter.own_counters(), "tuner": counters_of(self.engine.tuner), "drafting": drafting}
             identity = run_id(self.out_dir) if self.world.is_leader else ""
