@@ -44,6 +44,13 @@ def ahead_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     return (*kinds, AHEAD, *(f"{AHEAD}+{kind}" for kind in kinds))
 
 
+def lead(rate: float, confidence_threshold: float, num_left: int) -> Lead:
+    """Returns how far a reference leads that has `num_left` tokens left, each kept with probability `rate` if all before it are:
+    as far as all of the draft is likely to be kept."""
+    rate = min(rate, _SUREST)
+    return Lead(rate, min(int(math.log(confidence_threshold) / math.log(rate)), num_left))
+
+
 @dataclass(frozen=True)
 class Followed:
     """The draft of a row from its reference. cell: which count of acceptances it belongs to.  version: the reference's."""
@@ -230,9 +237,7 @@ class AheadDrafter:
         """Returns how far a reference leads, as far as all of the draft is likely to be kept."""
         case, bucket = follower.cell
         kept, tried = self.hits[case][bucket]
-        rate = min(kept / tried, _SUREST)
-        num_likely = int(math.log(self.confidence_threshold) / math.log(rate))
-        return Lead(rate, min(num_likely, len(follower.reference) - follower.place))
+        return lead(kept / tried, self.confidence_threshold, len(follower.reference) - follower.place)
 
     def _follow(self, tokens: Sequence[int], request: Request, follower: Follower | None, depth: int) -> Followed | None:
         """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept."""
