@@ -1,8 +1,41 @@
-"""What ranks give account of: the drafter's training and what was generated ahead in idle time; the drafter at a step's end."""
+"""What ranks give account of: their engine steps, how idle time was spent, and the drafter at a step's end."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+
+@dataclass(frozen=True)
+class TimedStep:
+    """An engine step without admissions, on the host's monotonic clock. strategy: its name.  num_running: sequences in it."""
+
+    strategy: str
+    num_running: int
+    start: float
+    end: float
+
+    def shifted(self, seconds: float) -> TimedStep:
+        """Returns the same on another clock, which is so much ahead."""
+        return replace(self, start=self.start + seconds, end=self.end + seconds)
+
+
+class IdleUse(StrEnum):
+    """Names what a rank without work does: it generates later steps' responses, trains the drafter, or rests."""
+
+    AHEAD = "ahead"
+    TRAIN = "train"
+    REST = "rest"
+
+
+@dataclass(frozen=True)
+class IdleStretch:
+    """A stretch of idle time in one use, on the host's monotonic clock."""
+
+    use: IdleUse
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -50,6 +83,7 @@ class DrafterCheck:
 
     version: counts its publications.  acceptance: mean over response tokens of sum_v min(p, q), the most that one draft can be
     accepted with; NaN: not measured.  retrieval: share of the same tokens that retrieval would have drafted.
+    before: the acceptance of the drafter that was in service before this step's training; NaN: not measured.
     training: "trained", "trained; max_passes reached", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
     set_aside: why retrieval drafts in its place; empty: it drafts.  has_switched: that is new since the last check.
     """
@@ -60,6 +94,7 @@ class DrafterCheck:
     training: str
     set_aside: str
     has_switched: bool
+    before: float = math.nan
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,17 @@ def test_generating_ahead_changes_no_token_and_no_weight(workspace: Path, specul
     assert not any(record["ahead_tokens"] for record in records(speculating_run))
 
 
+def test_whatever_idle_time_is_spent_on_the_run_is_the_same(workspace: Path, speculating_run: Path) -> None:
+    follows = ("--rollout.speculation", "ahead+hybrid:64x1x64", "--rollout.ahead", "adaptive")
+    adaptive = train(workspace, "ahead-adaptive", *follows, forks=True)
+    assert what_the_law_fixes(adaptive) == what_the_law_fixes(speculating_run)
+    assert same_weights(adaptive, speculating_run)
+    for record in records(adaptive):
+        assert record["idle_gain"].keys() == record["idle_cost"].keys() == {"ahead", "train"}
+    used = {use for record in records(adaptive) for use in record["idle_seconds_by_use"]}
+    assert used & {"ahead", "train"}
+
+
 def test_one_rank_generates_the_same_responses_as_two(workspace: Path, speculating_run: Path, tlt_here: Tlt) -> None:
     """Tokens of the first step do not depend on the number of ranks; later ones only through the rounding of sums."""
     alone = workspace / "alone"

@@ -27,9 +27,8 @@ from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
 from tlt.report.timeline import Timeline
-from tlt.training.ahead import NO_AHEAD
 from tlt.training.drafter_side import WatchedDrafter
-from tlt.training.phase import RolloutPhase
+from tlt.training.phase import NO_WORK, RolloutPhase
 from tlt.training.work import Ended, Receivers, Work
 from tlt.tuning.tuner import Fixed
 from tlt.types import Finished, Problem, Request, Reward, Rollout, SamplingParams, Strategy
@@ -151,8 +150,9 @@ def generate(phase: RolloutPhase, problems: Sequence[Problem], spot: Any = None)
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
     phase.coordinator.begin("rollout", len(problems))
     ended = Ended(problems, phase.receivers, drafter)
-    last_token, report, _ = phase._generate(Work(phase.coordinator, requests), ended, drafter, NO_AHEAD)
-    return ended.rollouts, last_token, report
+    spare = phase._idle_time(NO_WORK, drafter)
+    last_token, _ = phase._generate(Work(phase.coordinator, requests), ended, drafter, spare)
+    return ended.rollouts, last_token, spare.drafter_report
 
 
 def make_coordinators(num: int) -> list[Coordinator]:

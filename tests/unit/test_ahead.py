@@ -16,7 +16,6 @@ from tlt.config.load import load_config
 from tlt.distributed.ahead_queue import AheadQueue
 from tlt.distributed.world import World
 from tlt.drafter.references import References
-from tlt.spans import Span
 from tlt.training.ahead import AheadOfPolicy
 from tlt.types import Request, SamplingParams, UserError
 
@@ -34,13 +33,12 @@ def after(num: int) -> Callable[[], bool]:
     return lambda: next(asked, None) is None
 
 
-def make_ahead(requests: list[Request], **changes: Any) -> tuple[AheadOfPolicy, list[Span]]:
-    spans: list[Span] = []
+def make_ahead(requests: list[Request], **changes: Any) -> AheadOfPolicy:
     given = {"engine": make_engine(make_policy()), "references": References(), "past": [], "lengths": {}, "world": WORLD}
     given |= changes
-    ahead = AheadOfPolicy(requests=requests, on_span=spans.append, **given)
+    ahead = AheadOfPolicy(requests=requests, **given)
     ahead.begin(queue_of())
-    return ahead, spans
+    return ahead
 
 
 def queue_of(replica: int = 0, num: int = 1, store: HashStore | None = None) -> AheadQueue:
@@ -56,10 +54,9 @@ def plain(requests: list[Request]) -> dict[tuple[int, int, int, int], tuple[int,
 def test_what_was_generated_ahead_is_what_the_policy_says_and_all_of_it_becomes_references() -> None:
     requests = [request(f"p{i}") for i in range(10)]
     references = References()
-    ahead, spans = make_ahead(requests, references=references)
+    ahead = make_ahead(requests, references=references)
     report = ahead.run(lambda: False)
     assert report.num_tokens == sum(map(len, plain(requests).values()))
-    assert [span.name for span in spans] == ["ahead"]
     ahead.end()
     for key, token_ids in plain(requests).items():
         kept = references.get(key)
@@ -71,7 +68,7 @@ def test_a_session_ends_within_a_step_leaves_the_engine_idle_and_the_next_goes_o
     requests = [request(f"p{i}") for i in range(3)]
     engine = make_engine(make_policy())
     engine.stats.num_tokens = 17
-    ahead, _ = make_ahead(requests, engine=engine)
+    ahead = make_ahead(requests, engine=engine)
     first = ahead.run(after(5))
     assert first.num_steps == 5
     assert engine.is_idle
@@ -87,7 +84,7 @@ def test_two_replicas_share_the_requests_of_a_step_and_one_does_what_the_other_h
     requests, store = [request(f"p{i}") for i in range(8)], HashStore()
     replicas = []
     for replica in range(2):
-        ahead, _ = make_ahead(requests, world=World(replica, 2, replica, torch.device("cpu"), store, None))
+        ahead = make_ahead(requests, world=World(replica, 2, replica, torch.device("cpu"), store, None))
         ahead.begin(queue_of(replica, 2, store))
         replicas.append(ahead)
     for ahead in replicas:
@@ -102,7 +99,7 @@ def test_two_replicas_share_the_requests_of_a_step_and_one_does_what_the_other_h
 
 def test_the_next_step_comes_before_the_one_behind_it_and_the_longest_problems_first() -> None:
     requests = [request("a", 2), request("b", 1), request("c", 1), request("d", 1)]
-    ahead, _ = make_ahead(requests, lengths={"c": 50.0, "a": 900.0, "d": 7.0})
+    ahead = make_ahead(requests, lengths={"c": 50.0, "a": 900.0, "d": 7.0})
     assert [(r.problem_id, r.policy_step) for r in ahead.requests] == [("c", 1), ("d", 1), ("b", 1), ("a", 2)]
 
 
@@ -111,7 +108,8 @@ def test_an_older_reference_that_came_further_keeps_its_end_and_used_ones_are_dr
     references = References()
     references.keep(asked.key, range(20), 0)
     references.keep(used.key, range(5), 0)
-    ahead, _ = make_ahead([asked], references=references, past=[used])
+    ahead = make_ahead([asked], references=references, past=[used])
+    assert ahead.num_offered == 5
     ahead.run(after(3))
     ahead.end()
     kept = references.get(asked.key)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -20,11 +21,10 @@ from tests.unit.phase_parts import (
     running,
     wait_for,
 )
-from tlt.accounts import DrafterReport
 from tlt.engine.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
-from tlt.training.ahead import NO_AHEAD
 from tlt.training.drafter_side import DrafterSide
+from tlt.training.phase import NO_WORK
 from tlt.training.work import Ended, Work, worth_migrating
 from tlt.types import Finished, Request, Rollout, Strategy
 
@@ -41,7 +41,7 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
     offer = coordinators[1].offer_help
     coordinators[1].offer_help = lambda: (offer(), offered.set())[0]
 
-    def replica(index: int) -> Callable[[], tuple[list[Rollout], float, DrafterReport]]:
+    def replica(index: int) -> Callable[[], tuple[list[Rollout], Any]]:
         engine, _ = make_engine(strategy=TREES if speculates else Strategy.OFF)
         step = engine.step
 
@@ -64,11 +64,12 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
 
         works[index].take = take_back_only_when_idle
         ended = Ended(problems, phase.receivers, DrafterSide())
-        return lambda: (ended.rollouts, *phase._generate(works[index], ended, DrafterSide(), NO_AHEAD)[:2])
+        spare = phase._idle_time(NO_WORK, DrafterSide())
+        return lambda: (ended.rollouts, phase._generate(works[index], ended, DrafterSide(), spare))
 
     with running(replica(0), replica(1)) as results:
         pass
-    found = [rollout for rollouts, _, _ in results for rollout in rollouts]
+    found = [rollout for rollouts, _ in results for rollout in rollouts]
     assert len(found) == len(problems)
     assert {rollout.problem_id: rollout.token_ids for rollout in found} == expected
     assert works[1].num_received > 0

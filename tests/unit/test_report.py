@@ -33,7 +33,7 @@ def record(step: int, **changes: object) -> StepRecord:
     values |= {"policy_version": step, "drafter_version": step, "step": step}
     values |= {"response_tokens": LengthStats.of([5, 9, 700]), "accept_by_depth": (0.8, 0.6), "strategy_seconds": {"off": 1.5}}
     values |= {"strategy_speed": {"off": 200.0}, "strategy_predicted": {}, "preemption_seconds": (0.01, 0.002)}
-    values |= {"followed_by_age": {"1": 40}}
+    values |= {"followed_by_age": {"1": 40}, "idle_seconds_by_use": {"rest": 0.5}, "idle_gain": {}, "idle_cost": {"train": 0.1}}
     values |= {"reward_parts": {"task": 0.5, "brief": -0.5}, "reward_metrics": {}}
     values |= {"reward_by_task": {"sums": 0.5}, "solve_rate_by_task": {"sums": 0.25}, "draft_acceptance_rate_pos": (0.8, 0.5)}
     return StepRecord(**(values | changes))

@@ -15,7 +15,7 @@ from tlt.drafter.buffer import TrajectoryBuffer
 from tlt.drafter.hybrid import HybridDrafter
 from tlt.drafter.learned import LearnedDrafter
 from tlt.drafter.losses import PRESETS
-from tlt.drafter.measure import Subject, Tally, measure
+from tlt.drafter.measure import Measurement, Subject, Tally
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.drafter.ngram import NgramDrafter
 from tlt.drafter.service import DrafterWatch, Ranks, RankState
@@ -69,7 +69,7 @@ class Parts:
         self.watch.ranks = replace(self.watch.ranks, gather=gather)
 
     def measure(self, rollouts: Sequence[Rollout], temperature: float, is_due: bool = True) -> Tally:
-        return measure(self.watch.subject, rollouts, temperature, random.Random("0/0"), is_due)
+        return Measurement(self.watch.subject, rollouts, temperature, random.Random("0/0"), is_due).tally()
 
     def step(self, seed: int = 0, micro_steps: int = 6, trains: bool = True) -> Any:
         rollouts = make_rollouts(seed=seed)

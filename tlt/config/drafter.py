@@ -15,7 +15,7 @@ class DrafterSection(Section):
     path: AnyPath | None = None
     """A drafter folder, as tlt drafter train writes it; None: drafts come from retrieval alone."""
     train: bool = False
-    """Whether idle ranks train the drafter."""
+    """Whether idle ranks train the drafter, as long as it brings more than it costs ranks at work beside them."""
     preset: Literal["eagle", "hass", "eagle3"] | None = None
     """How the drafter is trained (docs/drafter.md); None: by the preset that its folder names."""
     unrolled_steps: PositiveInt | None = None
@@ -48,7 +48,7 @@ class DrafterSection(Section):
     """Largest gradient norm of the drafter's training."""
     gate: NonNegativeFloat | None = None
     """Trains the drafter only after its acceptance, a share, has fallen by more than this since its last training.
-    None: it is trained in every step, since idle time costs nothing."""
+    None: it is trained in every step, as long as that brings more than it costs ranks at work beside it (docs/ahead.md)."""
     check_every: PositiveInt = 1
     """Policy steps between measurements of the drafter's acceptance; while that is bad, drafts come from retrieval instead.
     That the drafter is finite and the same on all ranks is checked in every step."""

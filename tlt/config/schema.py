@@ -145,9 +145,9 @@ class RolloutSection(Section):
     responses that were drawn before with the same noise (docs/ahead.md)."""
     migrate: bool = True
     """Whether a rank without work takes over running responses of another; it has to prefill their tokens again."""
-    ahead: Annotated[int, Field(ge=0, le=2)] = 0
-    """Policy steps whose responses ranks without work generate ahead, with their own noise: the policy of that step then drafts
-    from them, and draws the same tokens as without (docs/ahead.md)."""
+    ahead: Literal[0, 1, 2, "adaptive"] = 0
+    """Policy steps whose responses ranks without work generate ahead, with their own noise; that step drafts from them, and
+    draws the same tokens as without (docs/ahead.md). adaptive: two, where it is worth more than other uses of idle time."""
     references_mib: PositiveFloat = 64.0
     """MiB of responses that are kept on each rank to draft later ones from that are drawn with the same noise, such as those of
     the last evaluation (docs/ahead.md); four bytes a token. Used with adaptive speculation by the cost model."""

@@ -71,6 +71,7 @@ class Tally:
         have been accepted for.
     distance: relative distance between the logits of the engine's and of the trainer's copy.
     checksum: sum of the trained copy's weights.
+    accepted_before: tokens for the drafter in service before this step's training; NaN where that was not measured.
     """
 
     num_positions: int = 0
@@ -78,15 +79,18 @@ class Tally:
     retrieved: int = 0
     distance: float = 0.0
     checksum: float = 0.0
+    accepted_before: float = math.nan
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The tallies of all ranks together; acceptance and retrieval are NaN where no position counted."""
+    """The tallies of all ranks together; acceptance and retrieval are NaN where no position counted, and `before`, the
+    acceptance before this step's training, also where there was none."""
 
     num_positions: int
     acceptance: float
     retrieval: float
+    before: float = math.nan
 
     @classmethod
     def of(cls, tallies: Sequence[Tally]) -> Measured:
@@ -94,30 +98,51 @@ class Measured:
         if not num_positions:
             return cls(0, math.nan, math.nan)
         accepted, retrieved = sum(tally.accepted for tally in tallies), sum(tally.retrieved for tally in tallies)
-        return cls(num_positions, accepted / num_positions, retrieved / num_positions)
+        before = sum(tally.accepted_before for tally in tallies if tally.num_positions)  # NaN if any is
+        return cls(num_positions, accepted / num_positions, retrieved / num_positions, before / num_positions)
 
 
-@torch.no_grad()
-def measure(
-    subject: Subject, rollouts: Sequence[Rollout], temperature: float, rng: random.Random, is_due: bool = True
-) -> Tally:
-    """Returns one rank's tally, over a random few of the responses.
+class Measurement:
+    """Measures a drafter on a random few of the responses: one rank's part.
 
     is_due: whether acceptance is measured. If not, fewer tokens are read, and no position counts unless the outputs of the
         engine's copy are not finite.
     """
-    checksum = float(sum(parameter.double().sum() for parameter in subject.model.parameters()))
-    counts = draw(rollouts, CANARY_TOKENS if is_due else ARRIVAL_TOKENS, rng)
-    if not counts:
-        return Tally(checksum=checksum)
-    chosen = [(rollouts[index], count) for index, count in counts.items()]
-    sample = read(chosen, subject.target, subject.model.config.capture, temperature)
-    ours_RV = engine_logits(subject.packed, subject.target, sample)
-    distance = _distance(ours_RV, trainer_logits(subject.model, subject.target, sample))
-    if not is_due and bool(ours_RV.isfinite().all()):
-        return Tally(distance=distance, checksum=checksum)
-    accepted = overlap(sample, ours_RV, subject.packed.token_ids, temperature)
-    return Tally(len(sample.target_RV), accepted, _num_retrieved(rollouts, counts, subject.retrieve), distance, checksum)
+
+    @torch.no_grad()
+    def __init__(
+        self, subject: Subject, rollouts: Sequence[Rollout], temperature: float, rng: random.Random, is_due: bool = True
+    ) -> None:
+        self.subject, self.rollouts, self.temperature, self.is_due = subject, rollouts, temperature, is_due
+        self.counts = draw(rollouts, CANARY_TOKENS if is_due else ARRIVAL_TOKENS, rng)
+        chosen = [(rollouts[index], count) for index, count in self.counts.items()]
+        self.sample = read(chosen, subject.target, subject.model.config.capture, temperature) if chosen else None
+        self._accepted_before = math.nan
+
+    @torch.no_grad()
+    def note_before(self) -> None:
+        """Measures the drafter that is in service before this step's training is published."""
+        if self.is_due and self.sample is not None:
+            self._accepted_before = self._accepted(
+                self.sample, engine_logits(self.subject.packed, self.subject.target, self.sample)
+            )
+
+    @torch.no_grad()
+    def tally(self) -> Tally:
+        """Returns the tally of the drafter as it is now."""
+        subject, sample = self.subject, self.sample
+        checksum = float(sum(parameter.double().sum() for parameter in subject.model.parameters()))
+        if sample is None:
+            return Tally(checksum=checksum)
+        ours_RV = engine_logits(subject.packed, subject.target, sample)
+        distance = _distance(ours_RV, trainer_logits(subject.model, subject.target, sample))
+        if not self.is_due and bool(ours_RV.isfinite().all()):
+            return Tally(distance=distance, checksum=checksum)
+        accepted, retrieved = self._accepted(sample, ours_RV), _num_retrieved(self.rollouts, self.counts, subject.retrieve)
+        return Tally(len(sample.target_RV), accepted, retrieved, distance, checksum, self._accepted_before)
+
+    def _accepted(self, sample: Sample, logits_RV: Tensor) -> float:
+        return overlap(sample, logits_RV, self.subject.packed.token_ids, self.temperature)
 
 
 def _distance(ours_RV: Tensor, theirs_RV: Tensor) -> float:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from tlt.accounts import DrafterCheck, DrafterReport
-from tlt.drafter.measure import Measured, Subject, Tally, judge, measure
+from tlt.drafter.measure import Measured, Measurement, Subject, Tally, judge
 from tlt.drafter.model import PackedDrafter
 from tlt.drafter.trainer import DrafterTrainer
 from tlt.types import Rollout
@@ -185,15 +185,24 @@ class DrafterWatch:
         """
         was_aside, is_due = bool(self.reason_aside), self._num_checks % self.check_every == 0
         states = self._exchange_states()
+        measurement = self._choose_responses(rollouts, temperature, is_due)
+        if self.trains:
+            measurement.note_before()
         update = self._publish_or_undo(states, num_tokens)
-        measured = self._measure(rollouts, temperature, is_due)
+        measured = self._measure(measurement)
         self._decide_drafting(measured, update)
         training = self._outcome(update, any(state.is_limited for state in states))
         self._decide_training(measured, update, is_due)
         self._num_checks += 1
         has_switched = bool(self.reason_aside) != was_aside
         return DrafterCheck(
-            self.served.version, measured.acceptance, measured.retrieval, training, self.reason_aside, has_switched
+            self.served.version,
+            measured.acceptance,
+            measured.retrieval,
+            training,
+            self.reason_aside,
+            has_switched,
+            measured.before if update.is_published else math.nan,
         )
 
     def _exchange_states(self) -> list[RankState]:
@@ -214,10 +223,14 @@ class DrafterWatch:
             self.publisher.undo(version)
         return update
 
-    def _measure(self, rollouts: Sequence[Rollout], temperature: float, is_due: bool) -> Measured:
-        """Measures the drafter, on other responses in every rank and every step."""
+    def _choose_responses(self, rollouts: Sequence[Rollout], temperature: float, is_due: bool) -> Measurement:
+        """Chooses what the drafter is measured on: other responses in every rank and every step."""
         rng = random.Random(f"{self._num_checks}/{self.ranks.rank}")
-        tallies: list[Tally] = self.ranks.gather(measure(self.subject, rollouts, temperature, rng, is_due))
+        return Measurement(self.subject, rollouts, temperature, rng, is_due)
+
+    def _measure(self, measurement: Measurement) -> Measured:
+        """Measures the drafter as it is now."""
+        tallies: list[Tally] = self.ranks.gather(measurement.tally())
         check_arrival(tallies, self.served.version, TOLERANCE[self.subject.packed.dtype])
         return Measured.of(tallies)
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlt.accounts import TimedStep
 from tlt.engine.backend import Capabilities
 from tlt.engine.memory import CacheMemory
 from tlt.engine.noise import NoiseBlocks
@@ -311,6 +312,8 @@ class RolloutEngine:
         self.stats.num_steps += 1
         self.stats.num_tokens += outcome.num_tokens
         self.stats.by_strategy[str(strategy)].record(outcome, self._predicted_speed)
+        timed = TimedStep(str(strategy), batch.num_running, start, start + outcome.seconds)
+        self.stats.latest = None if batch.num_admitted else timed
         if self.tuner is not None:
             self.tuner.observe(strategy, batch, outcome)
         if self.on_span is not None:

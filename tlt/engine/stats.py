@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 
+from tlt.accounts import TimedStep
 from tlt.types import StepOutcome
 
 
@@ -48,6 +49,7 @@ class EngineStats:
 
     num_preemptions: sequences that went back to the queue for want of memory.  num_reread_tokens: theirs, read once more.
     followed_by_age: accepted tokens of references, by the updates between the reference's policy and this one.
+    latest: the engine step that was made last; None where sequences were admitted in it.
     """
 
     num_tokens: int = 0
@@ -61,6 +63,7 @@ class EngineStats:
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
     attempts_by_depth: Counter[int] = field(default_factory=Counter)
     followed_by_age: Counter[int] = field(default_factory=Counter)
+    latest: TimedStep | None = None
 
     @property
     def accept_length(self) -> float | None:

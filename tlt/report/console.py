@@ -28,7 +28,7 @@ from rich.table import Column as GridColumn
 from rich.table import Table
 from rich.text import Text
 
-from tlt.accounts import DrafterCheck
+from tlt.accounts import DrafterCheck, IdleUse
 from tlt.report.metrics import StepRecord
 
 WIDTH = 100
@@ -62,6 +62,12 @@ def _lengths(record: StepRecord) -> str:
     return f"{_number(record.response_tokens.p50, '.0f')} / {record.response_tokens.max}"
 
 
+def _used(seconds: Mapping[str, float]) -> str:
+    """Returns the share of idle time in which a rank did not rest."""
+    total = sum(seconds.values())
+    return _share(1 - seconds.get(IdleUse.REST, 0.0) / total if total else math.nan)
+
+
 COLUMNS = (
     Column("step", "", 5, "bold", lambda r: str(r.step + 1)),
     Column("reward", "mean", 7, "", lambda r: _number(r.reward_mean, ".3f")),
@@ -72,7 +78,7 @@ COLUMNS = (
     Column("speed", "tok/s", 8, "", lambda r: _number(r.tokens_per_second, ",.0f")),
     Column("accept", "length", 7, "cyan", lambda r: _number(r.accept_length, ".2f")),
     Column("idle", "s", 7, "", lambda r: _number(r.idle_seconds, ".1f"), is_spare=True),
-    Column("harvested", "of idle", 10, "magenta", lambda r: _share(r.harvested_share)),
+    Column("used", "of idle", 10, "magenta", lambda r: _used(r.idle_seconds_by_use)),
 )
 
 

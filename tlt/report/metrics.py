@@ -67,6 +67,9 @@ class StepRecord:
     num_migrated: responses that a rank which had run dry took over, each as often as it moved.
     ahead_seconds, ahead_tokens: idle seconds in which responses of later steps were generated, and their tokens.
     followed_by_age: tokens of this step that were drafted from references and kept, by the updates between the two policies.
+    idle_seconds_by_use: seconds without work until the phase's end, summed over ranks: ahead, train, rest.
+    idle_gain, idle_cost: by use, seconds by which a step becomes shorter, and longer, for every second that a rank spends on
+        it, as measured so far (docs/ahead.md).
     num_preemptions: sequences that had to wait again for want of memory (rollout.kv_gib).
     num_reread_tokens: of those, the tokens that were read once more.
     drafter_refreshes: drafters in training that engines took up within the rollout.
@@ -130,6 +133,9 @@ class StepRecord:
     ahead_seconds: Number = 0.0
     ahead_tokens: int = 0
     followed_by_age: dict[str, int] = field(default_factory=dict)
+    idle_seconds_by_use: dict[str, float] = field(default_factory=dict)
+    idle_gain: dict[str, float] = field(default_factory=dict)
+    idle_cost: dict[str, float] = field(default_factory=dict)
     num_preemptions: int = 0
     num_reread_tokens: int = 0
     drafter_acceptance: Number = NAN

@@ -39,10 +39,12 @@ class Epoch:
 
     to_rank_0: seconds to add to get rank 0's monotonic clock; exactly 0 on the same machine.
     to_unix: seconds to add to get rank 0's Unix time.
+    machine: names what the clock belongs to.
     """
 
     to_rank_0: float = 0.0
     to_unix: float = 0.0
+    machine: str = ""
 
 
 class Timeline:
@@ -129,7 +131,7 @@ def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
     if rounds[0][rank][0] != machine_0:
         differences = sorted(values[0][1] - values[rank][1] for values in rounds[1:])
         to_rank_0 = differences[len(differences) // 2]
-    return Epoch(to_rank_0, float(wall_0 - clock_0 + to_rank_0))
+    return Epoch(to_rank_0, float(wall_0 - clock_0 + to_rank_0), machine)
 
 
 def _machine() -> str:

@@ -10,7 +10,6 @@ work and no drafter's training.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -21,7 +20,6 @@ from tlt.distributed.world import World, gather_objects
 from tlt.drafter.references import Key, References
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
-from tlt.spans import Span, SpanName
 from tlt.training.problems import problems_of_step
 from tlt.types import Request, Rollout
 
@@ -29,14 +27,24 @@ if TYPE_CHECKING:
     from tlt.training.run import Run
 
 
+MAX_AHEAD = 2
+"""Steps: of a reference three updates old little is left."""
+
+
 class Ahead:
-    """Says what a phase asks of whoever generates ahead, and does nothing."""
+    """Says what a phase asks of whoever generates ahead, and does nothing.
+
+    num_offered: tokens that were generated ahead for the step that is running now.
+    """
+
+    num_offered = 0
 
     def begin(self, queue: AheadQueue) -> None:
         """Prepares for a round, in which the replicas share their requests through this queue."""
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
-        """Generates until `should_stop`, or until there is nothing left to do; the engine is idle before and after."""
+        """Generates until `should_stop`, or until there is nothing left to do; the engine is idle before and after. Seconds are
+        the caller's to measure."""
         return AheadReport()
 
     def end(self) -> None:
@@ -61,13 +69,11 @@ class AheadOfPolicy(Ahead):
         requests: Sequence[Request],
         past: Sequence[Request],
         lengths: Mapping[str, float],
-        on_span: Callable[[Span], None],
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.engine, self.references, self.world = engine, references, world
-        self.on_span, self.clock = on_span, clock
         self.past = [request.key for request in past]
-        self.requests = sorted(requests, key=lambda r: (r.policy_step, -lengths.get(r.problem_id, 0.0)))
+        self.num_offered = sum(len(known.token_ids) for key in self.past if (known := references.get(key)) is not None)
+        self.requests = sorted(requests, key=lambda r: (r.policy_step, -self._expected(r, lengths)))
         numbered = reversed([*enumerate(self.requests)])  # of two with one name the nearest step's
         self._number_of = {(request.problem_id, request.sample_index): number for number, request in numbered}
         self.found: dict[Key, tuple[int, ...]] = {}
@@ -82,7 +88,7 @@ class AheadOfPolicy(Ahead):
         self._queue, self._has_more = queue, bool(self.requests)
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
-        start, stats = self.clock(), self.engine.stats
+        stats = self.engine.stats
         self.engine.stats = EngineStats()  # what a phase reports is its own work
         try:
             while not should_stop():
@@ -95,10 +101,7 @@ class AheadOfPolicy(Ahead):
         finally:
             self._stop()
             done, self.engine.stats = self.engine.stats, stats
-        end = self.clock()
-        if done.num_steps:
-            self.on_span(Span(SpanName.AHEAD, start, end))
-        return AheadReport(done.num_steps, done.num_tokens, end - start if done.num_steps else 0.0)
+        return AheadReport(done.num_steps, done.num_tokens)
 
     def end(self) -> None:
         for key in self.past:
@@ -109,6 +112,11 @@ class AheadOfPolicy(Ahead):
                 before = self.references.get(key)
                 rest = () if before is None else before.token_ids[len(token_ids) :]  # an older one may have come further
                 self.references.keep(key, [*token_ids, *rest], version)
+
+    def _expected(self, request: Request, lengths: Mapping[str, float]) -> float:
+        """Returns the tokens that a response is expected to have: no fewer than a policy before has given it."""
+        known = self.references.get(request.key)
+        return max(lengths.get(request.problem_id, 0.0), 0.0 if known is None else len(known.token_ids))
 
     def _next(self, room: int) -> list[Request]:
         """Returns up to `room` requests: those that this replica has begun, then those that nobody has, then those that others
@@ -158,7 +166,8 @@ def ahead_of(run: Run) -> Ahead:
         numbers = range(rollout.samples_per_problem)
         return [Request(p.problem_id, i, p.prompt_ids, run.params, "rollout", step) for p in problems for i in numbers]
 
-    later = range(run.step + 1, min(run.step + rollout.ahead, last) + 1)
+    num_steps = MAX_AHEAD if rollout.ahead == "adaptive" else rollout.ahead
+    later = range(run.step + 1, min(run.step + num_steps, last) + 1)
     requests = [request for step in later for request in requests_of(step)]
     past = requests_of(run.step)
-    return AheadOfPolicy(run.engine, run.references, run.world, requests, past, run.lengths, run.timeline.add)
+    return AheadOfPolicy(run.engine, run.references, run.world, requests, past, run.lengths)

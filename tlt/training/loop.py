@@ -28,6 +28,7 @@ from tlt.spans import SpanName
 from tlt.training.ahead import ahead_of
 from tlt.training.dynamic import DynamicSampling
 from tlt.training.evaluate import evaluate
+from tlt.training.idle import IdleWork, facts_of
 from tlt.training.lock import forget_journal
 from tlt.training.phase import StopRequested
 from tlt.training.problems import data_source, problems_of_step, spare_problems
@@ -113,8 +114,10 @@ def sample(run: Run) -> PhaseResult:
     if run.trainer.algorithm.dynamic_sampling:
         spare = spare_problems(run.problems, run.step, num, seed)
         sampling = DynamicSampling(num, num_samples, run.config.algorithm.max_resamples, spare)
-    phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, ahead_of(run))
+    idle, steps_left = IdleWork(ahead_of(run), run.idle.plan(run.step)), run.config.run.num_steps - run.step - 1
+    phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, idle)
     run.note_lengths(phase.rollouts)
+    run.idle.observe(facts_of(phase, idle.ahead.num_offered, steps_left), phase.slowdown)
     return phase
 
 

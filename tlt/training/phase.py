@@ -4,7 +4,7 @@
                         ▲                                                               ▼
                      units handed over by others  ◀──────────────────────────────  offer help
                                                                                         ▼
-                     all done?  ◀─ poll between (micro-)steps ─  generate ahead (ahead.py), train the drafter on what is there
+                     all done?  ◀─ poll between (micro-)steps ─  idle time (idle.py): generate ahead, train the drafter
                         ▼
     together:        gather responses and rewards in canonical order ─▶ average the drafters by tokens trained, and measure
                         │
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tlt.accounts import AheadReport, DrafterReport
+from tlt.accounts import IdleUse, TimedStep
 from tlt.distributed.ahead_queue import AheadQueue
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World, any_rank, gather_objects
@@ -27,14 +27,16 @@ from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.batch import check_complete, in_order, key_of
 from tlt.spans import SpanName
-from tlt.training.ahead import NO_AHEAD, Ahead
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
+from tlt.training.idle import IdleTime, IdleWork
 from tlt.training.result import PhaseResult, ReplicaReport, combine
 from tlt.training.work import Ended, Receivers, Work
+from tlt.tuning.slowdown import SlowdownSums, add_up, sums_of
 from tlt.types import Problem, Purpose, Request, SamplingParams
 
 NO_DRAFTER = DrafterSide()
+NO_WORK = IdleWork()
 
 
 class StopRequested(Exception):
@@ -61,6 +63,7 @@ class RolloutPhase:
         self.receivers, self.timeline = receivers, timeline
         self.should_stop, self.migrates = should_stop, migrates
         self._recalled_tokens = 0
+        self._slowdown = SlowdownSums.zero()
 
     def run(
         self,
@@ -71,13 +74,13 @@ class RolloutPhase:
         step: int,
         drafter: DrafterSide = NO_DRAFTER,
         sampling: DynamicSampling | None = None,
-        ahead: Ahead = NO_AHEAD,
+        idle: IdleWork = NO_WORK,
     ) -> PhaseResult:
         """Generates and scores `num_samples` responses to each problem. Every rank calls this with the same arguments and gets
         the same result. Raises StopRequested on all ranks when any of them was asked to stop.
 
         drafter: who trains, refreshes and measures the drafter meanwhile; by default nobody does.
-        sampling: who asks for further rounds; None: nobody does.  ahead: who generates later steps' responses in idle time.
+        sampling: who asks for further rounds; None: nobody does.  idle: what there is to do in idle time besides.
         """
         name = f"{purpose} {step}"
         self._begin(name, drafter)
@@ -93,12 +96,12 @@ class RolloutPhase:
                 for draw in draws
             ]
             of_round = f"{name}, round {len(rounds)}" if rounds else name
-            found, reports = self._round(draws, requests, of_round, drafter, ahead)
+            found, reports = self._round(draws, requests, of_round, drafter, idle)
             groups += found
             rounds.append(reports)
             draws = [] if sampling is None else sampling.next_draws(groups, len(rounds))
         result = self._end(groups, rounds, params.temperature, drafter, sampling)
-        ahead.end()
+        idle.ahead.end()
         return result
 
     def answer(
@@ -115,6 +118,7 @@ class RolloutPhase:
         drafter.begin(name)
         self.engine.stats = EngineStats()
         self._recalled_tokens = 0
+        self._slowdown = SlowdownSums.zero()
 
     def _end(
         self,
@@ -131,7 +135,8 @@ class RolloutPhase:
         replica = replicas[self.world.rank]
         check = drafter.check(rollouts, replica.drafter.num_tokens, temperature)
         kept = groups if sampling is None else sampling.select(groups)
-        result = PhaseResult(rollouts, rewards, replicas, check, groups, kept, len(rounds), self._recalled_tokens)
+        counts = (len(rounds), self._recalled_tokens)
+        result = PhaseResult(rollouts, rewards, replicas, check, groups, kept, *counts, self._slowdown)
         drafter.end(rollouts, result.seconds)
         if (seconds := replica.preemption_seconds(result.last_token)) is not None:
             last_token = result.last_token - self.timeline.epoch.to_rank_0
@@ -144,19 +149,20 @@ class RolloutPhase:
         requests: Sequence[Sequence[Request]],
         name: str,
         drafter: DrafterSide,
-        ahead: Ahead = NO_AHEAD,
+        idle: IdleWork = NO_WORK,
     ) -> tuple[list[Group], list[ReplicaReport]]:
         """Generates and scores the responses to `requests`, those of one draw each. Returns (a group for every draw, what the
         replicas did), the same on all ranks."""
         recalled = self.receivers.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
         self._recalled_tokens += recalled.num_tokens
         self.coordinator.begin(name, len(recalled.requests))
-        ahead.begin(AheadQueue(self.coordinator.store, self.world.rank, self.world.world_size))
+        idle.ahead.begin(AheadQueue(self.coordinator.store, self.world.rank, self.world.world_size))
         start = self.timeline.clock()
         work = Work(self.coordinator, recalled.requests)
         ended = Ended((draw.problem for draw in draws), self.receivers, drafter)
         ended.recall(recalled, self.world.rank, self.world.world_size)
-        last_token, report, done_ahead = self._generate(work, ended, drafter, ahead)
+        spare = self._idle_time(idle, drafter)
+        last_token, steps = self._generate(work, ended, drafter, spare)
         if any_rank(self.world, self.should_stop()):
             self.receivers.journal.note_running(self.engine.running, at_once=True)
             self.engine.abort()
@@ -168,10 +174,11 @@ class RolloutPhase:
         with self.timeline.span(SpanName.SCORE):
             ended.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
         end = self.timeline.clock()
+        idle_time = (spare.ahead_report, tuple(spare.stretches), self.timeline.epoch.machine)
         gaps = (work.gap_seconds, work.gap_training)
         counts = (drafter.num_refreshes, work.num_received)
-        replica = ReplicaReport(start, last_token, end, self.engine.stats, report, *gaps, *counts, done_ahead)
-        replica = replica.shifted(self.timeline.epoch.to_rank_0)
+        of_replica = (self.engine.stats, spare.drafter_report, *gaps, *counts, *idle_time)
+        replica = ReplicaReport(start, last_token, end, *of_replica).shifted(self.timeline.epoch.to_rank_0)
         with self.timeline.span(SpanName.WAIT):
             gathered = gather_objects(self.world, (ended.rollouts, ended.rewards, replica))
         asked = [key_of(request) for group in requests for request in group]
@@ -182,15 +189,22 @@ class RolloutPhase:
         for draw, group in zip(draws, requests, strict=True):
             keys = [key_of(request) for request in group]
             groups.append(Group(draw, tuple(by_key[key] for key in keys), tuple(reward_of[key] for key in keys)))
-        return groups, [report for _, _, report in gathered]
+        reports = [report for _, _, report in gathered]
+        self._measure_slowdown(steps, reports)
+        return groups, reports
 
-    def _generate(
-        self, work: Work, ended: Ended, drafter: DrafterSide, ahead: Ahead
-    ) -> tuple[float, DrafterReport, AheadReport]:
-        """Runs the part of a phase in which a replica waits for nobody. Returns (time of the last token, reports of drafter
-        training and of what was generated ahead)."""
-        report, done_ahead = DrafterReport(), AheadReport()
+    def _measure_slowdown(self, steps: Sequence[TimedStep], replicas: Sequence[ReplicaReport]) -> None:
+        """Compares this replica's engine steps with what others of its machine did in their idle time meanwhile."""
+        epoch, rank = self.timeline.epoch, self.world.rank
+        if any(stretch.use is not IdleUse.REST for replica in replicas for stretch in replica.idle):
+            beside = [r.idle for number, r in enumerate(replicas) if number != rank and r.machine == epoch.machine]
+            own = sums_of([step.shifted(epoch.to_rank_0) for step in steps], beside)
+            self._slowdown = add_up([self._slowdown, *gather_objects(self.world, own)])
+
+    def _generate(self, work: Work, ended: Ended, drafter: DrafterSide, spare: IdleTime) -> tuple[float, list[TimedStep]]:
+        """Runs the part of a phase in which a replica waits for nobody. Returns (time of the last token, engine steps)."""
         last_token = self.timeline.clock()
+        steps: list[TimedStep] = []
         queue_is_empty = False
         while not self.should_stop():
             if not queue_is_empty and (room := self._room(work.unit_size)):
@@ -198,11 +212,13 @@ class RolloutPhase:
                 queue_is_empty = not taken
                 if taken and self.engine.is_idle:
                     work.gap_seconds += self.timeline.clock() - last_token
-                    work.gap_training = report.seconds
+                    work.gap_training = spare.drafter_report.seconds
                 self.engine.add(taken)
             if not self.engine.is_idle:
                 finished = self.engine.step(captures=drafter.captures)
                 last_token = self.timeline.clock()
+                if (latest := self.engine.stats.latest) is not None and latest not in steps[-1:]:
+                    steps.append(latest)
                 for one in finished:
                     ended.add(one)
                     work.finish(key_of(one.rollout))
@@ -214,17 +230,17 @@ class RolloutPhase:
                     work.share(self.engine, num_offers)
                 drafter.refresh()
             elif self._has_better_to_do():
+                spare.leave()
                 if self.coordinator.all_done():
                     break
                 queue_is_empty = False
-            elif (early := ahead.run(self._has_better_to_do)).num_steps:
-                done_ahead = done_ahead.plus(early)
-            elif (session := drafter.train(self._has_better_to_do)).num_micro_steps:
-                report = report.plus(session)
             else:
-                with self.timeline.span(SpanName.WAIT):
-                    self.coordinator.rest()
-        return last_token, report, done_ahead
+                spare.spend()
+        spare.leave()
+        return last_token, steps
+
+    def _idle_time(self, idle: IdleWork, drafter: DrafterSide) -> IdleTime:
+        return IdleTime(idle, drafter, self._has_better_to_do, self.coordinator.rest, self.timeline)
 
     def _room(self, num_samples: int) -> int:
         """Returns the units that could start now; at least one when nothing runs, however many samples a unit has."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
+from tlt.accounts import IdleUse
 from tlt.distributed.world import gather_objects
 from tlt.report.metrics import NAN, LengthStats, StepRecord
 from tlt.report.tracking import step_values
@@ -12,6 +14,7 @@ from tlt.rl.rewards import summarize
 from tlt.rl.update import UpdateMetrics
 from tlt.spans import SpanName
 from tlt.training.result import PhaseResult
+from tlt.tuning.idle import Worth
 
 if TYPE_CHECKING:
     from tlt.training.run import Run
@@ -22,7 +25,7 @@ def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, 
     ended = time.perf_counter()
     run.timeline.record(SpanName.STEP, started, ended)
     cpu_seconds = sum(gather_objects(run.world, time.process_time() - cpu_started))
-    line = step_record(run.step, run.config.algorithm.name, phase, update, ended - started, cpu_seconds)
+    line = step_record(run.step, run.config.algorithm.name, phase, update, ended - started, cpu_seconds, run.idle.worth())
     if run.metrics is not None:
         run.metrics.write(line)
     run.tracking.log(run.step + 1, step_values(line))
@@ -36,10 +39,28 @@ def _number(value: float | None) -> float:
     return NAN if value is None else value
 
 
+def idle_fields(phase: PhaseResult, worth: Mapping[IdleUse, Worth]) -> dict[str, Any]:
+    """Returns what metrics.jsonl keeps of a step's idle time, and of what earlier idle time has brought."""
+    return {
+        "ahead_seconds": sum(replica.ahead.seconds for replica in phase.replicas),
+        "ahead_tokens": sum(replica.ahead.num_tokens for replica in phase.replicas),
+        "followed_by_age": {str(age): num for age, num in sorted(phase.stats.followed_by_age.items())},
+        "idle_seconds_by_use": phase.idle_seconds_by_use,
+        "idle_gain": {use.value: one.gain for use, one in worth.items()},
+        "idle_cost": {use.value: one.cost for use, one in worth.items()},
+    }
+
+
 def step_record(
-    step: int, algorithm: str, phase: PhaseResult, update: UpdateMetrics, step_seconds: float, cpu_seconds: float
+    step: int,
+    algorithm: str,
+    phase: PhaseResult,
+    update: UpdateMetrics,
+    step_seconds: float,
+    cpu_seconds: float,
+    worth: Mapping[IdleUse, Worth],
 ) -> StepRecord:
-    """Returns what metrics.jsonl keeps of a step."""
+    """Returns what metrics.jsonl keeps of a step. worth: of the uses of idle time."""
     lengths = [len(rollout.token_ids) for rollout in phase.rollouts]
     stats = phase.stats
     rewards = summarize(phase.rewards)
@@ -76,9 +97,7 @@ def step_record(
         drafter_recomputed_tokens=sum(report.recomputed_tokens for report in reports),
         drafter_refreshes=sum(replica.num_refreshes for replica in phase.replicas),
         num_migrated=sum(replica.num_migrated for replica in phase.replicas),
-        ahead_seconds=sum(replica.ahead.seconds for replica in phase.replicas),
-        ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),
-        followed_by_age={str(age): num for age, num in sorted(stats.followed_by_age.items())},
+        **idle_fields(phase, worth),
         num_preemptions=stats.num_preemptions,
         num_reread_tokens=stats.num_reread_tokens,
         preemption_seconds=phase.preemption_seconds,

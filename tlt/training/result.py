@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tlt.accounts import AheadReport, DrafterCheck, DrafterReport
+from tlt.accounts import AheadReport, DrafterCheck, DrafterReport, IdleStretch
 from tlt.engine.stats import EngineStats
 from tlt.training.dynamic import Group, flatten
+from tlt.tuning.slowdown import SlowdownSums
 from tlt.types import Reward, Rollout
 
 
@@ -18,7 +19,7 @@ class ReplicaReport:
 
     gap_seconds: seconds without work before the last token.  gap_training: the part of them in which it trained the drafter.
     num_refreshes: drafters of other replicas that it took up meanwhile.  num_migrated: responses that it took over.
-    ahead: what it generated of later steps.
+    ahead: what it generated of later steps.  idle: its idle time by use.  machine: names what its clock belongs to.
     """
 
     start: float
@@ -31,13 +32,16 @@ class ReplicaReport:
     num_refreshes: int = 0
     num_migrated: int = 0
     ahead: AheadReport = field(default_factory=AheadReport)
+    idle: tuple[IdleStretch, ...] = ()
+    machine: str = ""
 
     def shifted(self, seconds: float) -> ReplicaReport:
         """Returns the same on another clock, which is so much ahead."""
         times = {name: getattr(self, name) + seconds for name in ("start", "last_token", "end")}
         preempted_at = self.drafter.preempted_at
         drafter = replace(self.drafter, preempted_at=None if preempted_at is None else preempted_at + seconds)
-        return replace(self, drafter=drafter, **times)
+        idle = tuple(replace(stretch, start=stretch.start + seconds, end=stretch.end + seconds) for stretch in self.idle)
+        return replace(self, drafter=drafter, idle=idle, **times)
 
     def idle_seconds(self, last_token_of_all: float) -> float:
         return self.gap_seconds + max(last_token_of_all - self.last_token, 0.0)
@@ -63,6 +67,7 @@ class ReplicaReport:
             gap_training=self.training_seconds(last_token_of_all) + later.gap_training,
             num_migrated=self.num_migrated + later.num_migrated,
             ahead=self.ahead.plus(later.ahead),
+            idle=self.idle + later.idle,
         )
 
 
@@ -73,6 +78,7 @@ class PhaseResult:
     check: of the learned drafter; None where there is none or it was not asked for.
     groups: the same responses by problem, in the order drawn.  kept: those of them that the update takes.
     num_rounds: rounds in which they were sampled.  recalled_tokens: those of the responses that an earlier attempt generated.
+    slowdown: by what idle ranks did, of those at work beside them.
     """
 
     rollouts: list[Rollout]
@@ -83,6 +89,7 @@ class PhaseResult:
     kept: Sequence[Group] = field(default=(), repr=False)
     num_rounds: int = 1
     recalled_tokens: int = 0
+    slowdown: SlowdownSums = field(default_factory=SlowdownSums.zero, repr=False)
 
     @property
     def for_update(self) -> tuple[list[Rollout], list[Reward]]:
@@ -101,6 +108,12 @@ class PhaseResult:
     def idle_seconds(self) -> float:
         """Seconds without work, up to the last token of all, summed over replicas."""
         return sum(r.idle_seconds(self.last_token) for r in self.replicas)
+
+    @property
+    def idle_seconds_by_use(self) -> dict[str, float]:
+        """Seconds without work until the phase's end, summed over replicas, by what they were spent on."""
+        idle = [stretch for replica in self.replicas for stretch in replica.idle]
+        return {use.value: sum(s.end - s.start for s in idle if s.use is use) for use in sorted({s.use for s in idle})}
 
     @property
     def drafter_seconds(self) -> float:

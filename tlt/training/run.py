@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tlt.accounts import IdleUse
 from tlt.build.engine import EngineSettings, build_backend, load_stored
 from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder, open_model
 from tlt.build.policy import build_policy_trainer, master_dtype, reward_spec, sampling_params
@@ -52,6 +53,7 @@ from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase
 from tlt.training.problems import check_same_problems, load_problems
 from tlt.training.work import Receivers
+from tlt.tuning.idle import IdleChoice
 from tlt.tuning.tuner import counters_of, restore_tuner
 from tlt.types import Rollout, UserError, resolve_dtype
 
@@ -129,6 +131,7 @@ class Run:
         settings = replace(EngineSettings.of_run(config, world.device), window=window)
         self.references = References(config.rollout.references_mib)
         self.lengths: dict[str, float] = {}
+        self.idle = self._choose_idle_work()
         self.engine = build_backend(model, settings, stored, on_span=self.timeline.add, references=self.references)
         self.drafter = self._watch_drafter(stored)
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
@@ -146,6 +149,13 @@ class Run:
         migrates = config.rollout.migrate
         self.phase = RolloutPhase(world, self.engine, coordinator, receivers, self.timeline, stop.is_set, migrates)
 
+    def _choose_idle_work(self) -> IdleChoice:
+        """Makes who decides what ranks without work do."""
+        ahead, machines = self.config.rollout.ahead, gather_objects(self.world, self.timeline.epoch.machine)
+        there_is = {IdleUse.AHEAD: ahead != 0, IdleUse.TRAIN: self.config.drafter.train}
+        uses = [use for use, is_there in there_is.items() if is_there]
+        return IdleChoice(uses, compares=ahead == "adaptive", has_neighbours=len(set(machines)) < len(machines))
+
     def _watch_drafter(self, stored: StoredDrafter | None) -> DrafterSide:
         settings, seed = self.config.drafter, self.config.run.seed
         return watch_drafter(settings, stored, self.engine, self.world, self.timeline, run=str(self.out_dir), seed=seed)
@@ -161,6 +171,8 @@ class Run:
         own = load_checkpoint(path, manifest, self._tensors(), self.world)
         self.trainer.restore(manifest.counters["policy"])
         self.drafter.restore(manifest.counters["drafter"], own[0]["drafter"])
+        if idle := manifest.counters.get("idle"):  # an older checkpoint says nothing of it
+            self.idle.restore(idle)
         restore_tuner(self.engine.tuner, own[0]["tuner"])
         if self.engine.drafter is not None:
             self.engine.drafter.restore([known["drafting"] for known in own])
@@ -211,7 +223,8 @@ class Run:
         """Keeps all that the rest of the run depends on; every rank calls it, and writes its part."""
         with self.timeline.span(SpanName.CHECKPOINT):
             self.checkpoints.wait()  # this one follows the one before
-            counters = {"policy": self.trainer.counters(), "drafter": self.drafter.counters(), "follows": self._saved().digest}
+            own_state = {"policy": self.trainer.counters(), "drafter": self.drafter.counters(), "idle": self.idle.counters()}
+            counters = {**own_state, "follows": self._saved().digest}
             drafting = {} if self.engine.drafter is None else self.engine.drafter.counters()
             own = {"drafter": self.drafter.own_counters(), "tuner": counters_of(self.engine.tuner), "drafting": drafting}
             identity = run_id(self.out_dir) if self.world.is_leader else ""

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt.accounts import TimedStep
 from tlt.distributed.sharding import layer_by_layer
 from tlt.engine.backend import Capabilities
 from tlt.engine.sequence import Decode, Sequence, broken_policy, check_request
@@ -243,6 +244,8 @@ class VllmEngine:
         self.stats.num_tokens += outcome.num_tokens
         self.stats.num_preemptions += self.link.take_preemptions()
         self.stats.by_strategy[str(strategy)].record(outcome, predicted)
+        timed = TimedStep(str(strategy), batch.num_running, start, start + outcome.seconds)
+        self.stats.latest = timed if outcome.num_tokens and not batch.num_admitted else None
         if self.tuner is not None and is_steady:
             self.tuner.observe(strategy, batch, outcome)
         if self.on_span is not None:

@@ -1,0 +1,206 @@
+"""Idle time: what a rank does with it, when it rests, what that is worth, and the plan that follows from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tlt.accounts import AheadReport, DrafterReport, IdleUse
+from tlt.report.timeline import Timeline
+from tlt.spans import Span
+from tlt.training.ahead import Ahead
+from tlt.training.drafter_side import DrafterSide
+from tlt.training.idle import IdleTime, IdleWork
+from tlt.tuning import idle as module
+from tlt.tuning.idle import IdleChoice, IdleFacts, IdlePlan
+from tlt.tuning.slowdown import SlowdownSums
+
+AHEAD, TRAIN, REST = IdleUse.AHEAD, IdleUse.TRAIN, IdleUse.REST
+NOTHING = IdleFacts(0, 0.0, 0, 0, 0, 0.0, 10.0, 1.5, 0.0, math.nan, math.nan, 50)
+GENERATED = replace(NOTHING, ahead_tokens=10_000, ahead_seconds=10.0, offered_tokens=10_000)
+MEASURED = replace(GENERATED, reading_tokens=20_000, reading_seconds=4.0)
+NO_SUMS = SlowdownSums.zero()
+
+
+class Clock:
+    """Time that passes where somebody sleeps or works."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Working(Ahead, DrafterSide):
+    """Works in pieces of 50 ms, until it is to stop or all of its pieces are done."""
+
+    def __init__(self, clock: Clock, pieces: int) -> None:
+        self.clock, self.left = clock, pieces
+        self.worked: list[float] = []
+
+    def _work(self, should_stop: Callable[[], bool]) -> int:
+        done = 0
+        while self.left and not should_stop():
+            self.worked.append(self.clock.now)
+            self.clock.sleep(0.05)
+            self.left, done = self.left - 1, done + 1
+        return done
+
+    def run(self, should_stop: Callable[[], bool]) -> AheadReport:
+        done = self._work(should_stop)
+        return AheadReport(done, 3 * done)
+
+    def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
+        return DrafterReport(self._work(should_stop))
+
+
+def spend(plan: IdlePlan, ahead: int, train: int, seconds: float) -> tuple[IdleTime, list[Span]]:
+    clock = Clock()
+    timeline, end = Timeline(0, clock=lambda: clock.now), clock.now + seconds
+    work = IdleWork(Working(clock, ahead), plan)
+    idle = IdleTime(work, Working(clock, train), lambda: clock.now >= end, lambda: clock.sleep(0.01), timeline)
+    while clock.now < end:
+        idle.spend()
+    idle.leave()
+    return idle, timeline.spans
+
+
+def seconds_of(idle: IdleTime, use: IdleUse) -> float:
+    return sum(stretch.end - stretch.start for stretch in idle.stretches if stretch.use is use)
+
+
+def test_what_comes_first_is_done_first_and_what_is_left_of_the_time_is_rest() -> None:
+    idle, spans = spend(IdlePlan(), ahead=4, train=6, seconds=1.0)
+    assert [stretch.use for stretch in idle.stretches] == [AHEAD, TRAIN, REST]
+    assert seconds_of(idle, AHEAD) == pytest.approx(0.2)
+    assert seconds_of(idle, TRAIN) == pytest.approx(0.3)
+    assert seconds_of(idle, REST) == pytest.approx(0.5)
+    assert idle.ahead_report == AheadReport(4, 12, pytest.approx(0.2))
+    assert idle.drafter_report.num_micro_steps == 6
+    assert {span.name for span in spans} == {"ahead", "wait"}
+
+
+def test_the_other_order_does_the_other_first() -> None:
+    idle, _ = spend(IdlePlan((TRAIN, AHEAD)), ahead=4, train=6, seconds=1.0)
+    assert [stretch.use for stretch in idle.stretches] == [TRAIN, AHEAD, REST]
+
+
+def test_what_is_not_in_the_plan_is_not_done() -> None:
+    idle, _ = spend(IdlePlan((TRAIN,)), ahead=4, train=2, seconds=1.0)
+    assert seconds_of(idle, AHEAD) == 0.0
+
+
+@pytest.mark.parametrize("order", [(AHEAD,), (TRAIN,)])
+def test_a_rank_rests_for_the_share_that_the_plan_says(order: tuple[IdleUse, ...]) -> None:
+    idle, _ = spend(IdlePlan(order, rest=0.25), ahead=1000, train=1000, seconds=8.0)
+    assert seconds_of(idle, REST) == pytest.approx(2.0, abs=0.3)
+    rests = [stretch for stretch in idle.stretches if stretch.use is REST]
+    assert len(rests) == pytest.approx(10, abs=1)
+    assert sum(s.end - s.start for s in idle.stretches) == pytest.approx(8.0, abs=0.06)
+
+
+def test_real_work_ends_a_rest_at_once() -> None:
+    idle, _ = spend(IdlePlan((TRAIN,), rest=0.25, offset=0.75), ahead=0, train=1000, seconds=0.1)
+    assert [stretch.use for stretch in idle.stretches] == [REST]
+    assert seconds_of(idle, REST) == pytest.approx(0.1, abs=0.011)
+
+
+# ── what it is worth ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def choice(*uses: IdleUse, compares: bool = True) -> IdleChoice:
+    return IdleChoice(uses or (AHEAD, TRAIN), compares, has_neighbours=True)
+
+
+def costly(use: IdleUse, cost: float, num_steps: int = 3000) -> SlowdownSums:
+    """What a regression over so many steps says where this use costs so much."""
+    share = np.array([float(use is AHEAD), float(use is TRAIN)])
+    xx, noise = num_steps / 4 * np.outer(share, share), 0.2
+    return SlowdownSums(xx, cost * num_steps / 4 * share, num_steps * noise**2 + cost**2 * num_steps / 4, float(num_steps))
+
+
+def test_ahead_is_worth_what_is_kept_of_it_less_what_reading_costs_shared_by_the_ranks_at_work() -> None:
+    chosen = choice()
+    for _ in range(40):
+        chosen.observe(replace(MEASURED, followed_tokens=8_000), NO_SUMS)
+    # 8 of 10 kept; a read token takes 0.2 ms where a generated one takes 1 ms; 1.5 ranks are at work
+    assert chosen.worth()[AHEAD].gain == pytest.approx(0.8 * 0.8 / 1.5, rel=0.02)
+
+
+def test_training_is_worth_the_tokens_that_its_acceptance_brings_for_some_steps() -> None:
+    chosen = choice()
+    facts = replace(NOTHING, train_seconds=4.0, acceptance_before=0.74, acceptance=0.75)
+    for _ in range(40):
+        chosen.observe(facts, NO_SUMS)
+    measured = 0.01 / 0.25 * 10.0 * module.HORIZON / 4.0
+    weight = 1 / (1 - 0.8)
+    assert chosen.worth()[TRAIN].gain == pytest.approx((measured * weight + 0.5 * 2) / (weight + 2), rel=0.01)
+    last = replace(facts, steps_left=1)
+    assert last.training_gain == pytest.approx(measured / module.HORIZON), "at the end of a run there is nothing to train for"
+
+
+def test_the_use_that_is_worth_more_comes_first_and_the_other_has_its_trials() -> None:
+    chosen = choice()
+    for _ in range(10):
+        chosen.observe(
+            replace(MEASURED, followed_tokens=9_000, train_seconds=5.0, acceptance_before=0.5, acceptance=0.501), NO_SUMS
+        )
+    plans = [chosen.plan(step).order for step in range(module.TRIAL_EVERY)]
+    assert plans[:-1] == [(AHEAD, TRAIN)] * (module.TRIAL_EVERY - 1)
+    assert plans[-1] == (TRAIN, AHEAD)
+
+
+def test_a_use_that_costs_more_than_it_brings_is_left_but_for_trials() -> None:
+    chosen = choice(TRAIN, compares=False)
+    facts = replace(NOTHING, train_seconds=5.0, acceptance_before=0.5, acceptance=0.5)
+    for _ in range(10):
+        chosen.observe(facts, costly(TRAIN, 0.25))
+    assert chosen.worth()[TRAIN].cost == pytest.approx(0.25, abs=0.02)
+    assert chosen.worth()[TRAIN].gain < 0.25
+    orders = [chosen.plan(step).order for step in range(2 * module.TRIAL_EVERY)]
+    assert orders.count(()) == 2 * module.TRIAL_EVERY - 2
+    assert orders.count((TRAIN,)) == 2
+
+
+def test_generating_ahead_is_done_where_the_user_asked_for_it_whatever_it_costs() -> None:
+    asked, compared = choice(compares=False), choice()
+    for chosen in (asked, compared):
+        for _ in range(10):
+            chosen.observe(replace(MEASURED, followed_tokens=0), costly(AHEAD, 0.3))
+    assert asked.plan(0).order[0] is AHEAD
+    assert AHEAD not in compared.plan(0).order
+
+
+def test_ranks_rest_the_less_the_better_the_costs_are_known() -> None:
+    chosen = choice(TRAIN)
+    shares = [chosen.plan(0).rest]
+    for _ in range(6):
+        chosen.observe(NOTHING, costly(TRAIN, 0.1, num_steps=250))
+        shares.append(chosen.plan(0).rest)
+    assert shares[0] == 1 / 4
+    assert shares[-1] == 1 / 32
+    assert shares == sorted(shares, reverse=True)
+    assert IdleChoice((TRAIN,), False, has_neighbours=False).plan(0).rest == 0.0, "alone on its machine it slows nobody"
+
+
+def test_rests_make_up_their_share_wherever_a_phase_begins() -> None:
+    plan = IdlePlan(rest=0.25)
+    for offset in (0.0, 0.3, 0.99):
+        times = np.arange(0, 80, 0.01)
+        resting = [replace(plan, offset=offset).rests(t) for t in times]
+        assert np.mean(resting) == pytest.approx(0.25, abs=0.01)
+
+
+def test_what_is_known_survives_a_restart() -> None:
+    chosen, again = choice(), choice()
+    facts = replace(MEASURED, followed_tokens=7_000, train_seconds=1.0, acceptance_before=0.6, acceptance=0.61)
+    chosen.observe(facts, costly(AHEAD, 0.2))
+    again.restore(json.loads(json.dumps(chosen.counters())))
+    assert again.worth() == chosen.worth()
+    assert again.plan(3) == chosen.plan(3)

@@ -1,0 +1,136 @@
+"""The idle time of a rank in a phase: it is spent on what the plan puts first, with rests in between by which is measured what
+it costs the others. Knows neither the queue of real work nor how the plan was made (tlt/tuning/idle.py).
+
+    idle ─▶ generate ahead ─▶ train the drafter ─▶ nothing to do          at any time: real work, or the phase's end
+              └─── rest for a moment, now and then ───┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from tlt.accounts import AheadReport, DrafterReport, IdleStretch, IdleUse
+from tlt.report.timeline import Timeline
+from tlt.spans import SpanName
+from tlt.training.ahead import NO_AHEAD, Ahead
+from tlt.training.drafter_side import DrafterSide
+from tlt.training.result import PhaseResult
+from tlt.tuning.idle import IdleFacts, IdlePlan
+
+_SPANS = {IdleUse.AHEAD: SpanName.AHEAD, IdleUse.REST: SpanName.WAIT}
+"""What stretches are called in the timeline; the trainer records its own, one per micro-step."""
+
+
+@dataclass(frozen=True)
+class IdleWork:
+    """What there is to do in a phase's idle time besides training the drafter, and in which order."""
+
+    ahead: Ahead = NO_AHEAD
+    plan: IdlePlan = field(default_factory=IdlePlan)
+
+
+class IdleTime:
+    """Spends one rank's idle time in a phase.
+
+    has_better_to_do: tells an idle rank to stop.  rest: waits between two such questions.
+    """
+
+    def __init__(
+        self,
+        work: IdleWork,
+        drafter: DrafterSide,
+        has_better_to_do: Callable[[], bool],
+        rest: Callable[[], None],
+        timeline: Timeline,
+    ) -> None:
+        self.ahead, self.plan, self.drafter = work.ahead, work.plan, drafter
+        self.has_better_to_do, self.rest, self.timeline = has_better_to_do, rest, timeline
+        self.drafter_report, self._ahead_report = DrafterReport(), AheadReport()
+        self.stretches: list[IdleStretch] = []
+        self._use: IdleUse | None = None  # None: the rank is not idle
+        self._since = self._seconds = 0.0
+
+    @property
+    def ahead_report(self) -> AheadReport:
+        """What was generated ahead so far; its rests are not part of the seconds."""
+        return replace(self._ahead_report, seconds=sum(s.end - s.start for s in self.stretches if s.use is IdleUse.AHEAD))
+
+    def spend(self) -> None:
+        """Does what comes first in the plan and has something to do, until there is better; rests where nothing has. The rank
+        is idle from the first call on, until `leave`."""
+        self._turn_to(IdleUse.REST)
+        if not (self._is_time_to_rest() or any(self._do(use) for use in self.plan.order)):
+            self.rest()
+        elif self._is_time_to_rest():
+            self._rest()
+
+    def leave(self) -> None:
+        """Ends the idle time: there is real work, or the phase is over."""
+        self._turn_to(None)
+
+    def _do(self, use: IdleUse) -> bool:
+        """Returns whether there was anything to do."""
+        return self._generate_ahead() if use is IdleUse.AHEAD else self._train()
+
+    def _generate_ahead(self) -> bool:
+        def stops() -> bool:
+            if self._is_time_to_rest():  # within the session, so that its responses stay in the engine
+                self._turn_to(IdleUse.REST)
+                self._rest()
+                self._turn_to(IdleUse.AHEAD)
+            return self.has_better_to_do()
+
+        self._turn_to(IdleUse.AHEAD)
+        report = self.ahead.run(stops)
+        self._use = IdleUse.AHEAD if report.num_steps else IdleUse.REST
+        self._turn_to(IdleUse.REST)
+        self._ahead_report = self._ahead_report.plus(report)
+        return report.num_steps > 0
+
+    def _train(self) -> bool:
+        self._turn_to(IdleUse.TRAIN)
+        report = self.drafter.train(lambda: self._is_time_to_rest() or self.has_better_to_do())
+        self._use = IdleUse.TRAIN if report.num_micro_steps else IdleUse.REST
+        self._turn_to(IdleUse.REST)
+        self.drafter_report = self.drafter_report.plus(report) if report.num_micro_steps else self.drafter_report
+        return report.num_micro_steps > 0
+
+    def _is_time_to_rest(self) -> bool:
+        return self.plan.rests(self._seconds + self.timeline.clock() - self._since)
+
+    def _rest(self) -> None:
+        while self._is_time_to_rest() and not self.has_better_to_do():
+            self.rest()
+
+    def _turn_to(self, use: IdleUse | None) -> None:
+        """Ends the stretch that is under way, and begins one of this use."""
+        now, last = self.timeline.clock(), self._use
+        if last is not None and now > self._since:
+            self._seconds += now - self._since
+            if last in _SPANS:
+                self.timeline.record(_SPANS[last], self._since, now)
+            is_one = bool(self.stretches) and self.stretches[-1].use is last and self.stretches[-1].end == self._since
+            start = self.stretches.pop().start if is_one else self._since
+            self.stretches.append(IdleStretch(last, start, now))
+        self._use, self._since = use, now
+
+
+def facts_of(phase: PhaseResult, num_offered: int, steps_left: int) -> IdleFacts:
+    """Returns what a phase says of its idle time. num_offered: tokens that had been generated ahead for it."""
+    stats, check, seconds = phase.stats, phase.check, phase.seconds
+    reading = [s for name, s in stats.by_strategy.items() if name.startswith("ahead")]
+    return IdleFacts(
+        ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),
+        ahead_seconds=sum(replica.ahead.seconds for replica in phase.replicas),
+        offered_tokens=num_offered,
+        followed_tokens=stats.followed_by_age.total(),
+        reading_tokens=sum(s.num_tokens for s in reading),
+        reading_seconds=sum(s.seconds for s in reading),
+        rollout_seconds=seconds,
+        busy_ranks=len(phase.replicas) - phase.idle_seconds / seconds,
+        train_seconds=sum(replica.drafter.seconds for replica in phase.replicas),
+        acceptance_before=check.before if check is not None else float("nan"),
+        acceptance=check.acceptance if check is not None else float("nan"),
+        steps_left=steps_left,
+    )

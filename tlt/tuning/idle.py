@@ -1,0 +1,191 @@
+"""The choice among the uses of idle time, by what each is worth: seconds by which a step becomes shorter for every second that
+a rank spends on it.
+
+    worth(ahead) = kept tokens / tokens generated ahead · (1 - reading / generating) / ranks at work  - cost(ahead)
+    worth(train) = Δacceptance / (1 - acceptance) · rollout seconds · horizon / seconds trained       - cost(train)
+                                                                                       slowdown.py says ┘
+All of it is measured, phase by phase. A use that is worth nothing is still tried now and then, since that may change. Knows
+neither ranks nor clocks, and decides nothing about tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tlt.accounts import IdleUse
+from tlt.tuning.slowdown import Slowdown, SlowdownSums
+
+REST_SECONDS = 0.2
+"""Length of a rest: some tens of engine steps of a small model, a few of a large one."""
+TRIAL_EVERY = 8
+"""One phase in so many tries what is worth nothing, and puts what is worth most behind the others."""
+HORIZON = 10
+"""Steps for which a step's training of the drafter is taken to last, at most: the policy moves on, and a drafter that is not
+trained falls behind by as much as a step's training makes up."""
+
+_FADE = 0.8
+"""The weight of older phases, per phase."""
+_RESTS = ((0.05, 1 / 4), (0.025, 1 / 8), (0.0, 1 / 32))
+"""The share of idle time that ranks rest, by the standard deviation of the cost that is known least well."""
+_PRIOR_KEPT, _PRIOR_TOKENS = 0.7, 500.0
+"""The share of tokens generated ahead that is kept, and the tokens that this guess counts for."""
+_PRIOR_READING = 0.3
+"""Seconds of a token that is read, in seconds of one that is generated, until both are measured."""
+_PRIOR_TRAINING, _PRIOR_CHECKS = 0.5, 2.0
+"""Seconds won by a second of the drafter's training, and the measurements that this guess counts for."""
+
+
+@dataclass(frozen=True)
+class IdlePlan:
+    """What ranks without work do in a phase.
+
+    order: what is done first where there is something to do.  rest: share of idle time in which a rank rests, to measure.
+    offset: where in its first turn of work and rest a phase begins, as a share of it.
+    """
+
+    order: tuple[IdleUse, ...] = (IdleUse.AHEAD, IdleUse.TRAIN)
+    rest: float = 0.0
+    offset: float = 0.0
+
+    def rests(self, idle_seconds: float) -> bool:
+        """Returns whether a rank rests that has been idle for so many seconds of the phase."""
+        if not self.rest:
+            return False
+        turn = REST_SECONDS / self.rest
+        return (idle_seconds + self.offset * turn) % turn >= turn - REST_SECONDS
+
+
+@dataclass(frozen=True)
+class IdleFacts:
+    """What a phase says of its idle time and of what earlier idle time has brought, all ranks together.
+
+    ahead_tokens, ahead_seconds: generated ahead.  offered_tokens: generated ahead for this step before; followed_tokens: kept.
+    reading_tokens, reading_seconds: of engine steps that followed references.
+    rollout_seconds: of the phase.  busy_ranks: rank-seconds at work / rollout_seconds.
+    train_seconds: rank-seconds of drafter training.  acceptance_before, acceptance: of the drafter, without and with it; NaN.
+    steps_left: further policy steps of the run.
+    """
+
+    ahead_tokens: int
+    ahead_seconds: float
+    offered_tokens: int
+    followed_tokens: int
+    reading_tokens: int
+    reading_seconds: float
+    rollout_seconds: float
+    busy_ranks: float
+    train_seconds: float
+    acceptance_before: float
+    acceptance: float
+    steps_left: int
+
+    @property
+    def training_gain(self) -> float | None:
+        """Seconds won by a second of training: a chain of drafts brings 1 / (1 - acceptance) tokens. None: not measured."""
+        if not self.train_seconds or math.isnan(self.acceptance_before) or not self.acceptance < 1:
+            return None
+        change = (self.acceptance - self.acceptance_before) / (1 - self.acceptance)
+        return change * self.rollout_seconds * min(HORIZON, self.steps_left) / self.train_seconds
+
+
+@dataclass
+class _Sums:
+    """Sums over phases, of which older ones have faded."""
+
+    ahead_tokens: float = 0.0
+    ahead_seconds: float = 0.0
+    offered_tokens: float = 0.0
+    followed_tokens: float = 0.0
+    reading_tokens: float = 0.0
+    reading_seconds: float = 0.0
+    rollout_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    training_gain: float = 0.0
+    checks: float = 0.0
+
+
+_SUMMED = ("ahead_tokens", "ahead_seconds", "offered_tokens", "followed_tokens", "reading_tokens", "reading_seconds")
+
+
+@dataclass(frozen=True)
+class Worth:
+    """Seconds by which a step becomes shorter, and longer, for every second that a rank spends on a use."""
+
+    gain: float
+    cost: float
+
+    @property
+    def net(self) -> float:
+        return self.gain - self.cost
+
+
+class IdleChoice:
+    """Decides how ranks without work spend their time.
+
+    uses: those that there are, in the order in which they come where they are not compared.
+    compares: whether the one that is worth most comes first. If not, generating ahead is done whatever it is worth.
+    has_neighbours: whether any machine has several ranks, so that one may slow another.
+    """
+
+    def __init__(self, uses: Sequence[IdleUse], compares: bool, has_neighbours: bool) -> None:
+        self.uses, self.compares, self.has_neighbours = tuple(uses), compares, has_neighbours
+        self.slowdown = Slowdown()
+        self._sums = _Sums()
+
+    def observe(self, facts: IdleFacts, slowdown: SlowdownSums) -> None:
+        """Takes a phase into account."""
+        self.slowdown.observe(slowdown)
+        s = self._sums
+        for name in _SUMMED:
+            setattr(s, name, _FADE * getattr(s, name) + getattr(facts, name))
+        s.rollout_seconds = _FADE * s.rollout_seconds + facts.rollout_seconds
+        s.busy_seconds = _FADE * s.busy_seconds + facts.busy_ranks * facts.rollout_seconds
+        if (gain := facts.training_gain) is not None:
+            s.training_gain, s.checks = _FADE * s.training_gain + gain, _FADE * s.checks + 1
+
+    def worth(self) -> dict[IdleUse, Worth]:
+        """Returns what every use is worth, by what is known so far."""
+        costs = self.slowdown.costs()
+        gains = {IdleUse.AHEAD: self._gain_ahead(), IdleUse.TRAIN: self._gain_of_training()}
+        return {use: Worth(gains[use], max(costs[use].mean, 0.0)) for use in self.uses}
+
+    def _gain_ahead(self) -> float:
+        s = self._sums
+        kept = (s.followed_tokens + _PRIOR_KEPT * _PRIOR_TOKENS) / (s.offered_tokens + _PRIOR_TOKENS)
+        reading = _PRIOR_READING
+        if s.reading_tokens and s.ahead_tokens:
+            reading = (s.reading_seconds / s.reading_tokens) / (s.ahead_seconds / s.ahead_tokens)
+        ranks_at_work = max(s.busy_seconds / s.rollout_seconds, 1.0) if s.rollout_seconds else 1.0
+        return min(kept, 1.0) * max(1 - reading, 0.0) / ranks_at_work
+
+    def _gain_of_training(self) -> float:
+        s = self._sums
+        return (s.training_gain + _PRIOR_TRAINING * _PRIOR_CHECKS) / (s.checks + _PRIOR_CHECKS)
+
+    def plan(self, step: int) -> IdlePlan:
+        """Returns the plan of a policy step."""
+        worth, is_trial = self.worth(), step % TRIAL_EVERY == TRIAL_EVERY - 1
+        order = list(self.uses)
+        if self.compares:
+            order.sort(key=lambda use: worth[use].net, reverse=not is_trial)
+        order = [use for use in order if is_trial or worth[use].net > 0 or (use is IdleUse.AHEAD and not self.compares)]
+        return IdlePlan(tuple(order), self._rest(), (step * 0.618) % 1.0)
+
+    def _rest(self) -> float:
+        if not (self.has_neighbours and self.uses):
+            return 0.0
+        costs = self.slowdown.costs()
+        least_known = max(costs[use].deviation for use in self.uses)
+        return next(share for deviation, share in _RESTS if least_known >= deviation)
+
+    def counters(self) -> dict[str, Any]:
+        """Returns what is known, as JSON."""
+        return {"sums": asdict(self._sums), "slowdown": self.slowdown.counters()}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Takes up what `counters` returned."""
+        self._sums = _Sums(**counters["sums"])
+        self.slowdown.restore(counters["slowdown"])
