@@ -45,8 +45,10 @@ def ahead_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
 
 
 def lead(rate: float, confidence_threshold: float, num_left: int) -> Lead:
-    """Returns how far a reference leads that has `num_left` tokens left, each kept with probability `rate` if all before it are:
-    as far as all of the draft is likely to be kept."""
+    """Returns how far a reference leads that has `num_left` tokens left: as far as all of the draft is likely to be kept.
+
+    rate: the probability that a token is kept if all before it are.
+    """
     rate = min(rate, _SUREST)
     return Lead(rate, min(int(math.log(confidence_threshold) / math.log(rate)), num_left))
 

@@ -1,7 +1,7 @@
 """All that a simulated run rests on, in one place: lengths, costs, acceptance, agreement, idle work. Knows no replica.
 
-    recorded.py   from a run: what it measured itself        gpu.py   from a curve, for machines that nobody has measured here
-             └──────────────────────▶ Assumptions ◀──────────────────────┘
+recorded.py   from a run: what it measured itself        gpu.py   from a curve, for machines that nobody has measured here
+         └──────────────────────▶ Assumptions ◀──────────────────────┘
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ from tlt.drafter.ahead import lead
 from tlt.drafter.references import Key
 from tlt.simulate.measured import Measured
 from tlt.types import Lead
+
+GENERAL = (
+    "the same response has the same length under the policies of two steps; what is known of lengths orders nothing",
+    "the store answers at once, rewards are there at once, drafters are averaged in no time",
+    "the tuners' statistics stay as they are, and nothing is tried out",
+)
+"""Assumptions of every simulation, for people."""
 
 Groups = Sequence[Sequence[int]]
 """Lengths of responses in tokens, those to one problem together."""
@@ -54,8 +61,9 @@ class LogNormalLengths:
 
     def of_step(self, step: int, num_problems: int, num_samples: int) -> Groups:
         draw, sigma = random.Random(f"{self.seed}/{step}"), math.log(self.p95 / self.median) / 1.6449
-        one = lambda: min(max(round(draw.lognormvariate(math.log(self.median), sigma)), 1), self.cap)  # noqa: E731
-        return [[one() for _ in range(num_samples)] for _ in range(num_problems)]
+        drawn = [draw.lognormvariate(math.log(self.median), sigma) for _ in range(num_problems * num_samples)]
+        lengths = [min(max(round(length), 1), self.cap) for length in drawn]
+        return [lengths[i : i + num_samples] for i in range(0, len(lengths), num_samples)]
 
 
 @dataclass(frozen=True)
@@ -95,7 +103,10 @@ class Agreement:
 
 @dataclass(frozen=True)
 class SpotSpeed:
-    """The drafter's training in idle time. Seconds per token: of a micro-step that trains, and of one that recomputes features."""
+    """The drafter's training in idle time. The rest is as the configuration has it.
+
+    train, recompute: seconds per token of a micro-step that trains, or that recomputes features.
+    """
 
     train: float
     recompute: float
@@ -106,17 +117,19 @@ class SpotSpeed:
 
 @dataclass(frozen=True)
 class Assumptions:
-    """engines: replica r has the one of r modulo their number.  read_seconds: to read a token of a prompt, or of a response that
-    another replica has begun.  other_seconds: of a step outside of the rollout, such as the update's; of recorded steps each
-    step's own.  interference: the share by which a busy replica's steps take longer when all other replicas of its host, which
-    are `per_host`, do idle work.  lines: all of it for people.
+    """What a simulation rests on.
+
+    engines: replica r has the one of r modulo their number.
+    read_seconds: to read a token of a prompt, or of a response that another replica has begun.
+    other_seconds: of a step outside of the rollout, such as the update's: step s has the one of s modulo their number.
+    interference: the share by which a busy replica's steps take longer when all others of its host do idle work.
+    per_host: replicas of a host.  lines: all of it for people, beside GENERAL.
     """
 
     lengths: Lengths
     engines: Sequence[Measured]
     agreement: Agreement
     spot: SpotSpeed
-    num_problems: int
     num_samples: int
     max_batch_size: int
     max_tokens: int

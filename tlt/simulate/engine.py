@@ -22,7 +22,7 @@ from tlt.engine.stats import EngineStats
 from tlt.simulate.assumptions import Agreement
 from tlt.simulate.measured import Ints, Measured
 from tlt.simulate.virtual import VirtualTime
-from tlt.types import BatchState, Finished, Lead, Request, Rollout, StepOutcome, Strategy
+from tlt.types import BatchState, Finished, Lead, Request, Rollout, StepOutcome, Strategy, StrategyTuner
 
 
 @dataclass
@@ -63,9 +63,9 @@ class Response:
 
 
 class SimulatedEngine:
-    """measured: what steps cost and bring.  length_of: a request's response.  speculates: else every step is a plain one.
-    references: None: nothing is followed.  agreement: how far those lead.  slowdown: how much longer a step takes just now.  grain: seconds for which steps are
-    simulated together, so that what comes from elsewhere is noticed so much later at most.
+    """measured: what steps cost and bring.  length_of: a request's response.  speculates: else all steps are plain.
+    references: None: nothing is followed.  agreement: how far those lead.  slowdown: how much longer a step takes just now.
+    grain: seconds for which steps are simulated together: what comes from elsewhere is noticed so much later at most.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class SimulatedEngine:
         self.waiting: deque[Request] = deque()
         self.stats, self.policy_version = EngineStats(), 0
 
-    tuner = drafter = target = None
+    tuner: StrategyTuner | None = None
+    drafter = target = None
     device = torch.device("cpu")
     capabilities = Capabilities((), trees=True, max_depth=Strategy.MAX_DEPTH, captures=False, hands_over=True, sleeps=True)
 

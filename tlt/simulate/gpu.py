@@ -1,11 +1,12 @@
 """Assumptions for a machine that nobody has measured here: a cost curve, and acceptance as the TLT paper reports it.
 
-    seconds of a step = plain step x (1.42 + 0.067 depth + 0.0026 verified), and more where the forward is full (`GpuSeconds`)
+seconds of a step = plain step x (1.42 + 0.067 depth + 0.0026 verified), and more where the forward is full (`GpuSeconds`)
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from tlt.config.schema import Config
 from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
@@ -26,17 +27,18 @@ _WIDTH = 8
 _CHAIN_RATE = 0.8
 """Chance that a token of a chain is kept if all before it are, where no reference leads."""
 _DRAFTING, _PER_DEPTH, _PER_VERIFIED = 0.42, 0.067, 0.0026
+_PER_HOST = 8
 _FOLLOWED = (32, 64, 128, 256)
 AGREEMENT = {1: Followed(3600.0, 32.0, 32.0), 2: Followed(465.0, 32.0, 62.0)}
-"""Of the shipped model with a learning rate of 1e-4 (docs/log.md): before the first difference 87.5 % and 47 % of the tokens of
-64 responses, of which 6 and 25 differ; of the tokens after it 50 % and 34 % lie in matching stretches. How long such a stretch is
-was not measured."""
+"""By age, of the shipped model with a learning rate of 1e-4: 87.5 % and 47 % of the 24,713 tokens of 64 responses lie before
+the first difference, 6 and 25 responses have one, and 50 % and 34 % of the tokens behind it lie in matching stretches. How long
+such a stretch is was not measured."""
 
 
 @dataclass(frozen=True)
 class GpuSeconds:
-    """plain: seconds of a step without speculation.  knee: tokens in one forward up to which it takes no longer; beyond, its time
-    grows with them."""
+    """plain: seconds of a step without speculation.  knee: tokens in one forward up to which it takes no longer; beyond, its
+    time grows with them."""
 
     plain: float
     knee: float
@@ -48,8 +50,8 @@ class GpuSeconds:
         return self.plain * (drafting + (1 + _PER_VERIFIED * nodes) * load)
 
 
-def assume_gpu(config: Config, seconds: GpuSeconds, lengths: LogNormalLengths, other_seconds: float) -> Assumptions:
-    """Returns what a run of this configuration would rest on."""
+def assume_gpu(config: Config, seconds: GpuSeconds, lengths: LogNormalLengths, interference: float = 0.0) -> Assumptions:
+    """Returns what a run of this configuration would rest on; its steps are rollouts alone (`with_rest`)."""
     model = make_model(seconds)
     drafter, rollout = config.drafter, config.rollout
     spot = SpotSpeed(
@@ -64,33 +66,42 @@ def assume_gpu(config: Config, seconds: GpuSeconds, lengths: LogNormalLengths, o
         engines=[Measured(model, seconds)],
         agreement=Agreement(AGREEMENT, DEFAULT_CONFIDENCE_THRESHOLD),
         spot=spot,
-        num_problems=rollout.problems_per_step,
         num_samples=rollout.samples_per_problem,
         max_batch_size=rollout.max_batch_size,
         max_tokens=config.sampling.max_tokens,
         prompt_tokens=256,
         read_seconds=seconds.plain / seconds.knee,
-        other_seconds=[other_seconds],
+        other_seconds=[0.0],
+        interference=interference,
+        per_host=_PER_HOST,
         references_mib=rollout.references_mib,
         seed=config.run.seed,
         lines=(
             f"lengths: log-normal, half above {lengths.median:,.0f} tokens, one in twenty above {lengths.p95:,.0f}, cut at"
             f" {lengths.cap:,}; samples of one problem are no more alike than others",
-            f"a plain step takes {1000 * seconds.plain:g} ms for up to {seconds.knee:g} tokens in the forward, beyond in proportion;"
-            " a speculative one 1.42 + 0.067 depth + 0.0026 verified plain steps (arXiv 2511.16665, batch 1), its forward in"
-            " proportion beyond as well; a reference costs no drafting",
+            f"a plain step takes {1000 * seconds.plain:g} ms for up to {seconds.knee:g} tokens in the forward, beyond in"
+            " proportion; a speculative one 1.42 + 0.067 depth + 0.0026 verified plain steps (arXiv 2511.16665, batch 1), its"
+            " forward in proportion beyond as well; a reference costs no drafting",
             "acceptance: as the paper reports it for Qwen2.5-32B, the same at all batch sizes; in chains beside references"
             f" {_CHAIN_RATE:g} a token",
-            _agreement_line(AGREEMENT, "measured on the shipped model at learning rate 1e-4"),
+            describe_agreement(AGREEMENT, "measured on the shipped model at learning rate 1e-4"),
             "drafter training: three forwards a token at full load; recomputing its features one",
-            f"a step outside of the rollout: {other_seconds:.1f} s, the same for any number of replicas",
+            f"idle work makes a busy replica's steps {interference:.0%} longer when all others of its host do some",
         ),
     )
 
 
-def _agreement_line(by_age: dict[int, Followed], source: str) -> str:
-    ages = (f"{one.first:,.0f} tokens {age} update{'s' if age > 1 else ''} later" for age, one in by_age.items())
-    return f"references agree for {', '.join(ages)}, on average, and after a difference for {by_age[1].stretch:.0f} at a time ({source})"
+def with_rest(assumed: Assumptions, seconds: float) -> Assumptions:
+    """Returns the same with so many seconds of every step outside of the rollout."""
+    line = f"a step outside of the rollout: {seconds:.1f} s, the same for any number of replicas"
+    return replace(assumed, other_seconds=[seconds], lines=(*assumed.lines, line))
+
+
+def describe_agreement(by_age: Mapping[int, Followed], source: str) -> str:
+    """Returns a line for people."""
+    ages = ", ".join(f"{one.first:,.0f} tokens {age} update{'s' if age > 1 else ''} later" for age, one in by_age.items())
+    again = f"after a difference for {by_age[1].stretch:.0f} at a time"
+    return f"references agree for {ages}, on average, and {again} ({source})"
 
 
 def make_model(seconds: GpuSeconds) -> CostModel:

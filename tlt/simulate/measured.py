@@ -1,5 +1,5 @@
-"""What an engine's steps cost and bring, as a tuner has measured it, and what that tuner would choose. Its statistics stay as they
-are, so what it has decided once is remembered. Knows no engine."""
+"""The costs and gains of an engine's steps, as a tuner has measured them, and its choice. The statistics stay as they are, so
+what has been decided once is remembered. Knows no engine."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Measured:
     def __init__(self, model: CostModel, seconds: StepSeconds) -> None:
         self.model, self.seconds = model, seconds
         self._decided: dict[tuple[Any, ...], Strategy] = {}
-        self._reached: dict[tuple[Strategy, int], NDArray[np.float64]] = {}
+        self._reached: dict[tuple[Strategy, int], NDArray[Any]] = {}
 
     def choose(self, batch: BatchState) -> Strategy:
         """Returns what CostModel decides on for this batch."""
@@ -64,7 +64,7 @@ class Measured:
         key = arm, octave_of(batch_size)
         if (reached := self._reached.get(key)) is None:
             rates = self.model.acceptance.rates(Curve.of(*key))
-            reached = self._reached[key] = np.cumprod(rates.accepted[: arm.depth])[::-1].copy()
+            reached = self._reached[key] = np.cumprod(np.array(rates.accepted[: arm.depth]))[::-1].copy()
         kept: Ints = len(reached) - np.searchsorted(reached, uniform, side="right")
         return kept
 

@@ -1,5 +1,5 @@
-"""Runs steps of many replicas under virtual time, with the real phase's own decisions: its loop, queue, handing over, generating
-ahead, and the tuner's choice. What is simulated is the clock, the engine, the drafter's training and the update.
+"""Takes steps of many replicas under virtual time. The decisions are the real phase's own: its loop, queue, handing over,
+generating ahead, the tuner's choice. What is simulated is the clock, the engine, the drafter's training and the update.
 
     for each step:   replica 0 ─ RolloutPhase ─ Work ─ Coordinator ┐
                      replica 1 ─ RolloutPhase ─ …                  ├─ one store, one VirtualTime ─▶ StepResult
@@ -26,11 +26,12 @@ from tlt.drafter.references import References
 from tlt.drafter.spot import MicroStepSize
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import Key
-from tlt.simulate.assumptions import Assumptions, SpotSpeed
+from tlt.simulate.assumptions import Assumptions
 from tlt.simulate.engine import SimulatedEngine
 from tlt.simulate.virtual import VirtualTime
 from tlt.training.ahead import NO_AHEAD, Ahead, AheadOfPolicy
 from tlt.training.drafter_side import DrafterSide
+from tlt.training.idle import IdleWork
 from tlt.training.phase import RolloutPhase
 from tlt.training.result import PhaseResult, ReplicaReport
 from tlt.training.work import Ended, Receivers, Work
@@ -59,6 +60,7 @@ class StepResult:
     """A simulated step. Idle seconds, those trained in them, and those spent ahead are summed over replicas.
 
     rollout_seconds: from the beginning to the last replica's return.  followed_by_age: tokens kept of references.
+    grain: seconds between two looks around.
     """
 
     rollout_seconds: float
@@ -69,6 +71,7 @@ class StepResult:
     num_tokens: int
     num_migrated: int
     followed_by_age: Mapping[int, int]
+    grain: float
 
     @property
     def seconds(self) -> float:
@@ -130,7 +133,7 @@ class Training(DrafterSide):
         return self.speed.train * size.num_tokens(self.step_seconds)
 
 
-class IdleWork(Ahead):
+class NotedAhead(Ahead):
     """Notes who generates ahead now."""
 
     def __init__(self, ahead: Ahead, index: int, working: set[int]) -> None:
@@ -223,17 +226,26 @@ class Replicas:
         ahead.begin(AheadQueue(coordinator.store, index, self.num))
         work = Work(coordinator, requests)
         ended = Ended((Problem(group[0].problem_id, ()) for group in requests), receivers, drafter)
-        last_token, trained, done_ahead = phase._generate(work, ended, drafter, ahead)
-        counts = 0, work.num_received
-        gaps = work.gap_seconds, work.gap_training
-        return ReplicaReport(start, last_token, self.time.now, engine.stats, trained, *gaps, *counts, done_ahead)
+        spare = phase._idle_time(IdleWork(ahead), drafter)
+        last_token, _ = phase._generate(work, ended, drafter, spare)
+        return ReplicaReport(
+            start,
+            last_token,
+            self.time.now,
+            engine.stats,
+            spare.drafter_report,
+            gap_seconds=work.gap_seconds,
+            gap_training=work.gap_training,
+            num_migrated=work.num_received,
+            ahead=spare.ahead_report,
+        )
 
     def _ahead(self, index: int, later: Sequence[Request], past: Sequence[Request]) -> Ahead:
         """Returns who generates ahead. All share the references, so one drops those of this step for all."""
         engine, world = self.engines[index], World(index, self.num, 0, torch.device("cpu"), self.store, None)
         mine = past if index == 0 else ()
-        ahead = AheadOfPolicy(engine, self.references, world, later, mine, {}, lambda span: None, self.time.clock)
-        return IdleWork(ahead, index, self.working)
+        ahead = AheadOfPolicy(engine, self.references, world, later, mine, {})
+        return NotedAhead(ahead, index, self.working)
 
     def _result(self, step: int, reports: list[ReplicaReport]) -> StepResult:
         phase = PhaseResult([], [], reports)
@@ -245,7 +257,7 @@ class Replicas:
         ahead_seconds = sum(report.ahead.seconds for report in reports)
         trained = phase.drafter_seconds
         num_migrated = sum(report.num_migrated for report in reports)
-        counted = ahead_seconds, phase.stats.num_tokens, num_migrated, dict(phase.stats.followed_by_age)
+        counted = ahead_seconds, phase.stats.num_tokens, num_migrated, dict(phase.stats.followed_by_age), self.grain
         return StepResult(phase.seconds, other, phase.idle_seconds, trained, *counted)
 
     # ── what a step consists of ──────────────────────────────────────────────────────────────────────────────────────
@@ -265,7 +277,7 @@ class Replicas:
         return self._lengths[request.policy_step][request.problem_id, request.sample_index]
 
     def _coarse_grain(self, step: int) -> float:
-        """Returns the seconds between two looks around; a phase lasts about as long as its longest response, plainly decoded."""
+        """Returns the seconds between two looks around, as if a phase lasted as long as its longest response."""
         longest, engine = max(self._lengths[step].values()), self.engines[0]
         plain = engine.measured.seconds(Strategy.OFF, 0, 1, longest / 2)
         return max(_GRAIN, longest * plain * self.num / _MAX_LOOKS)
