@@ -15,17 +15,13 @@ from tlt.simulate.measured import Measured
 from tlt.tuning.cost_model import CostModel, as_costly
 from tlt.types import Strategy
 
-ACCEPT_LENGTHS = {
-    (4, 16): 4.63, (4, 32): 4.74, (4, 64): 4.81,
-    (8, 16): 6.34, (8, 32): 7.01, (8, 64): 7.39,
-    (12, 16): 7.02, (12, 32): 8.05, (12, 64): 8.76,
-    (16, 16): 7.25, (16, 32): 8.44, (16, 64): 9.23,
-}  # fmt: skip
+ACCEPT_LENGTHS = {(8, 16): 6.34, (12, 32): 8.05, (12, 64): 8.76}
 """(depth, tokens verified) → tokens per verification: Qwen2.5-32B with a trained drafter, candidates of 8 (arXiv 2511.16665, as
-third parties quote it)."""
+third parties quote it). The fastest depth of each number, for Acceptance has one survival curve for all trees of one budget."""
+_CHAINS = (1, 2, 4, 8)
 _WIDTH = 8
 _CHAIN_RATE = 0.8
-"""Chance that a token of a chain is kept if all before it are, where no reference leads."""
+"""Chance that a token of a drafter's chain is kept if all before it are."""
 _DRAFTING, _PER_DEPTH, _PER_VERIFIED = 0.42, 0.067, 0.0026
 _PER_HOST = 8
 _FOLLOWED = (32, 64, 128, 256)
@@ -82,8 +78,8 @@ def assume_gpu(config: Config, seconds: GpuSeconds, lengths: LogNormalLengths, i
             f"a plain step takes {1000 * seconds.plain:g} ms for up to {seconds.knee:g} tokens in the forward, beyond in"
             " proportion; a speculative one 1.42 + 0.067 depth + 0.0026 verified plain steps (arXiv 2511.16665, batch 1), its"
             " forward in proportion beyond as well; a reference costs no drafting",
-            "acceptance: as the paper reports it for Qwen2.5-32B, the same at all batch sizes; in chains beside references"
-            f" {_CHAIN_RATE:g} a token",
+            f"acceptance: as the paper reports it for Qwen2.5-32B, the same at all batch sizes; in chains {_CHAIN_RATE:g} a"
+            " token",
             describe_agreement(AGREEMENT, "measured on the shipped model at learning rate 1e-4"),
             "drafter training: three forwards a token at full load; recomputing its features one",
             f"idle work makes a busy replica's steps {interference:.0%} longer when all others of its host do some",
@@ -107,12 +103,12 @@ def describe_agreement(by_age: Mapping[int, Followed], source: str) -> str:
 def make_model(seconds: GpuSeconds) -> CostModel:
     """Returns a tuner that has measured these seconds and the paper's acceptance."""
     trees = [Strategy("learned", depth, _WIDTH, budget) for depth, budget in ACCEPT_LENGTHS]
+    chains = [Strategy("learned", depth, 1, depth) for depth in _CHAINS]
     follows = [Strategy("ahead+learned", depth, 1, depth) for depth in _FOLLOWED]
-    model = CostModel([Strategy.OFF, *trees, *follows], bonus=0.0)
+    model = CostModel([Strategy.OFF, *chains, *trees, *follows], bonus=0.0)
     for tree, accept_length in zip(trees, ACCEPT_LENGTHS.values(), strict=True):
         model.acceptance.observe(tree, _accepted(rate_of(accept_length, tree.depth), tree.depth), batch_size=1)
-    chain = Strategy("learned", Strategy.ELSEWHERE, 1, Strategy.ELSEWHERE)
-    model.acceptance.observe(chain, _accepted(_CHAIN_RATE, chain.depth), batch_size=1)
+    model.acceptance.observe(chains[-1], _accepted(_CHAIN_RATE, chains[-1].depth), batch_size=1)
     for octave in range(8):
         batch = 2**octave
         for arm in model.arms:

@@ -24,17 +24,17 @@ class StepSeconds(Protocol):
 
 
 class FittedSeconds:
-    """Step costs as a tuner has measured them."""
+    """Step costs as a tuner has measured them. overhead: seconds of a replica at work for each second of its engine's steps."""
 
-    def __init__(self, model: CostModel) -> None:
-        self.model = model
+    def __init__(self, model: CostModel, overhead: float = 1.0) -> None:
+        self.model, self.overhead = model, overhead
         self._known: dict[tuple[Strategy, int, int], float] = {}
 
     def __call__(self, arm: Strategy, nodes: float, batch_size: int, mean_length: float) -> float:
         costly, place = as_costly(arm, nodes), _place(mean_length)
         if (seconds := self._known.get((costly, batch_size, place))) is None:
             mean_A, _ = self.model.costs.predict([costly], batch_size, _length(place))
-            seconds = self._known[costly, batch_size, place] = math.exp(mean_A[0])
+            seconds = self._known[costly, batch_size, place] = self.overhead * math.exp(mean_A[0])
         return seconds
 
 

@@ -77,10 +77,10 @@ def assume_recorded(run: RecordedRun, config: Config, interference: float = 0.0)
     agreement, agreement_line = agreement_of(run)
     spot, spot_line = spot_of(run)
     other = [step.step_seconds - step.rollout_seconds for step in run.steps]
-    rollout = config.rollout
+    rollout, overhead = config.rollout, overhead_of(run)
     return Assumptions(
         lengths=lengths,
-        engines=[measured_by(rank, run.config) for rank in run.ranks],
+        engines=[measured_by(rank, run.config, overhead) for rank in run.ranks],
         agreement=agreement,
         spot=spot,
         num_samples=rollout.samples_per_problem,
@@ -97,6 +97,7 @@ def assume_recorded(run: RecordedRun, config: Config, interference: float = 0.0)
             lengths_line,
             f"costs and acceptance: as the {len(run.ranks)} tuner(s) of the run had measured them after {len(run.steps)} steps;"
             f" what it never ran is extrapolated, such as off, of which it has measured {num_measured(run, Strategy.OFF):.0f}",
+            f"a replica at work takes {overhead:.3f} s for each second of its engine's steps, as in the run",
             agreement_line,
             spot_line,
             f"a step outside of the rollout: {statistics.mean(other):.2f} s on average, the same for any number of replicas",
@@ -105,11 +106,17 @@ def assume_recorded(run: RecordedRun, config: Config, interference: float = 0.0)
     )
 
 
-def measured_by(rank: dict[str, Any], config: Config) -> Measured:
+def overhead_of(run: RecordedRun) -> float:
+    """Returns the seconds that a rank was at work for a second of its engine's steps: it also reads prompts, asks and tells."""
+    at_work = sum(len(run.ranks) * step.rollout_seconds - step.idle_seconds for step in run.steps)
+    return max(at_work / sum(sum(step.strategy_seconds.values()) for step in run.steps), 1.0)
+
+
+def measured_by(rank: dict[str, Any], config: Config, overhead: float = 1.0) -> Measured:
     """Returns the engine of a rank as its tuner knew it, without the bonus for what is uncertain: nothing is learned here."""
     model = CostModel(default_arms(ahead_kinds(drafter_kinds(config.drafter.path is not None))), bonus=0.0)
     model.restore(rank["tuner"])
-    return Measured(model, FittedSeconds(model))
+    return Measured(model, FittedSeconds(model, overhead))
 
 
 def num_measured(run: RecordedRun, arm: Strategy) -> float:

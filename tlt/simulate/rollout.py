@@ -125,7 +125,7 @@ class Training(DrafterSide):
 
     def _passes(self, num_tokens: int) -> float:
         limit = self.speed.max_passes
-        return math.inf if limit is None else limit * num_tokens * self.speed.train
+        return math.inf if limit is None and num_tokens else (limit or 0.0) * num_tokens * self.speed.train
 
     def _micro_step_seconds(self) -> float:
         size = MicroStepSize(self.speed.tokens_per_micro_step)
