@@ -151,7 +151,7 @@ def test_ahead_of_identical_references_reads_in_a_few_steps_what_idle_time_has_g
     assumed = assume([[100], [2]], engines=[Measured(model, one_second)])
     replicas = Replicas(assumed, Variant("ahead", ahead=1), 2, 2)
     first, second, third = (replicas.take_step(step) for step in range(3))
-    assert first.rollout_seconds == pytest.approx(100.0, abs=1.1), "who generates ahead stops within one engine step"
+    assert first.rollout_seconds == pytest.approx(100.0, abs=POLL)
     assert first.ahead_seconds == pytest.approx(98.0, abs=1.0)
     num_known = 98
     assert second.rollout_seconds == pytest.approx(read_steps(100, num_known), abs=1.1)

@@ -20,7 +20,8 @@ from torch.distributed import HashStore
 
 from tlt.accounts import AheadReport, DrafterReport
 from tlt.distributed.ahead_queue import AheadQueue
-from tlt.distributed.work_queue import Coordinator
+from tlt.distributed.store import read_now
+from tlt.distributed.work_queue import Coordinator, offers_in
 from tlt.distributed.world import World
 from tlt.drafter.references import References
 from tlt.drafter.spot import MicroStepSize
@@ -40,6 +41,11 @@ from tlt.types import Finished, Problem, Request, Reward, SamplingParams, Strate
 _MAX_LOOKS = 40_000
 """Looks around of all replicas in a step, about. Where there would be more, each looks around less often: so simulating many
 replicas takes seconds."""
+_REST = 4.0
+"""Grains for which a replica without work rests at most. What concerns it wakes it."""
+_INSTANT = 1e-6
+_FINE = 0.25
+"""Grains between two looks around of a replica that generates ahead: somebody may wait for it."""
 _GRAIN = 0.02
 """A real replica at work asks for offers of help so often (work_queue.HELP_SECONDS); a simulated one no more often."""
 
@@ -59,8 +65,8 @@ class Variant:
 class StepResult:
     """A simulated step. Idle seconds, those trained in them, and those spent ahead are summed over replicas.
 
-    rollout_seconds: from the beginning to the last replica's return.  followed_by_age: tokens kept of references.
-    grain: seconds between two looks around.
+    rollout_seconds: from the beginning to the last token; the last return comes within an engine step or a micro-step of it.
+    followed_by_age: tokens kept of references.  grain: seconds between two looks around.
     """
 
     rollout_seconds: float
@@ -114,11 +120,11 @@ class Training(DrafterSide):
 
     def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
         num, start = 0, self.time.now
-        while not (is_preempted := should_stop()) and self.left > 0:
-            seconds = min(max(self._micro_step_seconds(), self.replicas.grain), self.left)
+        while not (is_preempted := should_stop()) and self.left > _INSTANT:
+            begun, seconds = self.time.now, min(max(self._micro_step_seconds(), self.replicas.grain), self.left)
             self.replicas.working.add(self.index)
-            self.time.sleep(seconds)
-            self.left -= seconds
+            self.replicas.coordinators[self.index].doze(seconds)
+            self.left -= self.time.now - begun
             num += 1
         self.replicas.working.discard(self.index)
         return DrafterReport(num, seconds=self.time.now - start, preempted_at=self.time.now if num and is_preempted else None)
@@ -136,15 +142,18 @@ class Training(DrafterSide):
 class NotedAhead(Ahead):
     """Notes who generates ahead now."""
 
-    def __init__(self, ahead: Ahead, index: int, working: set[int]) -> None:
-        self.ahead, self.index, self.working = ahead, index, working
+    def __init__(self, ahead: Ahead, index: int, replicas: Replicas) -> None:
+        self.ahead, self.index, self.working = ahead, index, replicas.working
+        self.engine, self.grain = replicas.engines[index], replicas.grain
 
     def begin(self, queue: AheadQueue) -> None:
         self.ahead.begin(queue)
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
         self.working.add(self.index)
+        self.engine.grain = _FINE * self.grain
         report = self.ahead.run(should_stop)
+        self.engine.grain = self.grain
         self.working.discard(self.index)
         return report
 
@@ -153,15 +162,41 @@ class NotedAhead(Ahead):
 
 
 class PatientCoordinator(Coordinator):
-    """Rests no less than a grain, where many replicas are simulated."""
+    """Asks for news where there are some, and seldom else: it rests for longer than the real one, and is woken when that would
+    have asked next, once its offer of help is accepted or all is done."""
 
     def __init__(self, replicas: Replicas, index: int) -> None:
         time = replicas.time
         super().__init__(replicas.store, index, replicas.num, math.inf, time.clock, time.sleep)
-        self.replicas = replicas
+        self.replicas, self.is_dozing = replicas, False
 
     def rest(self) -> None:
-        self.replicas.time.sleep(max(self.pause, self.replicas.grain))
+        self.doze(max(self.pause, _REST * self.replicas.grain))
+
+    def doze(self, seconds: float) -> None:
+        """Sleeps so long at most."""
+        self.is_dozing = True
+        self.replicas.time.sleep(seconds)
+        self.is_dozing = False
+
+    def rouse(self) -> None:
+        """Lets whoever dozes look around when it would have by itself."""
+        if self.is_dozing:
+            now = self.replicas.time.now
+            self.replicas.time.wake(self.replica, max(now + self.pause / 2, self._asks_at))
+
+    def accept_help(self) -> int | None:
+        offers = offers_in(read_now(self.store, "help"))
+        unit = super().accept_help()
+        if unit is not None:
+            self.replicas.coordinators[offers[0]].rouse()
+        return unit
+
+    def finish(self, unit: int) -> None:
+        super().finish(unit)
+        if self._num_units + self.store.add("open", 0) == 0:
+            for other in self.replicas.coordinators:
+                other.rouse()
 
 
 class Replicas:
@@ -245,10 +280,11 @@ class Replicas:
         engine, world = self.engines[index], World(index, self.num, 0, torch.device("cpu"), self.store, None)
         mine = past if index == 0 else ()
         ahead = AheadOfPolicy(engine, self.references, world, later, mine, {})
-        return NotedAhead(ahead, index, self.working)
+        return NotedAhead(ahead, index, self)
 
     def _result(self, step: int, reports: list[ReplicaReport]) -> StepResult:
         phase = PhaseResult([], [], reports)
+        rollout_seconds = phase.last_token - min(report.start for report in reports)
         lengths = heapq.nlargest(self.assumed.spot.carry_longest, self._lengths.pop(step).values())
         for engine, training in zip(self.engines, self.training, strict=True):
             engine.policy_version = step + 1
@@ -258,7 +294,7 @@ class Replicas:
         trained = phase.drafter_seconds
         num_migrated = sum(report.num_migrated for report in reports)
         counted = ahead_seconds, phase.stats.num_tokens, num_migrated, dict(phase.stats.followed_by_age), self.grain
-        return StepResult(phase.seconds, other, phase.idle_seconds, trained, *counted)
+        return StepResult(rollout_seconds, other, phase.idle_seconds, trained, *counted)
 
     # ── what a step consists of ──────────────────────────────────────────────────────────────────────────────────────
 
