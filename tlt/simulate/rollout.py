@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,8 +20,7 @@ from torch.distributed import HashStore
 
 from tlt.accounts import AheadReport, DrafterReport
 from tlt.distributed.ahead_queue import AheadQueue
-from tlt.distributed.store import read_now
-from tlt.distributed.work_queue import Coordinator, offers_in
+from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World
 from tlt.drafter.references import References
 from tlt.drafter.spot import MicroStepSize
@@ -41,11 +40,7 @@ from tlt.types import Finished, Problem, Request, Reward, SamplingParams, Strate
 _MAX_LOOKS = 40_000
 """Looks around of all replicas in a step, about. Where there would be more, each looks around less often: so simulating many
 replicas takes seconds."""
-_REST = 4.0
-"""Grains for which a replica without work rests at most. What concerns it wakes it."""
 _INSTANT = 1e-6
-_FINE = 0.25
-"""Grains between two looks around of a replica that generates ahead: somebody may wait for it."""
 _GRAIN = 0.02
 """A real replica at work asks for offers of help so often (work_queue.HELP_SECONDS); a simulated one no more often."""
 
@@ -121,10 +116,10 @@ class Training(DrafterSide):
     def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
         num, start = 0, self.time.now
         while not (is_preempted := should_stop()) and self.left > _INSTANT:
-            begun, seconds = self.time.now, min(max(self._micro_step_seconds(), self.replicas.grain), self.left)
+            seconds = min(max(self._micro_step_seconds(), self.replicas.grain), self.left)
             self.replicas.working.add(self.index)
-            self.replicas.coordinators[self.index].doze(seconds)
-            self.left -= self.time.now - begun
+            self.time.sleep(seconds)
+            self.left -= seconds
             num += 1
         self.replicas.working.discard(self.index)
         return DrafterReport(num, seconds=self.time.now - start, preempted_at=self.time.now if num and is_preempted else None)
@@ -142,18 +137,15 @@ class Training(DrafterSide):
 class NotedAhead(Ahead):
     """Notes who generates ahead now."""
 
-    def __init__(self, ahead: Ahead, index: int, replicas: Replicas) -> None:
-        self.ahead, self.index, self.working = ahead, index, replicas.working
-        self.engine, self.grain = replicas.engines[index], replicas.grain
+    def __init__(self, ahead: Ahead, index: int, working: set[int]) -> None:
+        self.ahead, self.index, self.working = ahead, index, working
 
     def begin(self, queue: AheadQueue) -> None:
         self.ahead.begin(queue)
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
         self.working.add(self.index)
-        self.engine.grain = _FINE * self.grain
         report = self.ahead.run(should_stop)
-        self.engine.grain = self.grain
         self.working.discard(self.index)
         return report
 
@@ -161,42 +153,30 @@ class NotedAhead(Ahead):
         self.ahead.end()
 
 
+class SharedAheadQueue(AheadQueue):
+    """Reads what all have done from a set that they share, instead of as many keys of the store."""
+
+    def __init__(self, coordinator: Coordinator, done: set[int]) -> None:
+        super().__init__(coordinator.store, coordinator.replica, coordinator.num_replicas)
+        self._all_done = done
+
+    def note_done(self, numbers: Iterable[int]) -> None:
+        self._all_done.update(numbers)
+
+    def done(self) -> set[int]:
+        return self._all_done
+
+
 class PatientCoordinator(Coordinator):
-    """Asks for news where there are some, and seldom else: it rests for longer than the real one, and is woken when that would
-    have asked next, once its offer of help is accepted or all is done."""
+    """Rests no less than a grain, where many replicas are simulated."""
 
     def __init__(self, replicas: Replicas, index: int) -> None:
         time = replicas.time
         super().__init__(replicas.store, index, replicas.num, math.inf, time.clock, time.sleep)
-        self.replicas, self.is_dozing = replicas, False
+        self.replicas = replicas
 
     def rest(self) -> None:
-        self.doze(max(self.pause, _REST * self.replicas.grain))
-
-    def doze(self, seconds: float) -> None:
-        """Sleeps so long at most."""
-        self.is_dozing = True
-        self.replicas.time.sleep(seconds)
-        self.is_dozing = False
-
-    def rouse(self) -> None:
-        """Lets whoever dozes look around when it would have by itself."""
-        if self.is_dozing:
-            now = self.replicas.time.now
-            self.replicas.time.wake(self.replica, max(now + self.pause / 2, self._asks_at))
-
-    def accept_help(self) -> int | None:
-        offers = offers_in(read_now(self.store, "help"))
-        unit = super().accept_help()
-        if unit is not None:
-            self.replicas.coordinators[offers[0]].rouse()
-        return unit
-
-    def finish(self, unit: int) -> None:
-        super().finish(unit)
-        if self._num_units + self.store.add("open", 0) == 0:
-            for other in self.replicas.coordinators:
-                other.rouse()
+        self.replicas.time.sleep(max(self.pause, self.replicas.grain))
 
 
 class Replicas:
@@ -210,6 +190,7 @@ class Replicas:
         self.references = References(assumed.references_mib)
         self.grain = 0.0
         self.working: set[int] = set()
+        self.done_ahead: set[int] = set()
         self._lengths: dict[int, dict[Key, int]] = {}
         indices = range(num_replicas)
         self.engines = [self._engine(index) for index in indices]
@@ -234,6 +215,7 @@ class Replicas:
             engine.grain = self.grain
         later = [r for s in range(step + 1, step + 1 + self.variant.ahead) for group in self._requests(s) for r in group]
         past = [request for group in requests for request in group]
+        self.done_ahead = set()
         reports: list[ReplicaReport | None] = [None] * self.num
 
         aheads = [self._ahead(index, later, past) if later else NO_AHEAD for index in range(self.num)]
@@ -258,7 +240,7 @@ class Replicas:
         start = self.time.now
         drafter.begin(name)
         coordinator.begin(name, len(requests))
-        ahead.begin(AheadQueue(coordinator.store, index, self.num))
+        ahead.begin(SharedAheadQueue(coordinator, self.done_ahead))
         work = Work(coordinator, requests)
         ended = Ended((Problem(group[0].problem_id, ()) for group in requests), receivers, drafter)
         spare = phase._idle_time(IdleWork(ahead), drafter)
@@ -280,7 +262,7 @@ class Replicas:
         engine, world = self.engines[index], World(index, self.num, 0, torch.device("cpu"), self.store, None)
         mine = past if index == 0 else ()
         ahead = AheadOfPolicy(engine, self.references, world, later, mine, {})
-        return NotedAhead(ahead, index, self)
+        return NotedAhead(ahead, index, self.working)
 
     def _result(self, step: int, reports: list[ReplicaReport]) -> StepResult:
         phase = PhaseResult([], [], reports)

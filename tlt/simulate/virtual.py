@@ -25,7 +25,6 @@ class VirtualTime:
     def __init__(self) -> None:
         self.now = 0.0
         self._sleeping: list[tuple[float, int, int]] = []  # when it wakes, the order of falling asleep, who
-        self._valid: dict[int, int] = {}  # by worker: the entry above that counts
         self._num_sleeps = 0
         self._running = 0
         self._batons: list[threading.Lock] = []
@@ -43,7 +42,6 @@ class VirtualTime:
         for index, work in enumerate(works):
             self._batons[index].acquire()
             self._sleeping.append((self.now, index, index))
-            self._valid[index] = index
             threading.Thread(target=self._work, args=(index, work), daemon=True).start()
         self._num_sleeps = len(works)
         self._wake_next()
@@ -57,22 +55,12 @@ class VirtualTime:
         if not self._sleeping or wakes_at < self._sleeping[0][0]:
             self.now = wakes_at  # nobody comes before
             return
-        self._fall_asleep(me, wakes_at)
+        self._num_sleeps += 1
+        heapq.heappush(self._sleeping, (wakes_at, self._num_sleeps, me))
         self._wake_next()
         self._batons[me].acquire()
         if self._error is not None:
             raise _Abandoned
-
-    def wake(self, index: int, at: float) -> None:
-        """Lets a worker that sleeps now go on then, and no later than it would have."""
-        entry = next(one for one in self._sleeping if one[1] == self._valid[index])
-        if at < entry[0]:
-            self._fall_asleep(index, max(at, self.now))
-
-    def _fall_asleep(self, index: int, wakes_at: float) -> None:
-        self._num_sleeps += 1
-        self._valid[index] = self._num_sleeps
-        heapq.heappush(self._sleeping, (wakes_at, self._num_sleeps, index))
 
     def _work(self, index: int, work: Callable[[], None]) -> None:
         if sys.platform == "linux":  # one thread runs at a time, and a baton costs less where it need not go to another core
@@ -89,10 +77,9 @@ class VirtualTime:
 
     def _wake_next(self) -> None:
         """Gives the baton on; the last one who has nobody to give it to ends it all."""
-        while self._sleeping:
-            wakes_at, number, index = heapq.heappop(self._sleeping)
-            if self._valid[index] == number:
-                self.now, self._running = max(self.now, wakes_at), index
-                self._batons[index].release()
-                return
-        self._end.set()
+        if not self._sleeping:
+            self._end.set()
+            return
+        wakes_at, _, self._running = heapq.heappop(self._sleeping)
+        self.now = max(self.now, wakes_at)
+        self._batons[self._running].release()
