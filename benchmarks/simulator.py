@@ -36,7 +36,6 @@ from tlt.training.problems import load_problems, problems_of_step
 from tlt.types import UserError
 
 RECIPE = Path("recipes/countdown/headline.toml")
-REPLICAS = (2, 8, 64, 512)
 
 
 @dataclass(frozen=True)
@@ -114,14 +113,14 @@ def rows_of(assumed: Assumptions, config: Config, replicas: tuple[int, ...], gro
     return [expect(assumed, num, max(round(each * (num if grows else replicas[0])), 1)) for num in replicas]
 
 
-def gpu_tables() -> dict[str, tuple[list[Row], list[str]]]:
+def gpu_tables(replicas: tuple[int, ...]) -> dict[str, tuple[list[Row], list[str]]]:
     """Returns tables for the GPU-like curve: of steps that grow with the replicas, and of one step that more and more share."""
     config = load_config(RECIPE, ["--sampling.max_tokens", "8192", "--rollout.problems_per_step", "8"])
     lengths = LogNormalLengths(1024, 8192, 8192)
     assumed = with_rest(assume_gpu(config, GpuSeconds(0.025, 512), lengths), 36.0)
     large = load_config(RECIPE, ["--sampling.max_tokens", "8192", "--rollout.problems_per_step", "16"])
     shared = dataclasses.replace(assumed, max_batch_size=256)
-    weak = rows_of(assumed, config, REPLICAS), [*assumed.lines, *GENERAL]
+    weak = rows_of(assumed, config, replicas), [*assumed.lines, *GENERAL]
     strong = rows_of(shared, large, (8, 16, 32, 64), grows=False), [*shared.lines, *GENERAL]
     return {"GPU-like, 16 responses a replica": weak, "GPU-like, 256 responses a step, at most 256 in a batch": strong}
 
@@ -129,9 +128,8 @@ def gpu_tables() -> dict[str, tuple[list[Row], list[str]]]:
 def to_markdown(report: dict[str, Any]) -> str:
     """Returns the report for people."""
     parts = ["# The simulator beside real steps of two ranks", *provenance(report)]
-    parts.append(
-        f"{report['seconds']:.0f} s in all, of which {report['simulation_seconds']:.0f} s simulating. Errors are simulated / real - 1."
-    )
+    took = f"{report['seconds']:.0f} s in all, of which {report['simulation_seconds']:.0f} s simulating."
+    parts.append(f"{took} Errors are simulated / real - 1.")
     columns = ["run", "steps", "median error, steps", "error of their sum", "median error, rollouts", "error of their sum"]
     kinds = ("median", "sum", "median_rollout", "sum_rollout")
     rows = [[n, len(one["steps"]), *(f"{one['errors'][kind]:+.1%}" for kind in kinds)] for n, one in report["beside"].items()]
@@ -168,6 +166,7 @@ def main() -> None:
         "--minutes", type=float, default=6.0, help="for the real runs, which have fewer steps where there are fewer"
     )
     parser.add_argument("--runs", type=Path, help="folder with runs that are there: tlt, and ahead and off if any")
+    parser.add_argument("--replicas", default="2,8,64,512", help="of the tables")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/simulator"))
     options = parser.parse_args()
     started = time.perf_counter()
@@ -178,14 +177,14 @@ def main() -> None:
                 record_run(folder / name, real, max(round(real.num_steps * min(options.minutes / 6, 1)), 2))
         runs = {name: folder / name for name in RUNS if (folder / name).is_dir()}
         begun = time.perf_counter()
-        report = make_report(runs)
+        report = make_report(runs, tuple(map(int, options.replicas.split(","))))
     report["simulation_seconds"], report["seconds"] = time.perf_counter() - begun, time.perf_counter() - started
     write_report(options.out, report, to_markdown(report))
     for name, one in report["beside"].items():
         print(f"{name}: median error of a step {one['errors']['median']:.1%}, of all together {one['errors']['sum']:+.1%}")
 
 
-def make_report(folders: dict[str, Path]) -> dict[str, Any]:
+def make_report(folders: dict[str, Path], replicas: tuple[int, ...]) -> dict[str, Any]:
     """Returns the report on these runs; the first tells its own costs to those that measure none."""
     tlt = read_run(folders["tlt"])
     found = {}
@@ -194,10 +193,10 @@ def make_report(folders: dict[str, Path]) -> dict[str, Any]:
         steps = beside(name, run, tlt if name == "off" else run)
         found[name] = {"steps": steps, "errors": errors(steps)}
     recorded = dataclasses.replace(assume_recorded(tlt, tlt.config), lengths=lengths_in_order(tlt))
-    tables = {"As the run of TLT measured": (rows_of(recorded, tlt.config, REPLICAS), [*recorded.lines, *GENERAL])}
+    tables = {"As the run of TLT measured": (rows_of(recorded, tlt.config, replicas), [*recorded.lines, *GENERAL])}
     shown = {
         name: {"assumed": lines, "rows": [dataclasses.asdict(row) for row in rows]}
-        for name, (rows, lines) in (tables | gpu_tables()).items()
+        for name, (rows, lines) in (tables | gpu_tables(replicas)).items()
     }
     command = " ".join(["python -m benchmarks.simulator", *sys.argv[1:]])
     return {"command": command, "environment": environment(), "beside": found, "tables": shown}

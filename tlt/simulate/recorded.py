@@ -40,8 +40,11 @@ class RecordedRun:
     lengths: Sequence[dict[str, list[int]]]
 
 
-def read_run(folder: Path) -> RecordedRun:
-    """Reads a run. Raises UserError where something lacks that a simulation rests on."""
+def read_run(folder: Path, needs_costs: bool = True) -> RecordedRun:
+    """Reads a run. Raises UserError where something lacks that a simulation rests on.
+
+    needs_costs: whether the tuners' costs are wanted, too, and not only lengths and seconds.
+    """
     if not (folder / "config.json").is_file():
         raise UserError(f"--run: {folder} is no run's folder (it has no config.json); give the run.out_dir of a run")
     config = Config.from_json((folder / "config.json").read_text(encoding="utf-8"), str(folder / "config.json"))
@@ -53,7 +56,7 @@ def read_run(folder: Path) -> RecordedRun:
     names = [f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)]
     verify(checkpoint, manifest, names)
     ranks = [json.loads((checkpoint / name).read_text(encoding="utf-8")) for name in names]
-    if not all(rank["tuner"].get("costs", {}).get("cells") for rank in ranks):
+    if needs_costs and not all(rank["tuner"].get("costs", {}).get("cells") for rank in ranks):
         raise UserError(
             f"--run: {folder} has measured no step costs; give a run with rollout.speculation adaptive and tuner cost-model"
         )
