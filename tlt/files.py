@@ -118,7 +118,10 @@ def write_json(path: Path, value: Any) -> None:
 
 def dumps(value: Any, indent: int | None = None) -> str:
     """Returns JSON that every reader takes: NaN and infinities become null, numpy and torch scalars plain numbers."""
-    return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
+    try:
+        return json.dumps(value, allow_nan=False, ensure_ascii=False, indent=indent)
+    except (ValueError, TypeError):  # it has some of them
+        return json.dumps(_plain(value), allow_nan=False, ensure_ascii=False, indent=indent)
 
 
 def _plain(value: Any) -> Any:

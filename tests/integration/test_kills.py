@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,3 +35,21 @@ def test_after_eight_kills_the_run_is_the_one_never_killed_and_nothing_of_a_jour
     line = next(line for line in killed["said"].splitlines() if "(restart 1 of 11)" in line)
     died = "tlt: rank 1 ended without a word: killed by SIGKILL (out of memory?)"
     assert line.startswith(f"{died}; starting again from the beginning"), "it may have a journal already"
+
+
+@pytest.mark.timeout(900)
+def test_after_kills_a_run_that_generates_ahead_is_the_one_never_killed_that_does_not(tmp_path: Path) -> None:
+    """The responses of the step after a checkpoint may have been generated ahead of it, on the rank that is killed."""
+    make_workspace(tmp_path, num_steps=5)
+    whole = run_with(tmp_path, "whole", [])
+    assert whole["outcome"] == "ended", whole["outcome"]
+    config = tmp_path / "run.toml"
+    config.write_text(config.read_text().replace('"2x1x2"', '"ahead+hybrid:64x1x64"\nahead = 1\nmigrate = false'))
+    plan = [Kill("decode", 1, 40), Kill("update", 0), Kill("checkpoint", 1), Kill("publication", 0, 2), Kill("record", 0)]
+    killed = run_with(tmp_path, "killed", plan)
+    assert killed["outcome"] == "ended", killed["outcome"]
+    assert not difference(tmp_path / "killed" / "run", tmp_path / "whole" / "run")
+    assert len(recoveries(plan, killed["events"])) == len(plan), killed["events"]
+    records = [json.loads(line) for line in (tmp_path / "killed" / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(record["ahead_tokens"] for record in records) > 0
+    assert sum(record["followed_by_age"].get("1", 0) for record in records) > 0

@@ -78,10 +78,12 @@ class ArtificialDrafter:
     kinds = ("artificial",)
     version = 0
     capture = ()
-    leads = ()
 
     def __init__(self, kind: str, seed: int = 0, answers: dict[tuple[str, int], Sequence[int]] | None = None) -> None:
         self.kind, self.random, self.answers = kind, random.Random(seed), answers or {}
+
+    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[()]:
+        return ()
 
     def admit(self, slot: int, request: Request) -> None: ...
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, make_engine, make_policy
 from tlt.drafter.ahead import AheadDrafter, Follower
-from tlt.drafter.references import Reference, References
+from tlt.drafter.references import REPLAY, Reference, References
 from tlt.engine import reading
 from tlt.engine.engine import RolloutEngine
 from tlt.tuning.cost_model import CostModel
@@ -134,6 +134,54 @@ def test_a_single_difference_leaves_the_place_where_it_is() -> None:
     assert follower.cell == (1, 0)
 
 
+def drafter_with(reference: Sequence[int]) -> tuple[AheadDrafter, list[int]]:
+    """A drafter whose slot 0 has a sequence with this reference, and the sequence's prompt."""
+    engine, request, references = make_engine(make_policy(), Fixed(Strategy.OFF)), requests_for(1)[0], References(None)
+    references.keep(request.key, reference)
+    assert engine.drafter is not None
+    drafter = AheadDrafter(engine.drafter, references, 1)
+    drafter.admit(0, request)
+    return drafter, [*request.prompt_ids]
+
+
+def test_a_difference_is_known_when_the_next_step_is_chosen() -> None:
+    """Whoever chooses is told what was committed in the step before, drafted or not."""
+    reference = list(range(8, 48))
+    drafter, prompt = drafter_with(reference)
+    assert [lead.length for lead in drafter.leads([[*prompt, *reference[:10]]])] == [30]
+    (lead,) = drafter.leads([[*prompt, *reference[:10], 7]])
+    assert lead.length == 1, "elsewhere than on an unbroken text it has not been seen to lead far"
+
+
+def test_a_case_that_is_not_drafted_from_recovers_by_what_is_committed_without_drafts() -> None:
+    reference = [8 + i % 50 for i in range(400)]
+    drafter, tokens = drafter_with(reference)
+    tokens += [7, *([60] * 40)]
+    assert drafter.leads([tokens]) == (), "it has said none of forty"
+    for token in reference[41:200]:
+        tokens.append(token)
+        drafter.leads([tokens])
+    (lead,) = drafter.leads([tokens])
+    assert lead.length > 16
+
+
+def test_references_survive_a_restart_and_what_is_damaged_is_none() -> None:
+    references, again = References(None), References(None)
+    references.keep((1, 2, 3, 2**32 - 1), (5, 6, 7), 3)
+    references.keep((1, 2, 3, 5), (), 4)
+    references.keep((1, 2, 3, 6), (9,), REPLAY)
+    data = references.encode()
+    again.restore(data, VOCAB)
+    kept = [again.get((1, 2, 3, word)) for word in (2**32 - 1, 5, 6)]
+    assert [None if one is None else ([*one.token_ids], one.version) for one in kept] == [([5, 6, 7], 3), ([], 4), None]
+    assert References(None).encode() == b""
+    for damaged in (data[:-4], data[:20], b"", data.replace(b"token_ids", b"token_idx")):
+        with pytest.raises(ValueError):
+            again.restore(damaged, VOCAB)
+    with pytest.raises(ValueError, match="not as large"):
+        again.restore(data, 7)
+
+
 def test_references_are_bounded_and_the_first_leave_first() -> None:
     references = References(40 * 4 / 2**20)
     for i in range(6):
@@ -141,6 +189,9 @@ def test_references_are_bounded_and_the_first_leave_first() -> None:
     references.keep((5, 0, 0, 0), range(5))
     assert [references.get((i, 0, 0, 0)) is not None for i in range(6)] == [False, False, True, True, True, True]
     assert references.num_tokens == 35
+    none = References(0)
+    none.keep((0, 0, 0, 0), range(3))
+    assert not len(none)
 
 
 def test_the_window_ends_a_draft() -> None:

@@ -15,7 +15,7 @@ from tlt.cli.generate import Generate, check_references
 from tlt.config.load import load_config
 from tlt.distributed.ahead_queue import AheadQueue
 from tlt.distributed.world import World
-from tlt.drafter.references import References
+from tlt.drafter.references import REPLAY, References
 from tlt.training.ahead import AheadOfPolicy
 from tlt.types import Request, SamplingParams, UserError
 
@@ -110,6 +110,8 @@ def test_an_older_reference_that_came_further_keeps_its_end_and_used_ones_are_dr
     references.keep(used.key, range(5), 0)
     ahead = make_ahead([asked], references=references, past=[used])
     assert ahead.num_offered == 5
+    references.keep(used.key, range(9), REPLAY)
+    assert make_ahead([asked], references=references, past=[used]).num_offered == 0, "another run's are no offer of ours"
     ahead.run(after(3))
     ahead.end()
     kept = references.get(asked.key)

@@ -99,12 +99,12 @@ def test_the_hash_changes_with_any_value(folder: Path) -> None:
 KEYS = """
 run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every keep_checkpoints time_limit_minutes
 parallel    policy param_dtype checkpoint_activations reduce_each_micro_batch
-run         journal launcher max_restarts timeout_seconds
+run         journal launcher max_restarts timeout_seconds keep_responses
 model       path revision chat_template_kwargs
 lora        rank alpha rslora targets base_dtype
 task        name options num_problems data subset split columns chat system_prompt
 rollout     problems_per_step samples_per_problem max_batch_size kv_gib engine speculation migrate tuner
-rollout     ahead references_mib
+rollout     ahead references_mib replay
 vllm        tensor_parallel max_draft_tokens compile own_process prefix_caching transfer
 sampling    temperature top_k top_p min_p max_tokens stop
 drafter     path train learning_rate tokens_per_micro_step buffer_mib carry_longest clip_grad_norm coupling_temperature

@@ -56,6 +56,15 @@ def test_deviations_are_those_of_repeated_measurements() -> None:
     assert 0.6 < float(np.std(errors)) < 1.5
 
 
+def test_work_that_lies_where_batches_are_small_is_not_taken_for_fast() -> None:
+    """Nothing costs anything; but the neighbour works mostly at the end, when the batch has shrunk and steps are short."""
+    stretches = windows("rrrrrrat" * 3 + "rat" * 8 + "tatatatr" * 3)
+    slowdown = Slowdown()
+    slowdown.observe(sums_of([*steps_beside(stretches, dict.fromkeys(IdleUse, 0.0))], [stretches]))
+    for cost in slowdown.costs().values():
+        assert abs(cost.mean) < 4 * cost.deviation
+
+
 def test_steps_beside_two_neighbours_count_both() -> None:
     first, second = windows("arar" * 12), windows("aarr" * 12)
     both = {
@@ -103,7 +112,7 @@ def test_what_was_measured_long_ago_fades() -> None:
     old, new = windows("tr" * 60), windows("tr" * 60)
     slowdown.observe(sums_of([*steps_beside(old, COSTS)], [old]))
     free = dict.fromkeys(IdleUse, 0.0)
-    for seed in range(12):
+    for seed in range(2):
         slowdown.observe(sums_of([*steps_beside(new, free, seed)], [new]))
-    assert slowdown.costs()[IdleUse.TRAIN].mean < 0.05
+    assert slowdown.costs()[IdleUse.TRAIN].mean < 0.06, "as one of three phases it would be a third of 0.3"
     assert isinstance(slowdown.sums, SlowdownSums)

@@ -14,9 +14,9 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import File, Names, Options
-from tlt.cli.responses import response_ids
 from tlt.config.mistakes import mistake
 from tlt.config.section import PositiveInt
+from tlt.drafter.responses import response_ids
 from tlt.files import check_output_file, dumps, get_id, read_jsonl, write_json
 from tlt.hub import resolve_model
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype

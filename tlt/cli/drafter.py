@@ -18,9 +18,9 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
 from tlt.cli.options import Drafter, File, Options, Seed
-from tlt.cli.responses import read_responses
 from tlt.config.mistakes import mistake
 from tlt.config.section import NonNegativeInt, PositiveFloat, PositiveInt
+from tlt.drafter.responses import read_responses
 from tlt.files import Record, check_new_folder, check_output_file, write_json
 from tlt.hub import resolve_model
 from tlt.types import Rollout, SamplingParams, Strategy, UserError

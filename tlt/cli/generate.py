@@ -13,10 +13,11 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 from tlt.cli.data import PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import Options
-from tlt.cli.responses import read_references
+from tlt.config.schema import may_follow
+from tlt.drafter.responses import read_references
 from tlt.files import Record, check_output_file, write_jsonl
 from tlt.hub import resolve_model
-from tlt.types import Rollout, Strategy, UserError
+from tlt.types import Rollout, UserError
 
 if TYPE_CHECKING:
     from tlt.engine.stats import EngineStats
@@ -89,7 +90,7 @@ def check_references(options: Generate) -> None:
     """Refuses references that nothing would draft from."""
     if options.references is None:
         return
-    if options.speculation != "adaptive" and not Strategy.parse(options.speculation).follows:
+    if not may_follow(options.speculation):
         asked = f"with --speculation {options.speculation} nothing is drafted from them"
         raise UserError(f"--references: {asked}; give adaptive or ahead:64x1x64, or leave it out")
     if options.engine.engine == "vllm":

@@ -21,7 +21,8 @@ from tlt.types import UserError
 
 MAY_CHANGE_ON_RESUME = {
     "run": {"out_dir", "num_steps", "num_ranks", "threads_per_rank", "device", "checkpoint_every", "keep_checkpoints"}
-    | {"journal", "time_limit_minutes", "launcher", "max_restarts", "timeout_seconds"},
+    | {"journal", "time_limit_minutes", "launcher", "max_restarts", "timeout_seconds", "keep_responses"},
+    "rollout": {"replay"},
     "parallel": {"policy", "checkpoint_activations", "reduce_each_micro_batch"},
 }
 """Keys, by section, that say how long and on what a run runs, not what it computes."""
@@ -45,6 +46,9 @@ class Train(WithOverrides):
     """Continues the run in this folder with its own configuration; only [tracking] and the length and machine can change. A
     checkpoint in it, DIR/checkpoints/step-N, goes back to that one: newer ones get another name. `auto` continues the run in
     run.out_dir if one has begun there, else begins it."""
+    replay: Annotated[Path | None, arg(metavar="RUN")] = None
+    """Drafts from the responses of another run with the same seed, which has kept them (run.keep_responses): such as one with
+    another learning rate, or this one before a change of code. No token is another. The same as --rollout.replay."""
 
 
 class TrainHelp(Train, Config):
@@ -59,8 +63,10 @@ def run(options: Train) -> int:
     with show_busy():
         from tlt.training.start import go_back, launch_ranks, prepare, run_started_rank
 
+    overrides = options.overrides if options.replay is None else (*options.overrides, f"--rollout.replay={options.replay}")
+
     def resolve(goes_on: bool) -> Config:
-        config = prepare(resolve_config(options.config, options.overrides, options.resume, place, goes_on))
+        config = prepare(resolve_config(options.config, overrides, options.resume, place, goes_on))
         if is_checkpoint(options.resume) and not goes_on:
             go_back(options.resume)
         if options.resume is None and not goes_on and forget_journal(config.run.out_dir):

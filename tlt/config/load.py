@@ -62,6 +62,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     run = values.setdefault("run", {})
     if isinstance(run, dict) and isinstance(out_dir := run.setdefault("out_dir", str(DEFAULT_OUT_DIR)), str | Path):
         run["out_dir"] = str(Path(out_dir).absolute())
+    if isinstance(rollout := values.get("rollout"), dict) and isinstance(replay := rollout.get("replay"), str | Path):
+        rollout["replay"] = str(Path(replay).absolute())
     config = validate(Config, values, file, places)
     _check_paths(config, file, places)
     return config

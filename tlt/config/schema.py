@@ -15,12 +15,18 @@ from tlt.config.algorithm import AlgorithmSection
 from tlt.config.drafter import DrafterSection
 from tlt.config.lora import LoraSection
 from tlt.config.mistakes import mistake, validate
+from tlt.config.rewards import RewardsSection
 from tlt.config.section import AnyPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, split_words
 from tlt.config.vllm import VllmSection
 from tlt.types import Strategy, UserError
 
 _DEFAULT_NUM_PROBLEMS = 4096
 DEFAULT_OUT_DIR = Path("runs/run")
+
+
+def may_follow(speculation: str, tuner: str = "cost-model") -> bool:
+    """Returns whether TLT's own engine drafts from references with this speculation (docs/ahead.md)."""
+    return tuner == "cost-model" if speculation == "adaptive" else Strategy.parse(speculation).follows
 
 
 class RunSection(Section):
@@ -52,6 +58,9 @@ class RunSection(Section):
     """Newest checkpoints that stay in the run's folder; older ones are removed when a new one is complete."""
     journal: bool = True
     """Whether responses are kept on disk as they are generated, so that a run that goes on generates none of them twice."""
+    keep_responses: bool = False
+    """Whether the responses of every step and evaluation are kept with their rewards, as JSON lines in the folder responses:
+    to be read, and for --replay."""
     time_limit_minutes: PositiveFloat | None = None
     """No step begins when it and the last evaluation would not end within this many minutes; None: no limit."""
 
@@ -148,17 +157,19 @@ class RolloutSection(Section):
     ahead: Literal[0, 1, 2, "adaptive"] = 0
     """Policy steps whose responses ranks without work generate ahead, with their own noise; that step drafts from them, and
     draws the same tokens as without (docs/ahead.md). adaptive: two, where it is worth more than other uses of idle time."""
-    references_mib: PositiveFloat = 64.0
+    replay: AnyPath | None = None
+    """Folder of a run with the same seed, task and prompts that has kept its responses (run.keep_responses): this one drafts
+    from them, step by step, and draws the same tokens as without (docs/ahead.md). tlt train --replay RUN sets it."""
+    references_mib: NonNegativeFloat = 64.0
     """MiB of responses that are kept on each rank to draft later ones from that are drawn with the same noise, such as those of
-    the last evaluation (docs/ahead.md); four bytes a token. Used with adaptive speculation by the cost model."""
+    the last evaluation (docs/ahead.md); four bytes a token; 0: none. Used with adaptive speculation by the cost model."""
     tuner: Literal["cost-model", "beg-mab"] = "cost-model"
     """What chooses adaptive speculation: measured costs and acceptance (cost-model), or the TLT paper's bandit (beg-mab)."""
 
     @property
     def follows(self) -> bool:
         """Whether responses that were drawn before with the same noise are drafted from."""
-        is_adaptive = self.speculation == "adaptive"
-        return self.tuner == "cost-model" if is_adaptive else Strategy.parse(self.speculation).follows
+        return self.references_mib > 0 and self.engine == "tlt" and may_follow(self.speculation, self.tuner)
 
     @field_validator("speculation")
     @classmethod
@@ -238,34 +249,6 @@ class EvaluationSection(Section):
     """Also keep the policy of the best evaluation."""
 
 
-class RewardsSection(Section):
-    """The score of a response, and the worker processes that compute it while others still generate (docs/tasks.md)."""
-
-    functions: Annotated[
-        tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False), BeforeValidator(split_words)
-    ] = ()
-    """Reward functions in TRL's signature as "package.module:object", and "task" for the task's own score; none: that alone. On
-    the command line with commas between."""
-    weights: Annotated[
-        tuple[Annotated[float, Field(strict=False)], ...], Field(strict=False), BeforeValidator(split_words)
-    ] = ()
-    """Weights of the functions in the sum that is the reward, with commas between on the command line; none: 1 each."""
-    solved_at: float = 1.0
-    """A response is solved from this reward on, where "task", which says so itself, is not among the functions."""
-    num_workers: NonNegativeInt = 1
-    """Worker processes of each rank that score responses; 0: the rank scores itself, without time-out, as in a notebook."""
-    timeout_seconds: PositiveFloat = 10.0
-    """Time limit of scoring one response; past it the response has no score, and the reason is recorded."""
-
-    @model_validator(mode="after")
-    def _a_weight_for_each(self) -> RewardsSection:
-        if self.weights and len(self.weights) != len(self.functions):
-            raise mistake(f"weights has {len(self.weights)} values for {len(self.functions)} functions: give each its weight")
-        if len(set(self.functions)) < len(self.functions):
-            raise mistake(f"functions names one twice ({', '.join(self.functions)}): give it once")
-        return self
-
-
 class TrackingSection(Section):
     """Trackers that get the figures of metrics.jsonl as well (docs/tracking.md). None of them can stop a run."""
 
@@ -310,9 +293,11 @@ class Config(Section):
                     f"rollout.speculation is {self.rollout.speculation!r} but drafter.path is not set:"
                     " give a drafter folder, or use ngram, which needs none"
                 )
-        if self.rollout.ahead and (self.rollout.engine == "vllm" or not self.rollout.follows):
-            remedy = "set it to 0, or give speculation adaptive, tuner cost-model and engine tlt"
-            raise mistake(f"rollout.ahead is {self.rollout.ahead}, but nothing would draft from what is generated: {remedy}")
+        asked = {"ahead": self.rollout.ahead, "replay": self.rollout.replay}
+        if not self.rollout.follows and (key := next((key for key, value in asked.items() if value), None)):
+            what = "what is generated" if key == "ahead" else "that run's responses"
+            remedy = "leave it out, or give speculation adaptive, tuner cost-model, engine tlt and references_mib above 0"
+            raise mistake(f"rollout.{key} is {asked[key]}, but nothing would draft from {what}: {remedy}")
         if self.task.data is None and self.evaluation.data is None and (self.evaluation.split or self.evaluation.subset):
             raise mistake("evaluation.split and evaluation.subset need data: set evaluation.data or task.data, or remove them")
         if self.task.name == "data" and not set(self.rewards.functions) - {"task"}:

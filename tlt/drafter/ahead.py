@@ -5,13 +5,15 @@
                          └ draft t3 t4 t5 …          meanwhile the other drafters carry on (`ahead+…`)
 
 How far a reference leads is learned for three cases: it has agreed from the first token on; it has differed, and is followed
-at the response's own position, where the noise is its own; or it is followed elsewhere. Knows tokens only.
+at the response's own position, where the noise is its own; or it is followed elsewhere. Every token that a response grows by
+tells whether its reference would have said it, drafted or not: a case that is not drafted from now can become one that is.
+Knows tokens only.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +32,16 @@ from tlt.types import Lead, Request, Rollout, Strategy, Verdict
 AHEAD = "ahead"
 """The kind that drafts from references alone; `ahead+KIND` lets another drafter draft where there is none."""
 
-_KEEP = 0.99
-"""The share of what was learned about a case that outlives one more draft."""
+_KEEP = 0.9995
+"""The share of what was learned about a case that outlives one more token."""
 _SUREST = 0.9995
 """The highest share of kept tokens that is reckoned with."""
 _UNBROKEN, _IN_PLACE, _ELSEWHERE = range(3)
 _PRIORS = ([20.0, 20.5], [1.0, 2.0], [1.0, 2.0])
-"""Per case: tokens accepted, tokens tried, before any was."""
+"""Per case: tokens that agreed, tokens compared, before any was."""
+
+Cell = tuple[int, int]
+"""A case, and the bucket of how many tokens agreed before."""
 
 
 def ahead_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
@@ -53,15 +58,6 @@ def lead(rate: float, confidence_threshold: float, num_left: int) -> Lead:
     return Lead(rate, min(int(math.log(confidence_threshold) / math.log(rate)), num_left))
 
 
-@dataclass(frozen=True)
-class Followed:
-    """The draft of a row from its reference. cell: which count of acceptances it belongs to.  version: the reference's."""
-
-    cell: tuple[int, int]
-    token_ids: Sequence[int]
-    version: int
-
-
 class Follower:
     """Follows one reference beside the sequence that grows. skip: tokens of the prompt."""
 
@@ -76,15 +72,17 @@ class Follower:
         self._index: SuffixIndex | None = None
 
     @property
-    def cell(self) -> tuple[int, int]:
+    def cell(self) -> Cell:
         if not self.has_differed:
             return _UNBROKEN, 0
         return (_IN_PLACE if self.place == self.num_read else _ELSEWHERE), match_bucket(self.num_agreed)
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Reads what the sequence, prompt included, has grown by."""
+    def read(self, tokens: Sequence[int], note: Callable[[Cell, bool], None] = lambda cell, agrees: None) -> None:
+        """Reads what the sequence, prompt included, has grown by. note: is told of each token whether the reference said it."""
         for token in tokens[self.skip + self.num_read :]:
             agrees = self.place < len(self.reference) and self.reference[self.place] == token
+            if self.place < len(self.reference):
+                note(self.cell, agrees)
             self.num_agreed = min(self.num_agreed + 1, MAX_MATCH) if agrees else 0
             self.has_differed |= not agrees
             self.place += 1
@@ -118,10 +116,8 @@ class Follower:
 
 @dataclass(frozen=True)
 class AheadProposal(Proposal):
-    """followed: by row, what was drafted from a reference; None: nothing.  inner: what the other drafter proposed; None: it was
-    not asked."""
+    """inner: what the other drafter proposed; None: it was not asked."""
 
-    followed: tuple[Followed | None, ...] = ()
     inner: Any = None
 
 
@@ -152,8 +148,8 @@ class AheadDrafter:
     def capture(self) -> tuple[int, ...]:
         return self.inner.capture
 
-    @property
-    def leads(self) -> tuple[Lead, ...]:
+    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
+        self._read(tokens)
         found = [self._lead(follower) for follower in self.followers if follower is not None]
         return tuple(lead for lead in found if lead.length > 0)
 
@@ -200,12 +196,6 @@ class AheadDrafter:
             self.hits = [[[*pair] for pair in case] for case in counters[0][AHEAD]]
 
     def observe(self, proposal: AheadProposal, verdicts: Sequence[Verdict]) -> None:
-        for row, verdict in zip(proposal.followed, verdicts, strict=True):
-            if row is not None:
-                case, bucket = row.cell
-                num_kept, has_failed = verdict.num_accepted, verdict.num_accepted < len(row.token_ids)
-                kept, tried = self.hits[case][bucket]
-                self.hits[case][bucket] = [_KEEP * kept + num_kept, _KEEP * tried + num_kept + has_failed]
         if proposal.inner is not None:
             self.inner.observe(proposal.inner, verdicts)
 
@@ -214,37 +204,45 @@ class AheadDrafter:
     def propose(
         self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()
     ) -> AheadProposal:
-        followers = self.followers[: len(context.tokens)]
-        for follower, tokens in zip(followers, context.tokens, strict=True):
-            if follower is not None:
-                follower.read(tokens)
+        self._read(context.tokens)
         if not strategy.follows:
             inner = self.inner.propose(context, strategy, noise_BDV, unwanted)
-            return AheadProposal(inner.tree, (None,) * len(followers), inner)
+            return AheadProposal(inner.tree, inner)
+        followers = self.followers[: len(context.tokens)]
         rows = zip(context.tokens, context.requests, followers, strict=True)
-        followed = tuple(self._follow(*row, strategy.depth) for row in rows)
-        drafts = [() if row is None else row.token_ids for row in followed]
+        drafts = [self._follow(*row, strategy.depth) for row in rows]
         longest, roots = max(map(len, drafts)), [tokens[-1] for tokens in context.tokens]
         nodes = [[root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)]
         tree = chain(torch.tensor(nodes, device=noise_BDV.device), [1 + len(draft) for draft in drafts])
-        versions = tuple(None if row is None else row.version for row in followed)
+        pairs = zip(drafts, followers, strict=True)
+        versions = tuple(follower.version if draft and follower else None for draft, follower in pairs)
         unwanted = [row for row, version in enumerate(versions) if version is not None]
         if strategy.elsewhere.is_off or len(unwanted) == len(versions):
-            return AheadProposal(tree, followed, references=versions)
+            return AheadProposal(tree, references=versions)
         inner = self.inner.propose(context, strategy.elsewhere, noise_BDV, unwanted)
         tree = choose_rows(tree, inner.tree, [version is not None for version in versions])
-        return AheadProposal(tree, followed, inner, references=versions)
+        return AheadProposal(tree, inner, references=versions)
+
+    def _read(self, texts: Sequence[Sequence[int]]) -> None:
+        """Lets all references of the batch be compared with what was committed since they last were."""
+        for follower, tokens in zip(self.followers, texts, strict=False):
+            if follower is not None:
+                follower.read(tokens, self._note)
+
+    def _note(self, cell: Cell, agrees: bool) -> None:
+        case, bucket = cell
+        agreed, compared = self.hits[case][bucket]
+        self.hits[case][bucket] = [_KEEP * agreed + agrees, _KEEP * compared + 1]
 
     def _lead(self, follower: Follower) -> Lead:
         """Returns how far a reference leads, as far as all of the draft is likely to be kept."""
         case, bucket = follower.cell
-        kept, tried = self.hits[case][bucket]
-        return lead(kept / tried, self.confidence_threshold, len(follower.reference) - follower.place)
+        agreed, compared = self.hits[case][bucket]
+        return lead(agreed / compared, self.confidence_threshold, len(follower.reference) - follower.place)
 
-    def _follow(self, tokens: Sequence[int], request: Request, follower: Follower | None, depth: int) -> Followed | None:
+    def _follow(self, tokens: Sequence[int], request: Request, follower: Follower | None, depth: int) -> Sequence[int]:
         """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept."""
         if follower is None:
-            return None
+            return ()
         num_left = len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1  # the target adds one of its own
-        token_ids = follower.next_tokens(max(min(depth, self._lead(follower).length, num_left), 0))
-        return Followed(follower.cell, token_ids, follower.version) if token_ids else None
+        return follower.next_tokens(max(min(depth, self._lead(follower).length, num_left), 0))

@@ -20,7 +20,7 @@ from tlt.drafter.learned import LearnedDrafter, LearnedProposal
 from tlt.drafter.ngram import DEFAULT_MAX_TOKENS, NgramDrafter, NgramProposal
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.tree import chain
-from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Lead, Request, Rollout, Strategy, Verdict
 
 
 def drafter_kinds(has_learned: bool) -> tuple[str, ...]:
@@ -54,7 +54,6 @@ class HybridDrafter:
     """Keeps both drafters informed, and lets the strategy say which of them drafts."""
 
     kinds = ("learned", "ngram", "hybrid")
-    leads = ()
 
     def __init__(self, learned: LearnedDrafter, ngram: NgramDrafter) -> None:
         self.learned, self.ngram = learned, ngram
@@ -73,6 +72,9 @@ class HybridDrafter:
     @property
     def capture(self) -> tuple[int, ...]:
         return self.learned.capture
+
+    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
+        return ()
 
     def admit(self, slot: int, request: Request) -> None:
         self.learned.admit(slot, request)

@@ -24,7 +24,7 @@ from tlt.drafter.pair_cache import CaughtUp, PairCache
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Proposal
 from tlt.speculative.tree import chain, chain_mask, tree_mask
-from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Lead, Request, Rollout, Strategy, Verdict
 
 _MAX_LOG_CONFIDENCE = -1e-4
 """The most that one candidate counts: so a child never outranks its parent, not even at confidence 1."""
@@ -107,7 +107,6 @@ class LearnedDrafter:
     """Drafts with a one-layer model that shares the target's embedding and head. on_verdicts: watches it; None: nobody does."""
 
     kinds = ("learned",)
-    leads = ()
 
     def __init__(
         self,
@@ -143,6 +142,9 @@ class LearnedDrafter:
         self.pairs.forget()
         if self.calibration is not None:
             self.calibration.age()
+
+    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
+        return ()
 
     def admit(self, slot: int, request: Request) -> None:
         self.pairs.admit(slot)

@@ -24,7 +24,7 @@ from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.drafter.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Proposal
 from tlt.speculative.tree import chain
-from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Lead, Request, Rollout, Strategy, Verdict
 
 _TAU = 0.7
 """The coupling temperature of retrieved candidates (see `LearnedSettings.tau`)."""
@@ -80,7 +80,6 @@ class NgramDrafter:
     kinds = ("ngram",)
     version = 0
     capture = ()
-    leads = ()
 
     def __init__(
         self,
@@ -98,6 +97,9 @@ class NgramDrafter:
         return sum(index.num_tokens for index in self.problems.values())
 
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
+        return ()
 
     def admit(self, slot: int, request: Request) -> None:
         index = self.problems.get(request.problem_id)

@@ -14,8 +14,17 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from tlt.types import one_line
+
 Key = tuple[int, int, int, int]
 """As `Request.key` has it."""
+
+REPLAY = "replay"
+"""The version of a reference that another run has written: its age is no number of updates."""
 
 DEFAULT_MIB = 64.0
 """MiB of references that are kept, where nobody says how many; a token takes four bytes."""
@@ -25,10 +34,10 @@ _TYPE = "i"
 
 @dataclass(frozen=True)
 class Reference:
-    """A response. version: of the policy that wrote it."""
+    """A response. version: of the policy that wrote it, or REPLAY."""
 
     token_ids: Sequence[int]
-    version: int = 0
+    version: int | str = 0
 
 
 class References:
@@ -42,7 +51,7 @@ class References:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, key: Key, token_ids: Sequence[int], version: int = 0) -> None:
+    def keep(self, key: Key, token_ids: Sequence[int], version: int | str = 0) -> None:
         """Keeps a response, in place of what was kept under its key."""
         self.drop(key)
         self._kept[key] = Reference(array(_TYPE, token_ids), version)
@@ -54,6 +63,30 @@ class References:
         """Forgets what is kept under a key, if anything."""
         if (dropped := self._kept.pop(key, None)) is not None:
             self.num_tokens -= len(dropped.token_ids)
+
+    def encode(self) -> bytes:
+        """Returns what this run itself has drawn as a safetensors file; b"": nothing."""
+        kept = [(key, one) for key, one in self._kept.items() if isinstance(one.version, int)]
+        if not kept:
+            return b""
+        tokens = np.concatenate([np.frombuffer(array(_TYPE, one.token_ids), np.int32) for _, one in kept])
+        numbers = [[*key, int(one.version), len(one.token_ids)] for key, one in kept]
+        return save({"numbers": np.array(numbers, np.int64), "token_ids": tokens})
+
+    def restore(self, data: bytes, vocab_size: int) -> None:
+        """Takes up what `encode` returned. Raises ValueError for what it cannot have returned."""
+        try:
+            tensors = load(data)
+            numbers, token_ids = tensors["numbers"], tensors["token_ids"]
+            lengths = numbers[:, -1]
+            is_whole = lengths.min() >= 0 and lengths.sum() == len(token_ids)
+            if not is_whole or (len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < vocab_size):
+                raise ValueError("its tokens are not as many or not as large as they should be")
+            texts = np.split(token_ids, lengths.cumsum()[:-1])
+        except (SafetensorError, KeyError, IndexError) as error:
+            raise ValueError(one_line(error)) from error
+        for (*key, version, _), text in zip(numbers.tolist(), texts, strict=True):
+            self.keep((key[0], key[1], key[2], key[3]), text.tolist(), version)
 
     def get(self, key: Key) -> Reference | None:
         """Returns what is kept under a key."""

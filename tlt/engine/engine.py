@@ -41,6 +41,7 @@ from tlt.types import (
     BatchState,
     DraftTree,
     Finished,
+    Lead,
     Request,
     Rollout,
     StepOutcome,
@@ -211,7 +212,7 @@ class RolloutEngine:
             num_kept = sequence.commit(verdict, self.decode)
             num_tokens += num_kept
             if proposal.references and (version := proposal.references[slot]) is not None:
-                self.stats.followed_by_age[self.model.version - version] += verdict.num_accepted
+                self.stats.record_followed(version, self.model.version, verdict.num_accepted)
             if not strategy.is_off:
                 self.stats.record_verification(strategy.depth, drafted[slot], verdict.num_accepted, num_kept)
         if self.drafter is not None:
@@ -258,7 +259,9 @@ class RolloutEngine:
 
     def _batch_state(self, num_admitted: int) -> BatchState:
         running = self.scheduler.running
-        version, leads = (0, ()) if self.drafter is None else (self.drafter.version, self.drafter.leads)
+        version, leads = 0, tuple[Lead, ...]()
+        if self.drafter is not None:
+            version, leads = self.drafter.version, self.drafter.leads([s.tokens for s in running])
         mean_length = sum(len(s.tokens) for s in running) / len(running)
         return BatchState(len(running), mean_length, self.model.version, version, num_admitted, leads)
 

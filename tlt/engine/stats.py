@@ -48,7 +48,8 @@ class EngineStats:
     """Counts since the engine was made, or since it was replaced by a new one.
 
     num_preemptions: sequences that went back to the queue for want of memory.  num_reread_tokens: theirs, read once more.
-    followed_by_age: accepted tokens of references, by the updates between the reference's policy and this one.
+    followed_by_age: accepted tokens of references, by the updates between the reference's policy and this one ("replay": it is
+    another run's).
     latest: the engine step that was made last; None where sequences were admitted in it.
     """
 
@@ -62,7 +63,7 @@ class EngineStats:
     by_strategy: dict[str, StrategyStats] = field(default_factory=lambda: defaultdict(StrategyStats))
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
     attempts_by_depth: Counter[int] = field(default_factory=Counter)
-    followed_by_age: Counter[int] = field(default_factory=Counter)
+    followed_by_age: Counter[str] = field(default_factory=Counter)
     latest: TimedStep | None = None
 
     @property
@@ -115,6 +116,10 @@ class EngineStats:
         self.followed_by_age.update(other.followed_by_age)
         for strategy, stats in other.by_strategy.items():
             self.by_strategy[strategy].add(stats)
+
+    def record_followed(self, version: int | str, now: int, num_accepted: int) -> None:
+        """Counts accepted tokens of a reference of that version, where the policy has version `now`."""
+        self.followed_by_age[str(now - version) if isinstance(version, int) else version] += num_accepted
 
     def record_verification(self, depth: int, num_drafted: int, num_accepted: int, num_kept: int) -> None:
         """Counts a verification of `num_drafted` tokens, at most `depth` one after the other."""

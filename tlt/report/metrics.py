@@ -66,7 +66,8 @@ class StepRecord:
     drafter_recomputed_tokens: that went through the target again for their features.
     num_migrated: responses that a rank which had run dry took over, each as often as it moved.
     ahead_seconds, ahead_tokens: idle seconds in which responses of later steps were generated, and their tokens.
-    followed_by_age: tokens of this step that were drafted from references and kept, by the updates between the two policies.
+    followed_by_age: tokens of this step that were drafted from references and kept, by the updates between the two policies;
+        "replay": from another run's.
     idle_seconds_by_use: seconds without work until the phase's end, summed over ranks: ahead, train, rest.
     idle_gain, idle_cost: by use, seconds by which a step becomes shorter, and longer, for every second that a rank spends on
         it, as measured so far (docs/ahead.md).

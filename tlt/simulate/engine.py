@@ -183,6 +183,7 @@ class SimulatedEngine:
         response = Response(request, self.length_of(request), len(request.token_ids))
         if self.references is not None and (found := self.references.get(request.key)) is not None:
             assert self.agreement is not None, "references are followed as far as they agree"
+            assert isinstance(found.version, int), "no other run is replayed here"
             response.age = self.policy_version - found.version
             response.ends = self.agreement.ends(request.key, response.age, response.length)
             response.num_known = len(found.token_ids)

@@ -17,6 +17,8 @@ from typing import Any
 from tlt.config.schema import Config
 from tlt.drafter.ahead import AHEAD, ahead_kinds
 from tlt.drafter.hybrid import drafter_kinds
+from tlt.drafter.ngram import match_bucket
+from tlt.drafter.suffix_index import ANCHORS
 from tlt.files import read_jsonl
 from tlt.report.metrics import StepRecord, read_metrics
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, Lengths, LogNormalLengths, RecordedLengths, SpotSpeed
@@ -149,7 +151,7 @@ def agreement_of(run: RecordedRun) -> tuple[Agreement, str]:
         source = "the run followed none: measured on the shipped model at learning rate 1e-4"
         return Agreement(AGREEMENT, threshold), describe_agreement(AGREEMENT, source)
     first = _mean_run([case[0][0] for case in hits])
-    stretch = _mean_run([pair for case in hits for cells in case[1:] for pair in cells])
+    stretch = _mean_run([pair for case in hits for cells in case[1:] for pair in cells[match_bucket(ANCHORS[-1]) :]])
     older = AGREEMENT[2].first / AGREEMENT[1].first
     by_age = {1: Followed(first, stretch, stretch), 2: Followed(first * older, stretch, 2 * stretch)}
     return Agreement(by_age, threshold), describe_agreement(by_age, "as far as the run's drafter has followed them")

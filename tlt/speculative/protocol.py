@@ -34,11 +34,12 @@ class DraftContext:
 class Proposal:
     """Holds what a drafter proposes for one step. A drafter adds what it wants back together with the verdicts.
 
-    references: by row, the policy version of the reference that it was drafted from; None: from none. (): no row was.
+    references: by row, the policy version of the reference that it was drafted from, or where else it comes from; None: from
+    none. (): no row was.
     """
 
     tree: DraftTree
-    references: tuple[int | None, ...] = field(default=(), kw_only=True)
+    references: tuple[int | str | None, ...] = field(default=(), kw_only=True)
 
 
 P = TypeVar("P", bound=Proposal)
@@ -68,9 +69,8 @@ class Drafter(Protocol[P]):
         """Takes note of what was captured of the target at T positions from starts[b] on. Rejected drafts may be among them:
         they lie beyond the committed tokens and are overwritten before anything reads them."""
 
-    @property
-    def leads(self) -> tuple[Lead, ...]:
-        """Says how far it can draft from references: responses that were drawn before with the same noise."""
+    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
+        """Says how far these sequences, by slot, can be drafted from references: responses drawn before with their noise."""
         ...
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()) -> P:

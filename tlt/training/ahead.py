@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from tlt.accounts import AheadReport
 from tlt.distributed.ahead_queue import AheadQueue
 from tlt.distributed.world import World, gather_objects
-from tlt.drafter.references import Key, References
+from tlt.drafter.references import REPLAY, Key, References
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.training.problems import problems_of_step
@@ -72,7 +72,8 @@ class AheadOfPolicy(Ahead):
     ) -> None:
         self.engine, self.references, self.world = engine, references, world
         self.past = [request.key for request in past]
-        self.num_offered = sum(len(known.token_ids) for key in self.past if (known := references.get(key)) is not None)
+        offered = [known for key in self.past if (known := references.get(key)) is not None and known.version != REPLAY]
+        self.num_offered = sum(len(known.token_ids) for known in offered)
         self.requests = sorted(requests, key=lambda r: (r.policy_step, -self._expected(r, lengths)))
         numbered = reversed([*enumerate(self.requests)])  # of two with one name the nearest step's
         self._number_of = {(request.problem_id, request.sample_index): number for number, request in numbered}

@@ -110,8 +110,10 @@ def evaluate(run: Run) -> None:
     with (
         run.timeline.span(SpanName.EVALUATE),
         run.console.status(f"evaluating on {len(run.held_out)} held-out problems"),
+        run.replay.lend("evaluation", 0, run.step),
     ):
         phase = run.phase.run(run.held_out, settings.samples_per_problem, params, "evaluation", 0)
+    run.keep_responses("evaluation", phase)
     for rollout in phase.rollouts:  # the next evaluation draws with the same noise
         request = Request(rollout.problem_id, rollout.sample_index, rollout.prompt_ids, params, "evaluation")
         run.references.keep(request.key, rollout.token_ids, rollout.policy_version)

@@ -7,16 +7,19 @@ it costs the others. Knows neither the queue of real work nor how the plan was m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from tlt.accounts import AheadReport, DrafterReport, IdleStretch, IdleUse
+from tlt.distributed.world import World, gather_objects
+from tlt.drafter.references import REPLAY
 from tlt.report.timeline import Timeline
 from tlt.spans import SpanName
 from tlt.training.ahead import NO_AHEAD, Ahead
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.result import PhaseResult
-from tlt.tuning.idle import IdleFacts, IdlePlan
+from tlt.tuning.idle import IdleChoice, IdleFacts, IdlePlan
 
 _SPANS = {IdleUse.AHEAD: SpanName.AHEAD, IdleUse.REST: SpanName.WAIT}
 """What stretches are called in the timeline; the trainer records its own, one per micro-step."""
@@ -28,6 +31,14 @@ class IdleWork:
 
     ahead: Ahead = NO_AHEAD
     plan: IdlePlan = field(default_factory=IdlePlan)
+
+
+def idle_choice(world: World, machine: str, ahead: int | str, trains: bool) -> IdleChoice:
+    """Makes who decides what ranks without work do; every rank calls it. machine: this rank's.  ahead: as rollout.ahead."""
+    machines = gather_objects(world, machine)
+    there_is = {IdleUse.AHEAD: ahead != 0, IdleUse.TRAIN: trains}
+    uses = [use for use, is_there in there_is.items() if is_there]
+    return IdleChoice(uses, compares=ahead == "adaptive", has_neighbours=len(set(machines)) < len(machines))
 
 
 class IdleTime:
@@ -116,7 +127,7 @@ class IdleTime:
         self._use, self._since = use, now
 
 
-def facts_of(phase: PhaseResult, num_offered: int, steps_left: int) -> IdleFacts:
+def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:
     """Returns what a phase says of its idle time. num_offered: tokens that had been generated ahead for it."""
     stats, check, seconds = phase.stats, phase.check, phase.seconds
     reading = [s for name, s in stats.by_strategy.items() if name.startswith("ahead")]
@@ -124,7 +135,7 @@ def facts_of(phase: PhaseResult, num_offered: int, steps_left: int) -> IdleFacts
         ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),
         ahead_seconds=sum(replica.ahead.seconds for replica in phase.replicas),
         offered_tokens=num_offered,
-        followed_tokens=stats.followed_by_age.total(),
+        followed_tokens=sum(num for age, num in stats.followed_by_age.items() if age != REPLAY),
         reading_tokens=sum(s.num_tokens for s in reading),
         reading_seconds=sum(s.seconds for s in reading),
         rollout_seconds=seconds,

@@ -34,6 +34,7 @@ from tlt.models.tokenizer import check_prompt
 from tlt.report.timeline import Timeline, shared_epoch
 from tlt.rl.rewards import Key
 from tlt.training.drafter_side import DrafterSide, watch_drafter
+from tlt.training.idle import IdleWork, facts_of, idle_choice
 from tlt.training.phase import RolloutPhase
 from tlt.training.result import PhaseResult
 from tlt.training.work import Receivers
@@ -118,6 +119,8 @@ class LiveRollouts:
         coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
         receivers = Receivers(Unscored(), lambda _: "")
         self._phase = RolloutPhase(world, self.engine, coordinator, receivers, self.timeline, lambda: False)
+        trains = folder is not None and settings.section.train
+        self._idle = idle_choice(world, self.timeline.epoch.machine, 0, trains)
         self._occurrences = {purpose: Occurrences() for purpose in ("rollout", "evaluation", "generate")}
         self._num_calls = 0
         self.latest: PhaseResult | None = None
@@ -152,7 +155,10 @@ class LiveRollouts:
         label = f"{purpose} {step}, call {self._num_calls}"
         trained = self.drafter if purpose == "rollout" else DrafterSide()
         try:
-            self.latest = self._phase.answer(problems, list(groups.values()), label, trained)
+            idle = IdleWork(plan=self._idle.plan(self._num_calls))
+            self.latest = self._phase.answer(problems, list(groups.values()), label, trained, idle)
+            if purpose == "rollout":
+                self._idle.observe(facts_of(self.latest), self.latest.slowdown)
         except BaseException:  # Ctrl-C in a notebook, say: the next call begins anew
             self.engine.abort()
             self._phase.coordinator.abandon()

@@ -33,6 +33,7 @@ from tlt.training.lock import forget_journal
 from tlt.training.phase import StopRequested
 from tlt.training.problems import data_source, problems_of_step, spare_problems
 from tlt.training.record import record
+from tlt.training.responses import FOLDER as RESPONSES
 from tlt.training.result import PhaseResult
 from tlt.training.run import Run, join_ranks
 from tlt.types import UserError
@@ -115,7 +116,9 @@ def sample(run: Run) -> PhaseResult:
         spare = spare_problems(run.problems, run.step, num, seed)
         sampling = DynamicSampling(num, num_samples, run.config.algorithm.max_resamples, spare)
     idle, steps_left = IdleWork(ahead_of(run), run.idle.plan(run.step)), run.config.run.num_steps - run.step - 1
-    phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, idle)
+    with run.replay.lend("rollout", run.step, run.step):
+        phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, idle)
+    run.keep_responses("rollout", phase)
     run.note_lengths(phase.rollouts)
     run.idle.observe(facts_of(phase, idle.ahead.num_offered, steps_left), phase.slowdown)
     return phase
@@ -152,7 +155,8 @@ def write_products(run: Run) -> None:
     policy_hash = content_hash(StoredTensors(folder / "policy", run.policy.config))
     run.drafter.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
     merge_timelines(folder, folder / "timeline.json")
-    names = ("policy", "adapter", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json")
+    names = ["policy", "adapter", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json"]
+    names += [RESPONSES] if run.responses is not None else []
     products = {name: folder / name for name in names if (folder / name).exists()}
     run.console.summary(products, run.evaluations.progress(), run.step, run.seconds, next_commands(run.config, products))
 

@@ -105,13 +105,18 @@ class RolloutPhase:
         return result
 
     def answer(
-        self, problems: Sequence[Problem], requests: Sequence[Sequence[Request]], name: str, drafter: DrafterSide = NO_DRAFTER
+        self,
+        problems: Sequence[Problem],
+        requests: Sequence[Sequence[Request]],
+        name: str,
+        drafter: DrafterSide = NO_DRAFTER,
+        idle: IdleWork = NO_WORK,
     ) -> PhaseResult:
         """Does the same for any requests, in one round: a group of them for each problem, one at least, whose sample indices
         follow each other. name: no other phase of the run has it."""
         self._begin(name, drafter)
         draws = [Draw(problem, group[0].sample_index) for problem, group in zip(problems, requests, strict=True)]
-        groups, replicas = self._round(draws, requests, name, drafter)
+        groups, replicas = self._round(draws, requests, name, drafter, idle)
         return self._end(groups, [replicas], requests[0][0].params.temperature, drafter)
 
     def _begin(self, name: str, drafter: DrafterSide) -> None:

@@ -44,7 +44,7 @@ def idle_fields(phase: PhaseResult, worth: Mapping[IdleUse, Worth]) -> dict[str,
     return {
         "ahead_seconds": sum(replica.ahead.seconds for replica in phase.replicas),
         "ahead_tokens": sum(replica.ahead.num_tokens for replica in phase.replicas),
-        "followed_by_age": {str(age): num for age, num in sorted(phase.stats.followed_by_age.items())},
+        "followed_by_age": dict(sorted(phase.stats.followed_by_age.items(), key=lambda pair: (len(pair[0]), pair[0]))),
         "idle_seconds_by_use": phase.idle_seconds_by_use,
         "idle_gain": {use.value: one.gain for use, one in worth.items()},
         "idle_cost": {use.value: one.cost for use, one in worth.items()},

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tlt.accounts import IdleUse
 from tlt.build.engine import EngineSettings, build_backend, load_stored
 from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder, open_model
 from tlt.build.policy import build_policy_trainer, master_dtype, reward_spec, sampling_params
@@ -31,6 +30,7 @@ from tlt.distributed.world import (
     gather_objects,
     init_process_group_from_env,
     tell,
+    tell_bytes,
 )
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.references import References
@@ -48,14 +48,17 @@ from tlt.spans import SpanName
 from tlt.training.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
 from tlt.training.drafter_side import DrafterSide, watch_drafter
 from tlt.training.evaluate import Evaluations
+from tlt.training.idle import idle_choice
 from tlt.training.journal import FileJournal, Journal
 from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase
 from tlt.training.problems import check_same_problems, load_problems
+from tlt.training.replay import Prompts, Replay, ReplayOf, prompts_of
+from tlt.training.responses import KeptResponses, forget_responses
+from tlt.training.result import PhaseResult
 from tlt.training.work import Receivers
-from tlt.tuning.idle import IdleChoice
 from tlt.tuning.tuner import counters_of, restore_tuner
-from tlt.types import Rollout, UserError, resolve_dtype
+from tlt.types import Purpose, Rollout, UserError, resolve_dtype
 
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest
@@ -131,7 +134,7 @@ class Run:
         settings = replace(EngineSettings.of_run(config, world.device), window=window)
         self.references = References(config.rollout.references_mib)
         self.lengths: dict[str, float] = {}
-        self.idle = self._choose_idle_work()
+        self.idle = idle_choice(world, self.timeline.epoch.machine, config.rollout.ahead, config.drafter.train)
         self.engine = build_backend(model, settings, stored, on_span=self.timeline.add, references=self.references)
         self.drafter = self._watch_drafter(stored)
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
@@ -139,6 +142,8 @@ class Run:
         self.publish(self.step)
         self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, world.is_leader, partial(tell, world))
         self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
+        if world.is_leader:
+            forget_responses(self.out_dir, self.step, {evaluation.step for evaluation in self.evaluations.all})
 
         self.scorers = RewardPool(reward_spec(config), config.rewards.num_workers, config.rewards.timeout_seconds)
         coordinator = coordinator or connect_coordinator(
@@ -146,15 +151,10 @@ class Run:
         )
         self.journal = self._open_journal() if config.run.journal else Journal()
         receivers = Receivers(self.scorers, model.tokenizer.decode, self.journal)
+        self.responses = KeptResponses(self.out_dir, model.tokenizer.decode) if config.run.keep_responses else None
+        self.replay = self._replay()
         migrates = config.rollout.migrate
         self.phase = RolloutPhase(world, self.engine, coordinator, receivers, self.timeline, stop.is_set, migrates)
-
-    def _choose_idle_work(self) -> IdleChoice:
-        """Makes who decides what ranks without work do."""
-        ahead, machines = self.config.rollout.ahead, gather_objects(self.world, self.timeline.epoch.machine)
-        there_is = {IdleUse.AHEAD: ahead != 0, IdleUse.TRAIN: self.config.drafter.train}
-        uses = [use for use, is_there in there_is.items() if is_there]
-        return IdleChoice(uses, compares=ahead == "adaptive", has_neighbours=len(set(machines)) < len(machines))
 
     def _watch_drafter(self, stored: StoredDrafter | None) -> DrafterSide:
         settings, seed = self.config.drafter, self.config.run.seed
@@ -176,9 +176,38 @@ class Run:
         restore_tuner(self.engine.tuner, own[0]["tuner"])
         if self.engine.drafter is not None:
             self.engine.drafter.restore([known["drafting"] for known in own])
+        self._recall_references()
         self.checkpoints.saved, self._follows = Saved(manifest.step, manifest.digest), manifest.counters["follows"]
         self.console.note(f"resumed after {manifest.step} updates from {path}")
         return manifest.step
+
+    @property
+    def _references_file(self) -> Path:
+        return self.out_dir / "references.safetensors"
+
+    def _recall_references(self) -> None:
+        """Takes up what could be drafted from at the last checkpoint. A guess is worth no run's end: it goes on without."""
+        path = self._references_file
+        data = path.read_bytes() if self.world.is_leader and path.exists() else b""
+        if data := tell_bytes(self.world, data):
+            try:
+                self.references.restore(data, self.policy.config.vocab_size)
+            except ValueError as error:
+                self.console.note(f"{path}: is left out, for it is not as it was written ({error})")
+
+    def _keep_references(self) -> None:
+        """Writes down what can be drafted from, which is the same on all ranks."""
+        if self.world.is_leader and self.config.rollout.follows and (data := self.references.encode()):
+            with write_atomically(self._references_file) as file:
+                file.buffer.write(data)
+
+    def _replay(self) -> Replay:
+        """Returns who lends this run the responses of another."""
+        if self.config.rollout.replay is None:
+            return Replay()
+        prompts: dict[Purpose, Prompts] = {"rollout": prompts_of(self.problems), "evaluation": prompts_of(self.held_out)}
+        shape, say = self.policy.config, self.console.note
+        return ReplayOf(self.config.rollout.replay, self.references, self.world, prompts, self.params, shape, say)
 
     def _saved(self) -> Saved:
         """Returns the latest checkpoint that is whole, or the run's beginning."""
@@ -213,6 +242,12 @@ class Run:
             by_problem.setdefault(rollout.problem_id, []).append(len(rollout.token_ids))
         self.lengths.update({problem: sum(lengths) / len(lengths) for problem, lengths in by_problem.items()})
 
+    def keep_responses(self, purpose: Purpose, phase: PhaseResult) -> None:
+        """Writes the responses of this step, or of an evaluation now, into the run's folder, if that is asked for."""
+        if self.responses is not None and self.world.is_leader:
+            policy_step = self.step if purpose == "rollout" else 0
+            self.responses.write(purpose, policy_step, self.step, phase)
+
     def publish(self, version: int) -> None:
         """Gives the engine the policy as it is now, layer by layer; its version is the number of updates behind it."""
         with self.timeline.span(SpanName.PUBLISH):
@@ -222,6 +257,7 @@ class Run:
     def checkpoint(self) -> None:
         """Keeps all that the rest of the run depends on; every rank calls it, and writes its part."""
         with self.timeline.span(SpanName.CHECKPOINT):
+            self._keep_references()
             self.checkpoints.wait()  # this one follows the one before
             own_state = {"policy": self.trainer.counters(), "drafter": self.drafter.counters(), "idle": self.idle.counters()}
             counters = {**own_state, "follows": self._saved().digest}

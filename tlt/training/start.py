@@ -42,6 +42,7 @@ from tlt.training.lock import FolderLock
 from tlt.training.loop import describe_run, main
 from tlt.training.manifest import latest_checkpoint
 from tlt.training.problems import load_problems
+from tlt.training.replay import check_replay
 from tlt.training.run import device_of, layout_of
 from tlt.types import UserError, resolve_dtype
 from tlt.vllm.preflight import check_vllm
@@ -185,6 +186,7 @@ def preflight(config: Config) -> Findings:
     problems = load_problems(config, "train")
     longest_prompt = max(len(problem.prompt_ids) for problem in problems)
     refuse(plan_run(config, model, None if drafter is None else stored.config, longest_prompt))
+    check_replay(config, problems, model)
     Scorer(reward_spec(config)).check(problems[0].data)
     num_held_out = len(load_problems(config, "test")) if config.evaluation.num_problems else 0
     return Findings(model, len(problems), num_held_out, num_adapted)

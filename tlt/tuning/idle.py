@@ -80,7 +80,7 @@ class IdleFacts:
     train_seconds: float
     acceptance_before: float
     acceptance: float
-    steps_left: int
+    steps_left: float
 
     @property
     def training_gain(self) -> float | None:

@@ -1,41 +1,32 @@
-"""Responses as `tlt generate` writes them, read again: their ids, checked against a model. Knows no use of them."""
+"""Responses as files hold them, one a line (`tlt generate`, run.keep_responses), read again: their ids, checked against a
+model. Knows no use of them beyond drafting."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from tlt.drafter.references import References
 from tlt.files import Record, read_jsonl
 from tlt.types import Request, Rollout, UserError
-
-if TYPE_CHECKING:
-    from tlt.drafter.references import References
 
 Ids = tuple[int, ...]
 
 
 def read_responses(path: Path, *, vocab_size: int, window: int) -> list[Rollout]:
     """Reads responses to train a drafter on; only their ids are needed."""
-    rollouts = []
-    for index, (place, record) in enumerate(read_jsonl(path, "--responses")):
-        prompt_ids, token_ids = response_ids(place, record, vocab_size=vocab_size, window=window)
-        rollouts.append(Rollout(f"line {index}", 0, prompt_ids, token_ids, (), "stop", policy_version=0))
-    return rollouts
+    read = _read(path, "--responses", vocab_size=vocab_size, window=window)
+    return [Rollout(f"line {i}", 0, prompt, tokens, (), "stop", 0) for i, (_, prompt, tokens) in enumerate(read)]
 
 
 def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int, window: int) -> References:
     """Reads responses to draft the answers to these requests from: those to the same prompts, by problem and sample. Raises
     UserError where there is none among them."""
-    from tlt.drafter.references import References
-
     asked = {(request.problem_id, request.sample_index, request.prompt_ids): request for request in requests}
     references, num_read = References(None), 0
-    for place, record in read_jsonl(path, "--references"):
+    for (problem_id, sample_index), prompt_ids, token_ids in _read(path, "--references", vocab_size=vocab_size, window=window):
         num_read += 1
-        prompt_ids, token_ids = response_ids(place, record, vocab_size=vocab_size, window=window)
-        request = asked.get((str(record.get("problem_id")), record.get("sample_index", 0), prompt_ids))
-        if request is not None:
+        if (request := asked.get((problem_id, sample_index, prompt_ids))) is not None:
             references.keep(request.key, token_ids)
     if not len(references):
         raise UserError(
@@ -43,6 +34,22 @@ def read_references(path: Path, requests: Sequence[Request], *, vocab_size: int,
             "give a file that tlt generate has written for these prompts"
         )
     return references
+
+
+def read_answers(path: Path, prompts: Mapping[str, Ids], *, vocab_size: int, window: int) -> list[tuple[str, int, Ids]]:
+    """Reads the responses to these prompts, given by problem: (problem, sample, token ids) of each."""
+    found, read = [], _read(path, "rollout.replay", vocab_size=vocab_size, window=window)
+    for (problem_id, sample_index), prompt_ids, token_ids in read:
+        if prompts.get(problem_id) == prompt_ids and type(sample_index) is int:
+            found.append((problem_id, sample_index, token_ids))
+    return found
+
+
+def _read(path: Path, option: str, *, vocab_size: int, window: int) -> Iterator[tuple[tuple[str, int], Ids, Ids]]:
+    """Yields (problem and sample, ids of the prompt, ids of the response) of every line."""
+    for place, record in read_jsonl(path, option):
+        ids = response_ids(place, record, vocab_size=vocab_size, window=window)
+        yield (str(record.get("problem_id")), record.get("sample_index", 0)), *ids
 
 
 def response_ids(place: str, record: Record, *, vocab_size: int, window: int) -> tuple[Ids, Ids]:
