@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,23 +107,28 @@ def errors(steps: list[dict[str, float]]) -> dict[str, float]:
     return found
 
 
-def rows_of(assumed: Assumptions, config: Config, replicas: tuple[int, ...], grows: bool = True) -> list[Row]:
-    """Returns a row for each number of replicas. grows: whether the step has as many more responses; else it is always that of
-    the first."""
+Table = tuple[Assumptions, Config, tuple[int, ...], bool]
+"""What it rests on, whose recipe it is, for which numbers of replicas, and whether its steps grow with them."""
+
+
+def row_of(table: Table, num: int) -> Row:
+    """Returns the row for so many replicas. Where steps do not grow, theirs is always that of the first."""
+    assumed, config, nums, grows = table
     each = config.rollout.problems_per_step / config.run.num_ranks
-    return [expect(assumed, num, max(round(each * (num if grows else replicas[0])), 1)) for num in replicas]
+    return expect(assumed, num, max(round(each * (num if grows else nums[0])), 1))
 
 
-def gpu_tables(replicas: tuple[int, ...]) -> dict[str, tuple[list[Row], list[str]]]:
+def gpu_tables(replicas: tuple[int, ...]) -> dict[str, Table]:
     """Returns tables for the GPU-like curve: of steps that grow with the replicas, and of one step that more and more share."""
-    config = load_config(RECIPE, ["--sampling.max_tokens", "8192", "--rollout.problems_per_step", "8"])
+    config = load_config(RECIPE, ["--sampling.max_tokens", "8192"])
     lengths = LogNormalLengths(1024, 8192, 8192)
     assumed = with_rest(assume_gpu(config, GpuSeconds(0.025, 512), lengths), 36.0)
-    large = load_config(RECIPE, ["--sampling.max_tokens", "8192", "--rollout.problems_per_step", "16"])
+    large = load_config(RECIPE, ["--sampling.max_tokens", "8192", "--rollout.problems_per_step", "64"])
     shared = dataclasses.replace(assumed, max_batch_size=256)
-    weak = rows_of(assumed, config, replicas), [*assumed.lines, *GENERAL]
-    strong = rows_of(shared, large, (8, 16, 32, 64), grows=False), [*shared.lines, *GENERAL]
-    return {"GPU-like, 16 responses a replica": weak, "GPU-like, 256 responses a step, at most 256 in a batch": strong}
+    return {
+        "GPU-like, 16 responses a replica": (assumed, config, replicas, True),
+        "GPU-like, 256 responses a step": (shared, large, (2, 4, 8, 16), False),
+    }
 
 
 def to_markdown(report: dict[str, Any]) -> str:
@@ -177,29 +183,30 @@ def main() -> None:
                 record_run(folder / name, real, max(round(real.num_steps * min(options.minutes / 6, 1)), 2))
         runs = {name: folder / name for name in RUNS if (folder / name).is_dir()}
         begun = time.perf_counter()
-        report = make_report(runs, tuple(map(int, options.replicas.split(","))))
-    report["simulation_seconds"], report["seconds"] = time.perf_counter() - begun, time.perf_counter() - started
-    write_report(options.out, report, to_markdown(report))
+        for report in reports(runs, tuple(map(int, options.replicas.split(",")))):  # an interrupted one keeps what it has
+            report["simulation_seconds"], report["seconds"] = time.perf_counter() - begun, time.perf_counter() - started
+            write_report(options.out, report, to_markdown(report))
     for name, one in report["beside"].items():
         print(f"{name}: median error of a step {one['errors']['median']:.1%}, of all together {one['errors']['sum']:+.1%}")
 
 
-def make_report(folders: dict[str, Path], replicas: tuple[int, ...]) -> dict[str, Any]:
-    """Returns the report on these runs; the first tells its own costs to those that measure none."""
+def reports(folders: dict[str, Path], replicas: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """Yields the report on these runs, and again after each table. The first tells its costs to those that measure none."""
     tlt = read_run(folders["tlt"])
-    found = {}
-    for name, folder in folders.items():
-        run = dataclasses.replace(read_run(folder, needs_costs=name != "off"), folder=Path(name))
-        steps = beside(name, run, tlt if name == "off" else run)
-        found[name] = {"steps": steps, "errors": errors(steps)}
-    recorded = dataclasses.replace(assume_recorded(tlt, tlt.config), lengths=lengths_in_order(tlt))
-    tables = {"As the run of TLT measured": (rows_of(recorded, tlt.config, replicas), [*recorded.lines, *GENERAL])}
-    shown = {
-        name: {"assumed": lines, "rows": [dataclasses.asdict(row) for row in rows]}
-        for name, (rows, lines) in (tables | gpu_tables(replicas)).items()
-    }
     command = " ".join(["python -m benchmarks.simulator", *sys.argv[1:]])
-    return {"command": command, "environment": environment(), "beside": found, "tables": shown}
+    report: dict[str, Any] = {"command": command, "environment": environment(), "beside": {}, "tables": {}}
+    for name, folder in folders.items():
+        run = read_run(folder, needs_costs=name != "off")
+        steps = beside(name, run, tlt if name == "off" else run)
+        report["beside"][name] = {"steps": steps, "errors": errors(steps)}
+    yield report
+    recorded = dataclasses.replace(assume_recorded(tlt, tlt.config), lengths=lengths_in_order(tlt))
+    tables = {"As the run of TLT measured": (recorded, tlt.config, replicas, True), **gpu_tables(replicas)}
+    for name, one in tables.items():
+        report["tables"][name] = {"assumed": [*one[0].lines, *GENERAL], "rows": []}
+        for num in one[2]:
+            report["tables"][name]["rows"].append(dataclasses.asdict(row_of(one, num)))
+            yield report
 
 
 if __name__ == "__main__":

@@ -155,7 +155,7 @@ def test_ahead_of_identical_references_reads_in_a_few_steps_what_idle_time_has_g
     assert first.ahead_seconds == pytest.approx(98.0, abs=1.0)
     num_known = 98
     assert second.rollout_seconds == pytest.approx(read_steps(100, num_known), abs=1.1)
-    assert second.followed_by_age[1] >= 90
+    assert second.followed_by_age["1"] >= 90
     assert third.rollout_seconds > 90
     alone = [step.rollout_seconds for step in simulate(assumed, TLT, 2, 2, range(3))]
     assert sum(alone) == pytest.approx(300.0, abs=0.1)

@@ -223,7 +223,7 @@ class SimulatedEngine:
             if lead is not None and lead.length:
                 num_drafted = max(min(strategy.depth, lead.length, response.num_left - 1), 0)
                 num_accepted = min(num_drafted, response.agreement()[0])
-                self.stats.followed_by_age[response.age] += num_accepted
+                self.stats.followed_by_age[str(response.age)] += num_accepted
             num_nodes += num_drafted
             kept.append(min(num_accepted + 1, response.length - response.num_tokens))
             response.num_tokens += kept[-1]

@@ -71,7 +71,7 @@ class StepResult:
     ahead_seconds: float
     num_tokens: int
     num_migrated: int
-    followed_by_age: Mapping[int, int]
+    followed_by_age: Mapping[str, int]
     grain: float
 
     @property
