@@ -24,7 +24,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"build"}),
     frozenset({"plan"}),
     frozenset({"training", "audit"}),
-    frozenset({"bench", "api", "integrations"}),
+    frozenset({"bench", "api", "integrations", "simulate"}),
     frozenset({"cli"}),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}

@@ -10,7 +10,7 @@ from typing import Any
 import tyro
 from tyro.conf import FlagConversionOff
 
-from tlt.cli import audit, bench, drafter, generate, init, plan, task, train
+from tlt.cli import audit, bench, drafter, generate, init, plan, plan_speed, task, train
 from tlt.cli.options import Options
 from tlt.config.mistakes import find_nearest
 from tlt.files import Record
@@ -34,6 +34,7 @@ class Command:
 COMMANDS = {
     "init": Command(init.Init, init.run),
     "train": Command(train.Train, train.run, train.TrainHelp),
+    "plan speed": Command(plan_speed.PlanSpeed, plan_speed.speed),
     "plan memory": Command(plan.PlanMemory, plan.memory),
     "generate": Command(generate.Generate, generate.run),
     "task": Command(task.WriteProblems, task.write_problems),

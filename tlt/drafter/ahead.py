@@ -49,6 +49,15 @@ def ahead_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     return (*kinds, AHEAD, *(f"{AHEAD}+{kind}" for kind in kinds))
 
 
+def lead(rate: float, confidence_threshold: float, num_left: int) -> Lead:
+    """Returns how far a reference leads that has `num_left` tokens left: as far as all of the draft is likely to be kept.
+
+    rate: the probability that a token is kept if all before it are.
+    """
+    rate = min(rate, _SUREST)
+    return Lead(rate, min(int(math.log(confidence_threshold) / math.log(rate)), num_left))
+
+
 class Follower:
     """Follows one reference beside the sequence that grows. skip: tokens of the prompt."""
 
@@ -229,9 +238,7 @@ class AheadDrafter:
         """Returns how far a reference leads, as far as all of the draft is likely to be kept."""
         case, bucket = follower.cell
         agreed, compared = self.hits[case][bucket]
-        rate = min(agreed / compared, _SUREST)
-        num_likely = int(math.log(self.confidence_threshold) / math.log(rate))
-        return Lead(rate, min(num_likely, len(follower.reference) - follower.place))
+        return lead(agreed / compared, self.confidence_threshold, len(follower.reference) - follower.place)
 
     def _follow(self, tokens: Sequence[int], request: Request, follower: Follower | None, depth: int) -> Sequence[int]:
         """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept."""

@@ -78,7 +78,7 @@ class CostModel:
 
     def predict(self, batch: BatchState) -> list[Prediction]:
         arms = self.arms if batch.leads else self._arms_without_references
-        costly = [_as_costly(arm, _nodes(arm, batch)) for arm in arms]
+        costly = [as_costly(arm, _nodes(arm, batch)) for arm in arms]
         mean_A, variance_A = self.costs.predict(costly, batch.num_running, batch.mean_length)
         tokens_A, uncertainty_A = self.acceptance.expected_tokens(arms, batch.num_running, batch.leads)
         seconds_A = np.exp(mean_A)
@@ -96,7 +96,7 @@ class CostModel:
         if not _switches_on(self._previous, strategy):  # that step also catches up with what was decoded plainly
             weight = _WEIGHT_OF_ADMISSION if batch.num_admitted else 1.0
             expected = self._expected_seconds if strategy == self._choice else None
-            costly = _as_costly(strategy, sum(outcome.drafted) / batch.num_running)
+            costly = as_costly(strategy, sum(outcome.drafted) / batch.num_running)
             self.costs.observe(costly, batch.num_running, batch.mean_length, outcome.seconds, weight, expected)
         self._previous = strategy
 
@@ -131,7 +131,7 @@ def _switches_on(before: Strategy | None, now: Strategy) -> bool:
     return not drafters_of(now) <= ran
 
 
-def _as_costly(arm: Strategy, nodes: float) -> Strategy:
+def as_costly(arm: Strategy, nodes: float) -> Strategy:
     """Returns what a step of an arm costs as much as, when `nodes` are drafted for a sequence on average. Where references are
     followed, they say how many that are, and not the arm; powers of two are told apart."""
     if not arm.follows:

@@ -1,0 +1,243 @@
+"""An engine whose steps cost virtual seconds: a response is a number of tokens, a draft is kept as often as was measured.
+
+    step:  admit ─▶ choose as the real tuner does ─▶ advance every response by what it would keep ─▶ sleep for what that costs
+
+It keeps the promise of engine/backend.py, so the real phase runs on it. Tokens have no value, only their number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlt.drafter.references import References
+from tlt.engine.backend import Capabilities
+from tlt.engine.stats import EngineStats
+from tlt.simulate.assumptions import Agreement
+from tlt.simulate.measured import Ints, Measured
+from tlt.simulate.virtual import VirtualTime
+from tlt.types import BatchState, Finished, Lead, Request, Rollout, StepOutcome, Strategy, StrategyTuner
+
+
+@dataclass
+class Response:
+    """A response in the making. length: where it ends.  ends: where its agreement with a reference ends and begins (Agreement);
+    empty: it has none.  num_known: tokens of the reference."""
+
+    request: Request
+    length: int
+    num_tokens: int
+    ends: Sequence[int] = ()
+    num_known: int = 0
+    age: int = 0
+
+    @property
+    def num_cached(self) -> int:
+        return len(self.request.prompt_ids) + self.num_tokens - 1
+
+    @property
+    def num_left(self) -> int:
+        return self.request.params.max_tokens - self.num_tokens
+
+    def to_request(self) -> Request:
+        return replace(self.request, token_ids=(0,) * self.num_tokens)
+
+    def to_rollout(self, version: int) -> Rollout:
+        request, reason = self.request, "length" if self.num_left == 0 else "stop"
+        tokens = cast("tuple[int, ...]", range(self.num_tokens))  # as long, and takes no memory
+        known = (request.problem_id, request.sample_index, request.prompt_ids)
+        return Rollout(*known, tokens, (), cast(Any, reason), version)
+
+    def agreement(self) -> tuple[int, bool]:
+        """Returns (tokens from here on that agree with the reference, whether one before has differed)."""
+        place = next((i for i, end in enumerate(self.ends) if self.num_tokens < end), None)
+        if place is None or place % 2 or self.num_tokens >= self.num_known:
+            return 0, True
+        return self.ends[place] - self.num_tokens, place > 0
+
+
+class SimulatedEngine:
+    """measured: what steps cost and bring.  length_of: a request's response.  speculates: else all steps are plain.
+    references: None: nothing is followed.  agreement: how far those lead.  slowdown: how much longer a step takes just now.
+    grain: seconds for which steps are simulated together: what comes from elsewhere is noticed so much later at most.
+    """
+
+    def __init__(
+        self,
+        time: VirtualTime,
+        measured: Measured,
+        length_of: Callable[[Request], int],
+        max_batch_size: int,
+        read_seconds: float,
+        speculates: bool,
+        seed: int,
+    ) -> None:
+        self.time, self.measured, self.length_of = time, measured, length_of
+        self.max_batch_size, self.read_seconds = max_batch_size, read_seconds
+        self.speculates = speculates
+        self.rng = np.random.default_rng(seed)
+        self.references: References | None = None
+        self.agreement: Agreement | None = None
+        self.slowdown: Callable[[], float] = lambda: 1.0
+        self.grain = 0.0
+        self.running: list[Response] = []
+        self.waiting: deque[Request] = deque()
+        self.stats, self.policy_version = EngineStats(), 0
+
+    tuner: StrategyTuner | None = None
+    drafter = target = None
+    device = torch.device("cpu")
+    capabilities = Capabilities((), trees=True, max_depth=Strategy.MAX_DEPTH, captures=False, hands_over=True, sleeps=True)
+
+    # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def room(self) -> int:
+        return max(self.max_batch_size - len(self.running) - len(self.waiting), 0)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self.waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.running and not self.waiting
+
+    def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
+        self.policy_version = version
+
+    def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
+        self.policy_version = version
+
+    def add(self, requests: Iterable[Request]) -> None:
+        self.waiting.extend(requests)
+
+    def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
+        self.add(requests)
+        while not self.is_idle:
+            yield from (finished.rollout for finished in self.step())
+
+    def withdraw(self, slots: Iterable[int]) -> list[Request]:
+        taken = []
+        for slot in sorted(slots, reverse=True):
+            taken.append(self.running[slot].to_request())
+            self._vacate(slot)
+        return taken
+
+    def withdraw_waiting(self, num: int) -> list[Request]:
+        return [self.waiting.pop() for _ in range(num)]
+
+    def abort(self) -> None:
+        self.running.clear()
+        self.waiting.clear()
+
+    def release(self) -> None:
+        """Has no memory to give back."""
+
+    def close(self) -> None:
+        """Has started no processes."""
+
+    # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def step(self, captures: bool = False) -> list[Finished]:
+        num_admitted, seconds = self._admit()
+        if not self.running:
+            return []
+        mean_length = sum(one.num_cached + 1 for one in self.running) / len(self.running)
+        leads = [self._lead(one) for one in self.running]
+        known = tuple(lead for lead in leads if lead is not None and lead.length > 0)
+        batch = BatchState(len(self.running), mean_length, self.policy_version, 0, num_admitted, known)
+        strategy = self.measured.choose(batch) if self.speculates else Strategy.OFF
+        if strategy.follows:
+            num_steps, kept, nodes = 1, *self._follow(strategy, leads)
+        else:
+            nodes = float(strategy.budget)
+            cost = self.measured.seconds(strategy, nodes, batch.num_running, mean_length)
+            num_steps, kept = self._advance(strategy, max(int(self.grain / cost), 1))
+        cost = self.measured.seconds(strategy, nodes, batch.num_running, mean_length)
+        took = (seconds + num_steps * cost) * self.slowdown()
+        self.time.sleep(took)
+        self.stats.num_steps += num_steps
+        self.stats.num_tokens += int(kept.sum())
+        self.stats.by_strategy[str(strategy)].record(StepOutcome(int(kept.sum()), (), (), took), None)
+        return self._release_finished()
+
+    def _admit(self) -> tuple[int, float]:
+        """Starts what fits; returns (how many, the seconds of reading them: a prompt once for all its samples)."""
+        texts = set()
+        num = min(len(self.waiting), self.max_batch_size - len(self.running))
+        for _ in range(num):
+            request = self.waiting.popleft()
+            self.running.append(self._start(request))
+            texts.add((request.problem_id, len(request.token_ids), request.sample_index if request.token_ids else 0))
+        prompt = len(self.running[-1].request.prompt_ids) if num else 0
+        return num, self.read_seconds * sum(prompt + num_tokens for _, num_tokens, _ in texts)
+
+    def _start(self, request: Request) -> Response:
+        response = Response(request, self.length_of(request), len(request.token_ids))
+        if self.references is not None and (found := self.references.get(request.key)) is not None:
+            assert self.agreement is not None, "references are followed as far as they agree"
+            assert isinstance(found.version, int), "no other run is replayed here"
+            response.age = self.policy_version - found.version
+            response.ends = self.agreement.ends(request.key, response.age, response.length)
+            response.num_known = len(found.token_ids)
+        return response
+
+    def _lead(self, response: Response) -> Lead | None:
+        """Returns how far its reference leads, as the drafter sees it; None: it does not."""
+        num_agreed, has_differed = response.agreement()
+        if not num_agreed or self.agreement is None:
+            return None
+        return self.agreement.lead(response.age, has_differed, response.num_known - response.num_tokens)
+
+    def _advance(self, strategy: Strategy, num: int) -> tuple[int, Ints]:
+        """Takes up to `num` steps, none behind the one that ends a response; returns (steps, tokens of each response)."""
+        left_B = np.array([one.length - one.num_tokens for one in self.running])
+        if strategy.is_off:
+            num = min(num, int(left_B.min()))
+            kept_B = np.full(len(left_B), num)
+        else:
+            drawn_BS = 1 + self.measured.draw(strategy, len(left_B), self.rng.random((len(left_B), num)))
+            grown_BS = np.cumsum(drawn_BS, axis=1)
+            num = int(min((grown_BS < left_B[:, None]).sum(1).min() + 1, num))
+            kept_B = np.minimum(grown_BS[:, num - 1], left_B)
+        for response, kept in zip(self.running, kept_B.tolist(), strict=True):
+            response.num_tokens += kept
+        return num, kept_B
+
+    def _follow(self, strategy: Strategy, leads: Sequence[Lead | None]) -> tuple[Ints, float]:
+        """Takes one step along references; returns (tokens of each response, nodes drafted for one on average)."""
+        other, batch_size = strategy.elsewhere, len(self.running)
+        drawn = [0] * batch_size
+        if not other.is_off:
+            drawn = self.measured.draw(other, batch_size, self.rng.random(batch_size)).tolist()
+        kept, num_nodes = [], 0
+        for response, lead, by_chance in zip(self.running, leads, drawn, strict=True):
+            num_drafted, num_accepted = other.depth, by_chance
+            if lead is not None and lead.length:
+                num_drafted = max(min(strategy.depth, lead.length, response.num_left - 1), 0)
+                num_accepted = min(num_drafted, response.agreement()[0])
+                self.stats.followed_by_age[str(response.age)] += num_accepted
+            num_nodes += num_drafted
+            kept.append(min(num_accepted + 1, response.length - response.num_tokens))
+            response.num_tokens += kept[-1]
+        return np.array(kept), num_nodes / batch_size
+
+    def _release_finished(self) -> list[Finished]:
+        finished = []
+        for slot in reversed(range(len(self.running))):
+            if self.running[slot].num_tokens >= self.running[slot].length:
+                finished.append(Finished(self.running[slot].to_rollout(self.policy_version)))
+                self._vacate(slot)
+        return finished
+
+    def _vacate(self, slot: int) -> None:
+        last = self.running.pop()
+        if slot < len(self.running):
+            self.running[slot] = last

@@ -1,0 +1,85 @@
+"""The expectation for a number of replicas: step seconds of every variant, from steps that all of them take alike. Prints
+nothing."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tlt.simulate.assumptions import Assumptions
+from tlt.simulate.rollout import Replicas, StepResult, Variant
+
+OFF = Variant("off", speculates=False)
+VARIANTS = (
+    OFF,
+    Variant("TLT without hand-over", migrates=False),
+    Variant("TLT", trains=True),
+    Variant("+ ahead 1", trains=True, ahead=1),
+    Variant("+ ahead 2", trains=True, ahead=2),
+)
+WARM_UP = 2
+"""Steps before those that count: as many as are generated ahead."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A variant's mean step. times_off: seconds of off / its own.  trained_share, ahead_share: of the idle seconds."""
+
+    variant: str
+    seconds: float
+    times_off: float
+    rollout_seconds: float
+    idle_seconds: float
+    trained_share: float
+    ahead_share: float
+    num_migrated: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """num_replicas: that share a step.  grain: seconds between two looks around (rollout.py)."""
+
+    num_replicas: int
+    num_responses: int
+    num_steps: int
+    grain: float
+    variants: tuple[Expected, ...]
+
+
+def num_steps_for(num_replicas: int) -> int:
+    """Returns the steps to simulate: few replicas have few responses a step, so their steps differ more."""
+    return min(max(64 // num_replicas, 1), 8)
+
+
+def simulate(assumed: Assumptions, variant: Variant, num_replicas: int, num_problems: int, steps: range) -> list[StepResult]:
+    """Returns these steps of a variant. Those before them are simulated where something of them is left."""
+    replicas = Replicas(assumed, variant, num_replicas, num_problems)
+    for step in range(max(steps.start - variant.ahead, 0), steps.start):
+        replicas.take_step(step)
+    return [replicas.take_step(step) for step in steps]
+
+
+def expect(assumed: Assumptions, num_replicas: int, num_problems: int, num_steps: int | None = None) -> Row:
+    """Returns the row of the table for so many replicas, which share `num_problems` a step."""
+    num_steps = num_steps or num_steps_for(num_replicas)
+    steps = range(WARM_UP, WARM_UP + num_steps)
+    taken = {one: simulate(assumed, one, num_replicas, num_problems, steps) for one in VARIANTS}
+    off = sum(step.seconds for step in taken[OFF])
+    found = tuple(_summarize(one.name, results, off) for one, results in taken.items())
+    grain = max(step.grain for results in taken.values() for step in results)
+    return Row(num_replicas, num_problems * assumed.num_samples, num_steps, grain, found)
+
+
+def _summarize(name: str, steps: Sequence[StepResult], off: float) -> Expected:
+    seconds, idle = sum(step.seconds for step in steps), sum(step.idle_seconds for step in steps)
+    return Expected(
+        variant=name,
+        seconds=seconds / len(steps),
+        times_off=off / seconds,
+        rollout_seconds=statistics.mean(step.rollout_seconds for step in steps),
+        idle_seconds=idle / len(steps),
+        trained_share=sum(step.trained_seconds for step in steps) / idle if idle else 0.0,
+        ahead_share=min(sum(step.ahead_seconds for step in steps) / idle, 1.0) if idle else 0.0,
+        num_migrated=statistics.mean(step.num_migrated for step in steps),
+    )

@@ -1,0 +1,81 @@
+"""The costs and gains of an engine's steps, as a tuner has measured them, and its choice. The statistics stay as they are, so
+what has been decided once is remembered. Knows no engine."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tlt.tuning.acceptance import Curve, octave_of
+from tlt.tuning.cost_model import CostModel, as_costly
+from tlt.types import BatchState, Lead, Strategy
+
+Ints = NDArray[np.int64]
+
+
+class StepSeconds(Protocol):
+    def __call__(self, arm: Strategy, nodes: float, batch_size: int, mean_length: float) -> float:
+        """Returns the seconds of an engine step in which `nodes` tokens were drafted for a sequence on average."""
+        ...
+
+
+class FittedSeconds:
+    """Step costs as a tuner has measured them. overhead: seconds of a replica at work for each second of its engine's steps."""
+
+    def __init__(self, model: CostModel, overhead: float = 1.0) -> None:
+        self.model, self.overhead = model, overhead
+        self._known: dict[tuple[Strategy, int, int], float] = {}
+
+    def __call__(self, arm: Strategy, nodes: float, batch_size: int, mean_length: float) -> float:
+        costly, place = as_costly(arm, nodes), _place(mean_length)
+        if (seconds := self._known.get((costly, batch_size, place))) is None:
+            mean_A, _ = self.model.costs.predict([costly], batch_size, _length(place))
+            seconds = self._known[costly, batch_size, place] = self.overhead * math.exp(mean_A[0])
+        return seconds
+
+
+class Measured:
+    """model: whoever chooses; without a bonus, for there is nothing to find out.  seconds: of a step.
+
+    For what is remembered, a lead's length counts in powers of two, and the batch's mean length in quarters of an octave.
+    """
+
+    def __init__(self, model: CostModel, seconds: StepSeconds) -> None:
+        self.model, self.seconds = model, seconds
+        self._decided: dict[tuple[Any, ...], Strategy] = {}
+        self._reached: dict[tuple[Strategy, int], NDArray[Any]] = {}
+
+    def choose(self, batch: BatchState) -> Strategy:
+        """Returns what CostModel decides on for this batch."""
+        place, rough = _place(batch.mean_length), sorted(map(_rounded, batch.leads))
+        key = batch.num_running, place, *rough
+        if (found := self._decided.get(key)) is None:
+            leads = tuple(Lead(rate, length) for rate, length in rough)
+            known = replace(batch, mean_length=_length(place), leads=leads)
+            found = self._decided[key] = self.model.decide(known).strategy
+        return found
+
+    def draw(self, arm: Strategy, batch_size: int, uniform: NDArray[np.float64]) -> Ints:
+        """Returns the drafted tokens that are kept: for each uniform number one verification of this arm."""
+        key = arm, octave_of(batch_size)
+        if (reached := self._reached.get(key)) is None:
+            rates = self.model.acceptance.rates(Curve.of(*key))
+            reached = self._reached[key] = np.cumprod(np.array(rates.accepted[: arm.depth]))[::-1].copy()
+        kept: Ints = len(reached) - np.searchsorted(reached, uniform, side="right")
+        return kept
+
+
+def _place(mean_length: float) -> int:
+    return round(4 * math.log2(mean_length))
+
+
+def _length(place: int) -> float:
+    return float(2 ** (place / 4))
+
+
+def _rounded(lead: Lead) -> tuple[float, int]:
+    return lead.rate, 2 ** int(math.log2(min(lead.length, Strategy.MAX_FOLLOWED)))
