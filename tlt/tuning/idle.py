@@ -1,8 +1,8 @@
 """The choice among the uses of idle time, by what each is worth: seconds by which a step becomes shorter for every second that
 a rank spends on it.
 
-    worth(ahead) = kept tokens / tokens generated ahead · (1 - reading / generating) / ranks at work  - cost(ahead)
-    worth(train) = Δacceptance / (1 - acceptance) · rollout seconds · horizon / seconds trained       - cost(train)
+    worth(ahead) = kept tokens / tokens offered to a step · (1 - reading / generating) / ranks at work  - cost(ahead)
+    worth(train) = Δacceptance / (1 + acceptance) · rollout seconds · horizon / seconds trained       - cost(train)
                                                                                        slowdown.py says ┘
 All of it is measured, phase by phase. A use that is worth nothing is still tried now and then, since that may change. Knows
 neither ranks nor clocks, and decides nothing about tokens.
@@ -21,7 +21,7 @@ from tlt.tuning.slowdown import Slowdown, SlowdownSums
 REST_SECONDS = 0.2
 """Length of a rest: some tens of engine steps of a small model, a few of a large one."""
 TRIAL_EVERY = 8
-"""One phase in so many tries what is worth nothing, and puts what is worth most behind the others."""
+"""One phase in so many, the first among them, tries what is worth nothing, and puts what is worth most behind the others."""
 HORIZON = 10
 """Steps for which a step's training of the drafter is taken to last, at most: the policy moves on, and a drafter that is not
 trained falls behind by as much as a step's training makes up."""
@@ -33,8 +33,8 @@ _RESTS = ((0.05, 1 / 4), (0.025, 1 / 8), (0.0, 1 / 32))
 _PRIOR_KEPT, _PRIOR_TOKENS = 0.7, 500.0
 """The share of tokens generated ahead that is kept, and the tokens that this guess counts for."""
 _PRIOR_READING = 0.3
-"""Seconds of a token that is read, in seconds of one that is generated, until both are measured."""
-_PRIOR_TRAINING, _PRIOR_CHECKS = 0.5, 2.0
+"""Seconds of a token that is read, in seconds of one that is generated; it counts for as many tokens."""
+_PRIOR_TRAINING, _PRIOR_CHECKS = 0.1, 2.0
 """Seconds won by a second of the drafter's training, and the measurements that this guess counts for."""
 
 
@@ -84,10 +84,11 @@ class IdleFacts:
 
     @property
     def training_gain(self) -> float | None:
-        """Seconds won by a second of training: a chain of drafts brings 1 / (1 - acceptance) tokens. None: not measured."""
-        if not self.train_seconds or math.isnan(self.acceptance_before) or not self.acceptance < 1:
+        """Seconds won by a second of training, at least: a verification brings 1 + acceptance tokens if one is drafted. Longer
+        drafts gain more, but never as much as a chain of independent tokens would. None: not measured."""
+        if not self.train_seconds or math.isnan(self.acceptance_before):
             return None
-        change = (self.acceptance - self.acceptance_before) / (1 - self.acceptance)
+        change = (self.acceptance - self.acceptance_before) / (1 + self.acceptance)
         return change * self.rollout_seconds * min(HORIZON, self.steps_left) / self.train_seconds
 
 
@@ -112,14 +113,18 @@ _SUMMED = ("ahead_tokens", "ahead_seconds", "offered_tokens", "followed_tokens",
 
 @dataclass(frozen=True)
 class Worth:
-    """Seconds by which a step becomes shorter, and longer, for every second that a rank spends on a use."""
+    """Seconds by which a step becomes shorter, and longer, for every second that a rank spends on a use.
+
+    deviation: of the cost, which counts as far as it is sure.
+    """
 
     gain: float
     cost: float
+    deviation: float = 0.0
 
     @property
     def net(self) -> float:
-        return self.gain - self.cost
+        return self.gain - max(self.cost - self.deviation, 0.0)
 
 
 class IdleChoice:
@@ -150,14 +155,15 @@ class IdleChoice:
         """Returns what every use is worth, by what is known so far."""
         costs = self.slowdown.costs()
         gains = {IdleUse.AHEAD: self._gain_ahead(), IdleUse.TRAIN: self._gain_of_training()}
-        return {use: Worth(gains[use], max(costs[use].mean, 0.0)) for use in self.uses}
+        return {use: Worth(gains[use], max(costs[use].mean, 0.0), costs[use].deviation) for use in self.uses}
 
     def _gain_ahead(self) -> float:
         s = self._sums
         kept = (s.followed_tokens + _PRIOR_KEPT * _PRIOR_TOKENS) / (s.offered_tokens + _PRIOR_TOKENS)
-        reading = _PRIOR_READING
-        if s.reading_tokens and s.ahead_tokens:
-            reading = (s.reading_seconds / s.reading_tokens) / (s.ahead_seconds / s.ahead_tokens)
+        reading, known = _PRIOR_READING, min(s.reading_tokens, s.ahead_tokens)
+        if known:
+            measured = (s.reading_seconds / s.reading_tokens) / (s.ahead_seconds / s.ahead_tokens)
+            reading += (measured - reading) * known / (known + _PRIOR_TOKENS)
         ranks_at_work = max(s.busy_seconds / s.rollout_seconds, 1.0) if s.rollout_seconds else 1.0
         return min(kept, 1.0) * max(1 - reading, 0.0) / ranks_at_work
 
@@ -167,7 +173,7 @@ class IdleChoice:
 
     def plan(self, step: int) -> IdlePlan:
         """Returns the plan of a policy step."""
-        worth, is_trial = self.worth(), step % TRIAL_EVERY == TRIAL_EVERY - 1
+        worth, is_trial = self.worth(), step % TRIAL_EVERY == 0
         order = list(self.uses)
         if self.compares:
             order.sort(key=lambda use: worth[use].net, reverse=not is_trial)
