@@ -1,10 +1,10 @@
-"""The simulator of the phase beside real steps of two ranks, and its tables for 2 to 512 replicas.
+"""The simulator of the phase beside real steps of two ranks, and its tables for more replicas.
 
     real     tlt train recipes/countdown/headline.toml, with responses kept: TLT, then TLT with ahead 1, then off
     same     the simulator on the very lengths, with costs, acceptance and the rest of a step as each run measured them
     tables   by replicas: with what the first run measured, and for a GPU-like cost curve
 
-    python -m benchmarks.simulator --out benchmarks/results/simulator             about 6 minutes on two quiet cores
+    python -m benchmarks.simulator --replicas 2,8,64 --out benchmarks/results/simulator     about 6 minutes on two quiet cores
     python -m benchmarks.simulator --runs FOLDER --out …                          the same from runs that are there
 
 Off has no tuner that measures, so its steps are predicted from what TLT's tuners extrapolate.
@@ -172,7 +172,7 @@ def main() -> None:
         "--minutes", type=float, default=6.0, help="for the real runs, which have fewer steps where there are fewer"
     )
     parser.add_argument("--runs", type=Path, help="folder with runs that are there: tlt, and ahead and off if any")
-    parser.add_argument("--replicas", default="2,8,64,512", help="of the tables")
+    parser.add_argument("--replicas", default="2,8,64", help="of the tables")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/simulator"))
     options = parser.parse_args()
     started = time.perf_counter()
