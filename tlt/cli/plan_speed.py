@@ -73,7 +73,7 @@ def speed(options: PlanSpeed) -> Record:
     figures = {"assumptions": lines, "rows": [dataclasses.asdict(row) for row in rows]}
     if options.out is not None:
         write_json(options.out, figures)
-    return {"replicas": {str(row.num_replicas): {v.variant: round(v.times_off, 2) for v in row.variants} for row in rows}}
+    return {"replicas": {str(row.num_replicas): {v.variant: round(v.times_first, 2) for v in row.variants} for row in rows}}
 
 
 def num_problems(config: Config, num_replicas: int) -> int:
@@ -124,19 +124,18 @@ def print_rows(rows: list[Row], lines: list[str]) -> None:
 
 
 def to_table(rows: list[Row]) -> Table:
-    """Returns a table with a row for each number of replicas: seconds and times off of every variant."""
+    """Returns a table with a row for each number of replicas: every variant's seconds, and how many times faster it is than the
+    first."""
     from rich.table import Table
 
-    from tlt.simulate.expectation import VARIANTS
-
     table = Table(box=None, pad_edge=False)
-    for name in ("replicas", "responses", *(one.name for one in VARIANTS), "TLT: idle", "… training"):
+    for name in ("replicas", "responses", *(one.variant for one in rows[0].variants), "TLT: idle", "… training"):
         table.add_column(name, justify="right")
     for row in rows:
-        off, *others = row.variants
-        tlt = row.variants[2]
-        cells = [f"{one.seconds:,.1f} s {one.times_off:.2f}x" for one in others]
+        first, *others = row.variants
+        tlt = row.tlt
+        cells = [f"{one.seconds:,.1f} s {one.times_first:.2f}x" for one in others]
         idle = f"{tlt.idle_seconds / row.num_replicas / tlt.rollout_seconds:.0%}"
-        about = f"{row.num_replicas}", f"{row.num_responses}", f"{off.seconds:,.1f} s"
+        about = f"{row.num_replicas}", f"{row.num_responses}", f"{first.seconds:,.1f} s"
         table.add_row(*about, *cells, idle, f"{tlt.trained_share:.0%}")
     return table

@@ -123,7 +123,8 @@ class Assumptions:
     read_seconds: to read a token of a prompt, or of a response that another replica has begun.
     other_seconds: of a step outside of the rollout, such as the update's: step s has the one of s modulo their number.
     interference: the share by which a busy replica's steps take longer when all others of its host do idle work.
-    per_host: replicas of a host.  lines: all of it for people, beside GENERAL.
+    per_host: replicas of a host.  knows_off: whether steps without speculation were measured.
+    lines: all of it for people, beside GENERAL.
     """
 
     lengths: Lengths
@@ -137,6 +138,7 @@ class Assumptions:
     read_seconds: float
     other_seconds: Sequence[float]
     references_mib: float
+    knows_off: bool = True
     interference: float = 0.0
     per_host: int = 1
     lines: tuple[str, ...] = ()

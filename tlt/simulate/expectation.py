@@ -11,10 +11,11 @@ from tlt.simulate.assumptions import Assumptions
 from tlt.simulate.rollout import Replicas, StepResult, Variant
 
 OFF = Variant("off", speculates=False)
+TLT = Variant("TLT", trains=True)
 VARIANTS = (
     OFF,
     Variant("TLT without hand-over", migrates=False),
-    Variant("TLT", trains=True),
+    TLT,
     Variant("+ ahead 1", trains=True, ahead=1),
     Variant("+ ahead 2", trains=True, ahead=2),
 )
@@ -24,11 +25,12 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Expected:
-    """A variant's mean step. times_off: seconds of off / its own.  trained_share, ahead_share: of the idle seconds."""
+    """A variant's mean step. times_first: seconds of the row's first variant / its own.  trained_share, ahead_share: of the idle
+    seconds."""
 
     variant: str
     seconds: float
-    times_off: float
+    times_first: float
     rollout_seconds: float
     idle_seconds: float
     trained_share: float
@@ -45,6 +47,11 @@ class Row:
     num_steps: int
     grain: float
     variants: tuple[Expected, ...]
+
+    @property
+    def tlt(self) -> Expected:
+        """TLT as it is by default."""
+        return next(one for one in self.variants if one.variant == TLT.name)
 
 
 def num_steps_for(num_replicas: int) -> int:
@@ -64,19 +71,20 @@ def expect(assumed: Assumptions, num_replicas: int, num_problems: int, num_steps
     """Returns the row of the table for so many replicas, which share `num_problems` a step."""
     num_steps = num_steps or num_steps_for(num_replicas)
     steps = range(WARM_UP, WARM_UP + num_steps)
-    taken = {one: simulate(assumed, one, num_replicas, num_problems, steps) for one in VARIANTS}
-    off = sum(step.seconds for step in taken[OFF])
-    found = tuple(_summarize(one.name, results, off) for one, results in taken.items())
+    variants = VARIANTS if assumed.knows_off else VARIANTS[1:]
+    taken = {one: simulate(assumed, one, num_replicas, num_problems, steps) for one in variants}
+    first = sum(step.seconds for step in taken[variants[0]])
+    found = tuple(_summarize(one.name, results, first) for one, results in taken.items())
     grain = max(step.grain for results in taken.values() for step in results)
     return Row(num_replicas, num_problems * assumed.num_samples, num_steps, grain, found)
 
 
-def _summarize(name: str, steps: Sequence[StepResult], off: float) -> Expected:
+def _summarize(name: str, steps: Sequence[StepResult], first: float) -> Expected:
     seconds, idle = sum(step.seconds for step in steps), sum(step.idle_seconds for step in steps)
     return Expected(
         variant=name,
         seconds=seconds / len(steps),
-        times_off=off / seconds,
+        times_first=first / seconds,
         rollout_seconds=statistics.mean(step.rollout_seconds for step in steps),
         idle_seconds=idle / len(steps),
         trained_share=sum(step.trained_seconds for step in steps) / idle if idle else 0.0,

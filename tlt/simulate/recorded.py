@@ -29,6 +29,9 @@ from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import default_arms
 from tlt.types import Strategy, UserError
 
+ENOUGH_STEPS = 100
+"""Engine steps without speculation that tell what those cost. From three of them off came out four times too slow."""
+
 
 @dataclass(frozen=True)
 class RecordedRun:
@@ -42,11 +45,8 @@ class RecordedRun:
     lengths: Sequence[dict[str, list[int]]]
 
 
-def read_run(folder: Path, needs_costs: bool = True) -> RecordedRun:
-    """Reads a run. Raises UserError where something lacks that a simulation rests on.
-
-    needs_costs: whether the tuners' costs are wanted, too, and not only lengths and seconds.
-    """
+def read_run(folder: Path) -> RecordedRun:
+    """Reads a run. Raises UserError where something lacks that a simulation rests on."""
     if not (folder / "config.json").is_file():
         raise UserError(f"--run: {folder} is no run's folder (it has no config.json); give the run.out_dir of a run")
     config = Config.from_json((folder / "config.json").read_text(encoding="utf-8"), str(folder / "config.json"))
@@ -58,7 +58,7 @@ def read_run(folder: Path, needs_costs: bool = True) -> RecordedRun:
     names = [f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)]
     verify(checkpoint, manifest, names)
     ranks = [json.loads((checkpoint / name).read_text(encoding="utf-8")) for name in names]
-    if needs_costs and not all(rank["tuner"].get("costs", {}).get("cells") for rank in ranks):
+    if not all(rank["tuner"].get("costs", {}).get("cells") for rank in ranks):
         raise UserError(
             f"--run: {folder} has measured no step costs; give a run with rollout.speculation adaptive and tuner cost-model"
         )
@@ -95,13 +95,15 @@ def assume_recorded(run: RecordedRun, config: Config, interference: float = 0.0)
         read_seconds=spot.recompute,
         other_seconds=other,
         references_mib=rollout.references_mib,
+        knows_off=num_measured(run, Strategy.OFF) >= ENOUGH_STEPS,
         interference=interference,
         per_host=run.config.run.num_ranks,
         seed=config.run.seed,
         lines=(
             lengths_line,
             f"costs and acceptance: as the {len(run.ranks)} tuner(s) of the run had measured them after {len(run.steps)} steps;"
-            f" what it never ran is extrapolated, such as off, of which it has measured {num_measured(run, Strategy.OFF):.0f}",
+            f" what it never ran is extrapolated; it has made {num_measured(run, Strategy.OFF):.0f} steps without speculation,"
+            f" and with fewer than {ENOUGH_STEPS} nothing is said of off",
             f"a replica at work takes {overhead:.3f} s for each second of its engine's steps, as in the run",
             agreement_line,
             spot_line,
