@@ -25,7 +25,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Expected:
-    """A variant's mean step. times_first: seconds of the row's first variant / its own.  trained_share, ahead_share: of the idle
+    """A variant's mean step. times_first: seconds of the row's first variant / its own.  trained_share, ahead_share: of idle
     seconds."""
 
     variant: str
