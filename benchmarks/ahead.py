@@ -68,10 +68,11 @@ def main() -> int:
     options, overrides = parser.parse_known_args()
     part, runs = PARTS[options.part], {name: RUNS[name] for name in options.runs.split(",")}
     out = options.out or Path("benchmarks/results") / f"ahead-{options.part}"
-    config = load_config(part.config, ["--run.out_dir", f"runs/ahead-{options.part}", *part.overrides, *overrides])
+    num_steps = options.steps or part.num_steps
+    always = ["--run.out_dir", f"runs/ahead-{options.part}", "--run.num_steps", str(num_steps)]
+    config = load_config(part.config, [*always, *part.overrides, *overrides])
     preflight(config)
     config.run.out_dir.mkdir(parents=True, exist_ok=True)
-    num_steps = options.steps or part.num_steps
     shift = None if part.later_options is None else (num_steps // 2, part.later_options)
     code = launch_runs(config, Plan(runs, num_steps, options.minutes, shift))
     if code not in (0, 130, 143):

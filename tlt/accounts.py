@@ -84,6 +84,7 @@ class DrafterCheck:
     version: counts its publications.  acceptance: mean over response tokens of sum_v min(p, q), the most that one draft can be
     accepted with; NaN: not measured.  retrieval: share of the same tokens that retrieval would have drafted.
     before: the acceptance of the drafter that was in service before this step's training; NaN: not measured.
+    publish_seconds: in which what was trained was averaged over the ranks and given to the engines.
     training: "trained", "trained; max_passes reached", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
     set_aside: why retrieval drafts in its place; empty: it drafts.  has_switched: that is new since the last check.
     """
@@ -95,6 +96,7 @@ class DrafterCheck:
     set_aside: str
     has_switched: bool
     before: float = math.nan
+    publish_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from tlt.tuning.idle import IdleChoice, IdleFacts, IdlePlan
 from tlt.tuning.slowdown import SlowdownSums
 
 AHEAD, TRAIN, REST = IdleUse.AHEAD, IdleUse.TRAIN, IdleUse.REST
-NOTHING = IdleFacts(0, 0.0, 0, 0, 0, 0.0, 10.0, 1.5, 0.0, math.nan, math.nan, 50)
+NOTHING = IdleFacts(0, 0.0, 0, 0, 0, 0.0, 10.0, 1.5, 0.0, 0.0, math.nan, math.nan, 50)
 GENERATED = replace(NOTHING, ahead_tokens=10_000, ahead_seconds=10.0, offered_tokens=10_000)
 MEASURED = replace(GENERATED, reading_tokens=20_000, reading_seconds=4.0)
 NO_SUMS = SlowdownSums.zero()
@@ -166,6 +166,17 @@ def test_a_use_that_costs_more_than_it_brings_is_left_but_for_trials() -> None:
     orders = [chosen.plan(step).order for step in range(2 * module.TRIAL_EVERY)]
     assert orders.count(()) == 2 * module.TRIAL_EVERY - 2
     assert orders.count((TRAIN,)) == 2
+
+
+def test_training_that_takes_longer_to_publish_than_it_brings_is_left() -> None:
+    """Steps so short that a rank trains for 0.1 s and all wait 0.05 s for the average."""
+    chosen = choice(TRAIN)
+    facts = replace(NOTHING, rollout_seconds=1.0, train_seconds=0.1, acceptance_before=0.70, acceptance=0.7005)
+    chosen.observe(replace(facts, publish_seconds=0.05), NO_SUMS)
+    assert chosen.plan(1).order == ()
+    free = choice(TRAIN)
+    free.observe(facts, NO_SUMS)
+    assert free.plan(1).order == (TRAIN,)
 
 
 def test_generating_ahead_is_done_where_the_user_asked_for_it_whatever_it_costs() -> None:

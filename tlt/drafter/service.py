@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -188,7 +189,9 @@ class DrafterWatch:
         measurement = self._choose_responses(rollouts, temperature, is_due)
         if self.trains:
             measurement.note_before()
+        begun = time.perf_counter()
         update = self._publish_or_undo(states, num_tokens)
+        publish_seconds = time.perf_counter() - begun if update.is_published else 0.0
         measured = self._measure(measurement)
         self._decide_drafting(measured, update)
         training = self._outcome(update, any(state.is_limited for state in states))
@@ -203,6 +206,7 @@ class DrafterWatch:
             self.reason_aside,
             has_switched,
             measured.before if update.is_published else math.nan,
+            publish_seconds,
         )
 
     def _exchange_states(self) -> list[RankState]:

@@ -141,6 +141,7 @@ def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.
         rollout_seconds=seconds,
         busy_ranks=len(phase.replicas) - phase.idle_seconds / seconds,
         train_seconds=sum(replica.drafter.seconds for replica in phase.replicas),
+        publish_seconds=check.publish_seconds if check is not None else 0.0,
         acceptance_before=check.before if check is not None else float("nan"),
         acceptance=check.acceptance if check is not None else float("nan"),
         steps_left=steps_left,

@@ -3,7 +3,7 @@ a rank spends on it.
 
     worth(ahead) = kept tokens / tokens offered to a step · (1 - reading / generating) / ranks at work  - cost(ahead)
     worth(train) = Δacceptance / (1 + acceptance) · rollout seconds · horizon / seconds trained       - cost(train)
-                                                                                       slowdown.py says ┘
+                              slowdown.py says ┘, and for training the seconds of its publication / seconds trained
 All of it is measured, phase by phase. A use that is worth nothing is still tried now and then, since that may change. Knows
 neither ranks nor clocks, and decides nothing about tokens.
 """
@@ -65,7 +65,8 @@ class IdleFacts:
     ahead_tokens, ahead_seconds: generated ahead.  offered_tokens: generated ahead for this step before; followed_tokens: kept.
     reading_tokens, reading_seconds: of engine steps that followed references.
     rollout_seconds: of the phase.  busy_ranks: rank-seconds at work / rollout_seconds.
-    train_seconds: rank-seconds of drafter training.  acceptance_before, acceptance: of the drafter, without and with it; NaN.
+    train_seconds: rank-seconds of drafter training.  publish_seconds: that its end took.
+    acceptance_before, acceptance: of the drafter, without and with it; NaN.
     steps_left: further policy steps of the run.
     """
 
@@ -78,6 +79,7 @@ class IdleFacts:
     rollout_seconds: float
     busy_ranks: float
     train_seconds: float
+    publish_seconds: float
     acceptance_before: float
     acceptance: float
     steps_left: float
@@ -89,7 +91,7 @@ class IdleFacts:
         if not self.train_seconds or math.isnan(self.acceptance_before):
             return None
         change = (self.acceptance - self.acceptance_before) / (1 + self.acceptance)
-        return change * self.rollout_seconds * min(HORIZON, self.steps_left) / self.train_seconds
+        return change * self.rollout_seconds * min(HORIZON, max(self.steps_left, 0)) / self.train_seconds
 
 
 @dataclass
@@ -104,11 +106,16 @@ class _Sums:
     reading_seconds: float = 0.0
     rollout_seconds: float = 0.0
     busy_seconds: float = 0.0
+    train_seconds: float = 0.0
+    publish_seconds: float = 0.0
     training_gain: float = 0.0
     checks: float = 0.0
 
 
-_SUMMED = ("ahead_tokens", "ahead_seconds", "offered_tokens", "followed_tokens", "reading_tokens", "reading_seconds")
+_SUMMED = (
+    *("ahead_tokens", "ahead_seconds", "offered_tokens", "followed_tokens", "reading_tokens", "reading_seconds"),
+    *("train_seconds", "publish_seconds"),
+)
 
 
 @dataclass(frozen=True)
@@ -153,9 +160,10 @@ class IdleChoice:
 
     def worth(self) -> dict[IdleUse, Worth]:
         """Returns what every use is worth, by what is known so far."""
-        costs = self.slowdown.costs()
+        costs, s = self.slowdown.costs(), self._sums
         gains = {IdleUse.AHEAD: self._gain_ahead(), IdleUse.TRAIN: self._gain_of_training()}
-        return {use: Worth(gains[use], max(costs[use].mean, 0.0), costs[use].deviation) for use in self.uses}
+        ends = {IdleUse.AHEAD: 0.0, IdleUse.TRAIN: s.publish_seconds / s.train_seconds if s.train_seconds else 0.0}
+        return {use: Worth(gains[use], max(costs[use].mean, 0.0) + ends[use], costs[use].deviation) for use in self.uses}
 
     def _gain_ahead(self) -> float:
         s = self._sums
