@@ -26,11 +26,11 @@ _MEDIAN_SHARE = 1 / 8
 
 
 class PlanSpeed(WithOverrides):
-    """Simulate steps with so many replicas: how long they take, and what each part of TLT brings.
+    """Simulate steps of many replicas, and what each part of TLT brings there.
 
     tlt plan speed CONFIG [--replicas N,N] [--run RUN] [--section.key VALUE ...]
 
-    The run's own code decides, under virtual time; nothing is generated. What it rests on stands under the table.
+    The run's own code decides, under virtual time; nothing is generated.
     """
 
     config: Annotated[Positional[Path], arg(metavar="CONFIG")]
