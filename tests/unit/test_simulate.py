@@ -93,8 +93,12 @@ def test_an_error_in_one_worker_ends_all_and_is_raised() -> None:
         time.sleep(1.0)
         raise RuntimeError("of this worker")
 
+    def sleeps_on() -> None:
+        for _ in range(10**6):
+            time.sleep(1.0)
+
     with pytest.raises(RuntimeError, match="of this worker"):
-        time.run([fails, lambda: [time.sleep(1.0) for _ in range(10**6)] and None])  # type: ignore[func-returns-value]
+        time.run([fails, sleeps_on])
     assert time.now <= 2.0
 
 
@@ -212,7 +216,11 @@ def test_the_simulated_engine_takes_the_real_engines_steps_and_finishes_in_its_o
     what = Measured(CostModel([Strategy.OFF], bonus=0.0), one_second), lambda request: length_of[key(request)], 4, 0.0, False, 0
     simulated = SimulatedEngine(time, *what)
     phase = make_real_phase(simulated, make_coordinators(1)[0])
-    time.run([lambda: phase.run(problems, 2, params, "rollout", 0) and None])  # type: ignore[func-returns-value]
+
+    def run_phase() -> None:
+        phase.run(problems, 2, params, "rollout", 0)
+
+    time.run([run_phase])
     scorers = phase.receivers.scorers
     assert isinstance(scorers, Scorers)
     ended["simulated"] = scorers.keys
