@@ -88,7 +88,7 @@ def test_a_run_of_several_ranks_has_a_worker_that_is_a_process(
     installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(start, "check_vllm", lambda *given: asked.append(given[-1]))
+    monkeypatch.setattr(start, "check_vllm", lambda *given, **_: asked.append(given[-1]))
     for values in ({"run.num_ranks": 1}, {"run.num_ranks": 2}, {"run.num_ranks": 1, "parallel.policy": "fsdp"}):
         start.preflight(load_config(RECIPE, {**VLLM, **values}))
     assert asked == [False, True, True]

@@ -137,7 +137,7 @@ def build_backend(
 ) -> RolloutBackend:
     """Returns the engine that the settings name, with the model as its policy. Raises UserError where it cannot be had.
 
-    references: what TLT's own engine may draft from, unless speculation is off; vLLM has no use for them.
+    references: what may be drafted from, unless speculation is off; vLLM on a GPU leaves them.
     """
     if settings.engine == "tlt":
         assert isinstance(model, Model), "others were refused when they were read (load_checkpoint)"
@@ -152,14 +152,19 @@ def build_backend(
             engine.load_drafter(AheadDrafter(engine.drafter, references, settings.max_batch_size))
         return engine
     assert verify is verify_by_the_law, "vLLM verifies for itself"
-    return _build_vllm(model, settings, drafter, on_span)
+    return _build_vllm(model, settings, drafter, on_span, references)
 
 
 def _build_vllm(
-    model: Checkpoint, settings: EngineSettings, drafter: StoredDrafter | None, on_span: Callable[[Span], None] | None
+    model: Checkpoint,
+    settings: EngineSettings,
+    drafter: StoredDrafter | None,
+    on_span: Callable[[Span], None] | None,
+    references: References | None,
 ) -> RolloutBackend:
     from tlt.vllm.assembly import Learned, VllmPlan, build_vllm
     from tlt.vllm.link import VllmSettings, needs_own_process
+    from tlt.vllm.strategies import takes_drafts
 
     drafting, window = settings.drafting, model.config.max_positions
     vllm = VllmSettings(
@@ -174,7 +179,8 @@ def _build_vllm(
         section=settings.vllm,
         own_process=settings.vllm.own_process or needs_own_process(),
     )
-    plan = VllmPlan(vllm, settings.speculation, settings.tuner, trains=drafter is not None)
+    references = references if takes_drafts(torch.device(settings.device).type) else None
+    plan = VllmPlan(vllm, settings.speculation, settings.tuner, trains=drafter is not None, references=references)
     if not isinstance(model, Model):
         return build_vllm(plan, model.config.vocab_size, {}, on_span=on_span, decode=model.decode)
     learned = None if drafter is None else Learned(drafter, model.config)

@@ -76,7 +76,7 @@ class EngineOptions(VllmSection, Options):
             from tlt.vllm.preflight import check_vllm
 
             device, has_drafter = self.choose_device().type, self.drafter is not None
-            check_vllm(speculation, has_drafter, resolve_dtype(self.dtype), device, self)
+            check_vllm(speculation, has_drafter, resolve_dtype(self.dtype), device, self, follows=has_references)
         kinds = drafter_kinds(self.drafter is not None)
         make_tuner(speculation, ahead_kinds(kinds) if has_references else kinds)
         if self.drafter is not None and not self.drafter.is_dir() and Repository.parse(self.drafter) is None:

@@ -93,8 +93,6 @@ def check_references(options: Generate) -> None:
     if not may_follow(options.speculation):
         asked = f"with --speculation {options.speculation} nothing is drafted from them"
         raise UserError(f"--references: {asked}; give adaptive or ahead:64x1x64, or leave it out")
-    if options.engine.engine == "vllm":
-        raise UserError("--references: vLLM does not draft from responses of another time; use --engine tlt, or leave it out")
 
 
 def summarize(rollouts: Sequence[Rollout], seconds: float, stats: EngineStats) -> Record:

@@ -25,7 +25,7 @@ DEFAULT_OUT_DIR = Path("runs/run")
 
 
 def may_follow(speculation: str, tuner: str = "cost-model") -> bool:
-    """Returns whether TLT's own engine drafts from references with this speculation (docs/ahead.md)."""
+    """Returns whether references are drafted from with this speculation (docs/ahead.md)."""
     return tuner == "cost-model" if speculation == "adaptive" else Strategy.parse(speculation).follows
 
 
@@ -169,7 +169,13 @@ class RolloutSection(Section):
     @property
     def follows(self) -> bool:
         """Whether responses that were drawn before with the same noise are drafted from."""
-        return self.references_mib > 0 and self.engine == "tlt" and may_follow(self.speculation, self.tuner)
+        return self.references_mib > 0 and may_follow(self.speculation, self.tuner)
+
+    @property
+    def asks_for_references(self) -> bool:
+        """Whether the user asks for it, and does not only leave it to adaptive speculation."""
+        is_fixed = self.speculation != "adaptive" and may_follow(self.speculation)
+        return bool(self.ahead or self.replay) or is_fixed
 
     @field_validator("speculation")
     @classmethod
@@ -296,7 +302,7 @@ class Config(Section):
         asked = {"ahead": self.rollout.ahead, "replay": self.rollout.replay}
         if not self.rollout.follows and (key := next((key for key, value in asked.items() if value), None)):
             what = "what is generated" if key == "ahead" else "that run's responses"
-            remedy = "leave it out, or give speculation adaptive, tuner cost-model, engine tlt and references_mib above 0"
+            remedy = "leave it out, or give speculation adaptive, tuner cost-model and references_mib above 0"
             raise mistake(f"rollout.{key} is {asked[key]}, but nothing would draft from {what}: {remedy}")
         if self.task.data is None and self.evaluation.data is None and (self.evaluation.split or self.evaluation.subset):
             raise mistake("evaluation.split and evaluation.subset need data: set evaluation.data or task.data, or remove them")

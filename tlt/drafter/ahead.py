@@ -114,6 +114,43 @@ class Follower:
         return next((i for i, agrees in enumerate(pairs) if not agrees), num)
 
 
+class Leading:
+    """Knows how far references have led in each case, and drafts so much of one that all of it is likely to be kept.
+
+    confidence_threshold: a chain ends where the chance that all of it is kept falls below this.
+    """
+
+    def __init__(self, confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD) -> None:
+        self.confidence_threshold = confidence_threshold
+        self.hits = [[[*prior] for _ in range(match_bucket(MAX_MATCH) + 1)] for prior in _PRIORS]
+
+    def read(self, follower: Follower, tokens: Sequence[int]) -> None:
+        """Lets a reference be compared with what was committed since it last was."""
+        follower.read(tokens, self._note)
+
+    def lead(self, follower: Follower) -> Lead:
+        """Returns how far a reference leads."""
+        case, bucket = follower.cell
+        agreed, compared = self.hits[case][bucket]
+        return lead(agreed / compared, self.confidence_threshold, len(follower.reference) - follower.place)
+
+    def draft(self, follower: Follower | None, tokens: Sequence[int], request: Request, depth: int) -> Sequence[int]:
+        """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept."""
+        if follower is None:
+            return ()
+        num_left = len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1  # the target adds one of its own
+        return follower.next_tokens(max(min(depth, self.lead(follower).length, num_left), 0))
+
+    def restore(self, hits: Sequence[Sequence[Sequence[float]]]) -> None:
+        """Takes up the `hits` of a run that goes on."""
+        self.hits = [[[*pair] for pair in case] for case in hits]
+
+    def _note(self, cell: Cell, agrees: bool) -> None:
+        case, bucket = cell
+        agreed, compared = self.hits[case][bucket]
+        self.hits[case][bucket] = [_KEEP * agreed + agrees, _KEEP * compared + 1]
+
+
 @dataclass(frozen=True)
 class AheadProposal(Proposal):
     """inner: what the other drafter proposed; None: it was not asked."""
@@ -122,10 +159,7 @@ class AheadProposal(Proposal):
 
 
 class AheadDrafter:
-    """Puts references before another drafter (`inner`), which it keeps informed.
-
-    confidence_threshold: a chain ends where the chance that all of it is kept falls below this.
-    """
+    """Puts references before another drafter (`inner`), which it keeps informed. confidence_threshold: Leading's."""
 
     def __init__(
         self,
@@ -135,10 +169,9 @@ class AheadDrafter:
         confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
     ) -> None:
         self.inner, self.references = inner, references
-        self.confidence_threshold = confidence_threshold
+        self.leading = Leading(confidence_threshold)
         self.kinds = ahead_kinds(inner.kinds)
         self.followers: list[Follower | None] = [None] * max_slots
-        self.hits = [[[*prior] for _ in range(match_bucket(MAX_MATCH) + 1)] for prior in _PRIORS]
 
     @property
     def version(self) -> int:
@@ -150,7 +183,7 @@ class AheadDrafter:
 
     def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
         self._read(tokens)
-        found = [self._lead(follower) for follower in self.followers if follower is not None]
+        found = [self.leading.lead(follower) for follower in self.followers if follower is not None]
         return tuple(lead for lead in found if lead.length > 0)
 
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -188,12 +221,12 @@ class AheadDrafter:
         self.inner.release()
 
     def counters(self) -> dict[str, Any]:
-        return {**self.inner.counters(), AHEAD: self.hits}
+        return {**self.inner.counters(), AHEAD: self.leading.hits}
 
     def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
         self.inner.restore(counters)
         if AHEAD in counters[0]:  # the run may have gone without references before
-            self.hits = [[[*pair] for pair in case] for case in counters[0][AHEAD]]
+            self.leading.restore(counters[0][AHEAD])
 
     def observe(self, proposal: AheadProposal, verdicts: Sequence[Verdict]) -> None:
         if proposal.inner is not None:
@@ -209,8 +242,8 @@ class AheadDrafter:
             inner = self.inner.propose(context, strategy, noise_BDV, unwanted)
             return AheadProposal(inner.tree, inner)
         followers = self.followers[: len(context.tokens)]
-        rows = zip(context.tokens, context.requests, followers, strict=True)
-        drafts = [self._follow(*row, strategy.depth) for row in rows]
+        rows = zip(followers, context.tokens, context.requests, strict=True)
+        drafts = [self.leading.draft(*row, strategy.depth) for row in rows]
         longest, roots = max(map(len, drafts)), [tokens[-1] for tokens in context.tokens]
         nodes = [[root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)]
         tree = chain(torch.tensor(nodes, device=noise_BDV.device), [1 + len(draft) for draft in drafts])
@@ -227,22 +260,4 @@ class AheadDrafter:
         """Lets all references of the batch be compared with what was committed since they last were."""
         for follower, tokens in zip(self.followers, texts, strict=False):
             if follower is not None:
-                follower.read(tokens, self._note)
-
-    def _note(self, cell: Cell, agrees: bool) -> None:
-        case, bucket = cell
-        agreed, compared = self.hits[case][bucket]
-        self.hits[case][bucket] = [_KEEP * agreed + agrees, _KEEP * compared + 1]
-
-    def _lead(self, follower: Follower) -> Lead:
-        """Returns how far a reference leads, as far as all of the draft is likely to be kept."""
-        case, bucket = follower.cell
-        agreed, compared = self.hits[case][bucket]
-        return lead(agreed / compared, self.confidence_threshold, len(follower.reference) - follower.place)
-
-    def _follow(self, tokens: Sequence[int], request: Request, follower: Follower | None, depth: int) -> Sequence[int]:
-        """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept."""
-        if follower is None:
-            return ()
-        num_left = len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1  # the target adds one of its own
-        return follower.next_tokens(max(min(depth, self._lead(follower).length, num_left), 0))
+                self.leading.read(follower, tokens)

@@ -11,22 +11,29 @@ from typing import Any
 
 from torch import Tensor
 
+from tlt.config.schema import may_follow
+from tlt.drafter.ahead import ahead_kinds
 from tlt.drafter.folder import StoredDrafter
 from tlt.drafter.formats import Target
 from tlt.drafter.model import PackedDrafter
+from tlt.drafter.references import References
 from tlt.engine.sequence import Decode
 from tlt.models.decoder import ModelConfig
 from tlt.models.packed import EMBEDDING, HEAD, PackedTransformer
 from tlt.spans import Span
 from tlt.tuning.tuner import make_tuner
+from tlt.types import UserError
 from tlt.vllm.check import check_law
 from tlt.vllm.drafter import VllmDrafter, export_for_vllm
 from tlt.vllm.engine import Speculation, VllmEngine
+from tlt.vllm.follow import Following
 from tlt.vllm.link import Link, VllmSettings
-from tlt.vllm.strategies import depths_of, kinds_of
+from tlt.vllm.strategies import NO_REFERENCES, depths_of, kinds_of
 
 NGRAM: Mapping[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}
 """vLLM's own retrieval: from the sequence's own text alone."""
+NOTHING: Mapping[str, Any] = {"method": "custom_class", "model": "tlt.vllm.inside.given.NoDrafts"}
+"""A proposer that vLLM needs so as to verify what only references say."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +42,19 @@ class VllmPlan:
 
     settings: what vLLM is started with, but for its drafter.  speculation, tuner: as EngineSettings has them.
     trains: whether the drafter is trained or measured here, which needs a copy of the policy in our layout.
+    references: what may be drafted from, where the speculation follows references; None: nothing.
     """
 
     settings: VllmSettings
     speculation: str
     tuner: str
     trains: bool = False
+    references: References | None = None
+
+    @property
+    def followed(self) -> References | None:
+        """The references that are drafted from."""
+        return self.references if may_follow(self.speculation, self.tuner) else None
 
 
 @dataclass(frozen=True)
@@ -69,7 +83,7 @@ def build_vllm(
 
     policy: tensors by Hugging Face names; none: vLLM keeps what it reads from the folder.  learned: there is such a drafter.
     """
-    kinds = kinds_of(plan.speculation, learned is not None)
+    kinds, references = kinds_of(plan.speculation, learned is not None), plan.followed
     depths = depths_of(plan.speculation, kinds, plan.settings.section.max_draft_tokens)
     settings, dtype = plan.settings, plan.settings.dtype
     with tempfile.TemporaryDirectory(prefix="tlt-drafter-") as folder:
@@ -78,16 +92,21 @@ def build_vllm(
             assert learned is not None
             target = Target(settings.model.name, learned.target.architecture, policy[learned.head].detach().cpu())
             drafting = export_for_vllm(learned.stored, target, Path(folder))
-        elif kinds:
-            drafting = NGRAM
+        elif kinds or references is not None:
+            drafting = NGRAM if kinds else NOTHING
         link = Link(dataclasses.replace(settings, drafter=drafting, depths=depths))
+    if references is not None and link.is_v2:
+        link.close()
+        raise UserError(NO_REFERENCES)
     copy, drafter = None, None
     if learned is not None and kinds == ("learned",):
         packed = PackedDrafter.from_tensors(learned.stored.config, learned.stored.tensors, dtype, link.device)
         drafter = VllmDrafter(packed, learned.stored, link.weights.load_drafter, learned.head)
         copy = PackedTransformer(learned.target, dtype, link.device) if plan.trains else None
+    kinds = kinds if references is None else ahead_kinds(kinds)
     tuner = make_tuner(plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depths[-1], trees=False)
-    slots, window, speculation = settings.max_batch_size, settings.window, Speculation(kinds, tuner, drafter, copy)
+    speculation = Speculation(kinds, tuner, drafter, copy, None if references is None else Following(references))
+    slots, window = settings.max_batch_size, settings.window
     engine = VllmEngine(link, max_batch_size=slots, window=window, speculation=speculation, on_span=on_span, decode=decode)
     if policy:
         engine.load_policy(policy)

@@ -2,7 +2,7 @@
 
     every row that vLLM draws from is kept ─▶ drawn again here, from the request's own key and parameters ─▶ the same tokens?
 
-once without drafts, once with as many as there can be.
+once without drafts, once with as many as vLLM drafts; and where references are followed, once along what was said before.
 
 A vLLM that has changed where the law is put into it would otherwise sample by another law, and nobody would see it.
 """
@@ -14,10 +14,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tlt.drafter.references import References
 from tlt.engine.stats import EngineStats
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
-from tlt.types import Request, Rollout, SamplingParams, UserError
+from tlt.tuning.tuner import Fixed
+from tlt.types import Request, Rollout, SamplingParams, Strategy, UserError
 from tlt.vllm.engine import VllmEngine
+from tlt.vllm.follow import Following
 
 NUM_TOKENS = 12
 NUM_PROMPT = 4
@@ -25,18 +28,30 @@ NUM_PROMPT = 4
 
 def check_law(engine: VllmEngine, vocab_size: int) -> None:
     """Raises UserError unless the engine draws by the law, without drafts and with them. It leaves nothing behind."""
-    tuner, engine.tuner = engine.tuner, None
+    (tuner, engine.tuner), (following, engine.following) = (engine.tuner, None), (engine.following, None)
     requests = probes(vocab_size, min(engine.max_batch_size, 2), engine.window)
     try:
         for depth in {0, engine.link.max_depth}:
             engine.link.draft(depth)
-            engine.link.record(True)
-            rollouts = sorted(engine.generate(requests), key=lambda rollout: rollout.sample_index)
-            _compare_with_the_law(engine.link.record(False), requests, rollouts)
+            rollouts = _check(engine, requests)
+        if following is not None:
+            engine.tuner, engine.following = Fixed(Strategy("ahead", NUM_TOKENS, 1, NUM_TOKENS)), Following(References())
+            for request, rollout in zip(requests, rollouts, strict=True):
+                engine.following.references.keep(request.key, rollout.token_ids)
+            _check(engine, requests)
+            if requests[0].params.max_tokens > 2 and not engine.stats.followed_by_age.total():
+                raise _drifted("drafts that its scheduler was given were not verified")
     finally:
         engine.abort()
         engine.link.draft(0)
-        engine.tuner, engine.stats = tuner, EngineStats()
+        engine.tuner, engine.following, engine.stats = tuner, following, EngineStats()
+
+
+def _check(engine: VllmEngine, requests: Sequence[Request]) -> list[Rollout]:
+    engine.link.record(True)
+    rollouts = sorted(engine.generate(requests), key=lambda rollout: rollout.sample_index)
+    _compare_with_the_law(engine.link.record(False), requests, rollouts)
+    return rollouts
 
 
 def probes(vocab_size: int, num: int, window: int) -> list[Request]:

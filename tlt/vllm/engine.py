@@ -1,7 +1,7 @@
 """vLLM as a rollout engine: what engine/backend.py promises, kept by an unmodified vLLM with our law inside it.
 
     add ─▶ waiting ─▶ vLLM: prefill, decode, draft, verify by the law ─▶ tokens and log-probabilities ─▶ Sequence ─▶ Finished
-                        ▲ draft length of every step: the tuner's
+                        ▲ draft length of every step: the tuner's;  drafts along references: follow.py's
 
 vLLM has the kernels, the caches and the tensor parallelism. What a response is, where it ends and which draft length comes next
 is decided here. Knows neither drafter training nor ranks.
@@ -28,6 +28,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.types import BatchState, Finished, Request, Rollout, StepOutcome, Strategy, StrategyTuner
 from tlt.vllm.drafter import VllmDrafter
+from tlt.vllm.follow import Following
 from tlt.vllm.inside.law import RowLaw
 from tlt.vllm.link import Link
 
@@ -38,12 +39,14 @@ class Speculation:
 
     kinds: names that a strategy's drafter may have; () without one.  drafter: the learned one; None: there is none.
     target: a copy of the policy in our own layout, for those who train and measure the drafter; None: nobody does.
+    following: the references that may be drafted from; None: none are.
     """
 
     kinds: tuple[str, ...] = ()
     tuner: StrategyTuner | None = None
     drafter: VllmDrafter | None = None
     target: PackedTransformer | None = None
+    following: Following | None = None
 
 
 class VllmEngine:
@@ -65,7 +68,7 @@ class VllmEngine:
         self.link, self.max_batch_size, self.window = link, max_batch_size, window
         self.kinds, self.tuner = speculation.kinds, speculation.tuner
         self.drafter, self.target = speculation.drafter, speculation.target
-        self.on_span, self.decode = on_span, decode
+        self.following, self.on_span, self.decode = speculation.following, on_span, decode
         self.stats = EngineStats()
         self.policy_version = 0
         self._waiting: deque[Request] = deque()
@@ -73,8 +76,8 @@ class VllmEngine:
         self._internal_id: dict[str, str] = {}
         self._reading: set[str] = set()  # those whose prompt vLLM has not read to its end
         self._numbers = itertools.count()
-        self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
         self._num_admitted = 0
+        self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
 
     @property
     def device(self) -> torch.device:
@@ -161,6 +164,7 @@ class VllmEngine:
         """Forgets everything that runs or waits. Because of the law, asking again gives the same tokens."""
         self._waiting.clear()
         self._leave(list(self._running))
+        self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
 
     def release(self) -> None:
         """Gives the caches' memory back where vLLM can; only when idle."""
@@ -185,19 +189,20 @@ class VllmEngine:
         batch = self._batch_state()
         self._choose(batch)
         self._verified_by, self._drafted_by = self._drafted_by, self._strategy
+        self._give_drafts()
         outputs = self.link.step()
-        accepted, drafted, num_tokens = [], [], 0
+        verified, num_tokens = list[tuple[int, int, bool]](), 0  # accepted, drafted, followed
         for name, (token_ids, logprobs) in outputs.items():
             sequence, num_drafted = self._running[name], self.link.num_verified(self._internal_id[name])
-            num_kept = self._commit(sequence, token_ids, logprobs)
+            num_kept, num_accepted = self._commit(sequence, token_ids, logprobs), len(token_ids) - 1
             num_tokens += num_kept
             # where a strategy found nothing to draft for a sequence, that is its outcome, too
             if num_drafted or not (self._verified_by.is_off or name in self._reading):
-                accepted.append(len(token_ids) - 1)
-                drafted.append(num_drafted)
-                self.stats.record_verification(num_drafted, num_drafted, len(token_ids) - 1, num_kept)
+                verified.append((num_accepted, num_drafted, self._note_followed(name, num_accepted)))
+                self.stats.record_verification(num_drafted, num_drafted, num_accepted, num_kept)
         self._reading -= outputs.keys()
-        outcome = StepOutcome(num_tokens, tuple(accepted), tuple(drafted), time.perf_counter() - start)
+        accepted, drafted, followed = zip(*verified, strict=True) if verified else ((), (), ())
+        outcome = StepOutcome(num_tokens, accepted, drafted, time.perf_counter() - start, followed)
         self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start)
         return self._finish(captures)
 
@@ -212,24 +217,40 @@ class VllmEngine:
             )
             self._running[name] = sequence
             self._reading.add(name)
+            if self.following is not None:
+                self.following.enter(name, request)
             self._num_admitted += 1
 
     def _batch_state(self) -> BatchState:
         running = self._running.values()
         mean_length = sum(len(sequence.tokens) for sequence in running) / len(running)
         version = 0 if self.drafter is None else self.drafter.drafting_version
-        return BatchState(len(running), mean_length, self.policy_version, version, self._num_admitted)
+        leads = () if self.following is None else self.following.leads(self._running)
+        return BatchState(len(running), mean_length, self.policy_version, version, self._num_admitted, leads)
 
     def _choose(self, batch: BatchState) -> None:
         """Chooses the length of the drafts that this step will end with. A choice is kept for two steps at least: only a step
-        that verifies what it drafts itself, too, tells what the choice costs."""
+        that verifies what it drafts itself, too, tells what the choice costs. References count as drafted then, too, though
+        they are looked up no earlier than they are verified."""
         if self.tuner is None:
             return
         if self.drafter is not None and self.drafter.is_aside:
             self._strategy = Strategy.OFF
         elif self._verified_by == self._strategy:
             self._strategy = self.tuner.choose(batch)
-        self.link.draft(self._strategy.depth)
+        self.link.draft((self._strategy.elsewhere if self._strategy.follows else self._strategy).depth)
+
+    def _give_drafts(self) -> None:
+        """Gives vLLM what references say next, where this step verifies by a strategy that follows them."""
+        if self.following is not None and (drafts := self.following.drafts(self._running, self._verified_by)):
+            self.link.give({self._internal_id[name]: draft for name, draft in drafts.items()})
+
+    def _note_followed(self, name: str, num_accepted: int) -> bool:
+        """Counts what a sequence kept of its reference; returns whether it had been drafted from."""
+        if self.following is None or not self.link.has_followed(self._internal_id[name]):
+            return False
+        self.stats.record_followed(self.following.version(name), self.policy_version, num_accepted)
+        return True
 
     def _commit(self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> int:
         if not math.isfinite(sum(logprobs)):
@@ -267,5 +288,7 @@ class VllmEngine:
         if names:
             self.link.abort([self._internal_id.pop(name) for name in names])
         self._reading -= set(names)
+        if self.following is not None:
+            self.following.leave(names)
         for name in names:
             del self._running[name]

@@ -152,6 +152,14 @@ class Link:
         """Sets how many tokens are drafted at the end of the next step."""
         self._scheduler.num_to_draft = depth
 
+    def give(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        """Gives requests drafts, by vLLM's names, for the next step to verify in place of vLLM's own."""
+        self._scheduler.given = {internal_id: list(tokens) for internal_id, tokens in drafts.items()}
+
+    def has_followed(self, internal_id: str) -> bool:
+        """Returns whether what the latest step verified of a request was given."""
+        return internal_id in self._scheduler.followed
+
     def num_verified(self, internal_id: str) -> int:
         """Returns the drafted tokens of a request that the latest step verified."""
         found: int = self._scheduler.num_verified.get(internal_id, 0)

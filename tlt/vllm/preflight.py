@@ -7,7 +7,7 @@ import torch
 from tlt.config.vllm import VllmSection
 from tlt.types import UserError
 from tlt.vllm.inside.release import check_installed
-from tlt.vllm.strategies import check_speculation
+from tlt.vllm.strategies import check_references, check_speculation
 from tlt.vllm.transfer import choose_way
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -21,11 +21,15 @@ def check_vllm(
     section: VllmSection,
     num_engines: int = 1,
     is_in_group: bool = False,
+    follows: bool = False,
 ) -> None:
     """Raises UserError for an engine that could not be had. device: "cpu" or "cuda".  num_engines: on this machine.
-    is_in_group: whether the process that drives it has a process group, so that vLLM's worker is one of its own."""
+    is_in_group: whether the process that drives it has a process group, so that vLLM's worker is one of its own.
+    follows: whether the user asks for drafts from references."""
     check_installed()
     check_speculation(speculation, has_learned)
+    if follows:
+        check_references(device)
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         raise UserError(f"dtype: {name}, which vLLM does not compute in; give float32 or bfloat16, or engine tlt")

@@ -76,12 +76,13 @@ def gpu_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 def speculative_config(settings: VllmSettings) -> dict[str, Any] | None:
     """Returns how vLLM drafts. Every length that may be chosen is named, so that graphs are captured for it: as the length of
-    some batch size, which is then never used (scheduler.py sets the length for all of them)."""
+    some batch size, which is then never used (scheduler.py sets the length for all of them). A drafter that drafts nothing has
+    the least length that vLLM knows; what is given (given.py) may be longer than any."""
     if settings.drafter is None:
         return None
     return {
         **settings.drafter,
-        "num_speculative_tokens": settings.max_depth,
+        "num_speculative_tokens": max(settings.max_depth, 1),
         "num_speculative_tokens_per_batch_size": [(i, i, depth) for i, depth in enumerate(settings.depths, start=1)],
     }
 

@@ -157,16 +157,16 @@ class NoiseWindow:
             return None
         offsets_R = positions_R - self.starts_S[slots_R]
         if bool(((offsets_R < 0) | (offsets_R >= self.width)).any()):
-            self._refill(slots_R, positions_R, keys_S4)
-            offsets_R = positions_R - self.starts_S[slots_R]
-            if bool((offsets_R >= self.width).any()):  # one sequence's rows are farther apart than a block is wide
+            firsts_S = torch.full_like(self.starts_S, 2**62).scatter_reduce_(0, slots_R, positions_R, "amin")
+            lasts_S = torch.full_like(self.starts_S, -1).scatter_reduce_(0, slots_R, positions_R, "amax")
+            if bool((lasts_S - firsts_S >= self.width).any()):  # one sequence's rows are farther apart than a block is wide
                 return None
+            self._refill(firsts_S, lasts_S, keys_S4)
+            offsets_R = positions_R - self.starts_S[slots_R]
         return self.blocks_SWV[slots_R, offsets_R]
 
-    def _refill(self, slots_R: Tensor, positions_R: Tensor, keys_S4: Tensor) -> None:
+    def _refill(self, firsts_S: Tensor, lasts_S: Tensor, keys_S4: Tensor) -> None:
         """Lets the block of every slot that lacks a row begin at the first of its rows."""
-        firsts_S = torch.full_like(self.starts_S, 2**62).scatter_reduce_(0, slots_R, positions_R, "amin")
-        lasts_S = torch.full_like(self.starts_S, -1).scatter_reduce_(0, slots_R, positions_R, "amax")
         stale_S = (lasts_S >= 0) & ((firsts_S < self.starts_S) | (lasts_S >= self.starts_S + self.width))
         stale_N = stale_S.nonzero()[:, 0]
         if len(self.blocks_SWV) <= int(stale_N.max()):
