@@ -53,6 +53,8 @@ class PretendLink:
         self.requests: dict[str, Pretended] = {}
         self.depth, self.num_preempted, self.log = max_depth, 0, list[str]()
         self.verified: dict[str, int] = {}
+        self.given: dict[str, list[int]] = {}
+        self.followed = frozenset[str]()
         self.draft_depths: list[int] = []
         self.off_by = 0  # a fault: the position whose noise is used
 
@@ -71,6 +73,12 @@ class PretendLink:
     def draft(self, depth: int) -> None:
         self.depth = depth
 
+    def give(self, drafts: Mapping[str, Sequence[int]]) -> None:
+        self.given = {internal_id: list(tokens) for internal_id, tokens in drafts.items()}
+
+    def has_followed(self, internal_id: str) -> bool:
+        return internal_id in self.followed
+
     def num_verified(self, internal_id: str) -> int:
         return self.verified.get(internal_id, 0)
 
@@ -81,11 +89,16 @@ class PretendLink:
     def step(self) -> dict[str, tuple[tuple[int, ...], tuple[float, ...]]]:
         found = {}
         self.table.flush()
+        given, self.given = self.given, {}
+        self.followed = frozenset(given.keys() & {name for name, request in self.requests.items() if request.has_read})
+        for internal_id in self.followed:
+            self.requests[internal_id].drafts = given[internal_id]
         self.verified = {internal_id: len(request.drafts) for internal_id, request in self.requests.items()}
         self.draft_depths.append(self.depth)
         for internal_id, request in list(self.requests.items()):
             tokens, logprobs = self.verify(request)
             request.tokens += tokens
+            request.has_read = True
             found[request.name] = tuple(tokens), tuple(logprobs)
             is_over = len(request.tokens) >= request.end or tokens[-1] in request.stop_ids
             request.drafts = [] if is_over else self.guess(request)

@@ -238,7 +238,8 @@ class VllmEngine:
             self._strategy = Strategy.OFF
         elif self._verified_by == self._strategy:
             self._strategy = self.tuner.choose(batch)
-        self.link.draft((self._strategy.elsewhere if self._strategy.follows else self._strategy).depth)
+        own = self._strategy.elsewhere if self._strategy.follows else self._strategy
+        self.link.draft(min(own.depth, self.link.max_depth))
 
     def _give_drafts(self) -> None:
         """Gives vLLM what references say next, where this step verifies by a strategy that follows them."""
