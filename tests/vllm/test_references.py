@@ -1,4 +1,4 @@
-"""vLLM that drafts from references: whatever they say, the tokens are those of our own engine; and right ones are followed far."""
+"""vLLM that drafts from references: whatever they say, the tokens are those of our own engine; right ones are followed far."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from benchmarks.side_by_side import answers
+from tests.unit.cli.parts import read_lines, succeed, write_lines
 from tests.vllm.parts import BASE, DRAFTER, assert_equal, in_vllm
 from tlt.build.engine import EngineSettings, load_engine
 from tlt.build.model import load_checkpoint, load_model
 from tlt.config.drafter import DrafterSection
 from tlt.config.vllm import VllmSection
-from tlt.drafter.references import Reference, References
+from tlt.drafter.references import References
 from tlt.types import Request, Rollout, SamplingParams
 
 pytestmark = in_vllm
@@ -142,42 +143,56 @@ def test_requests_that_are_handed_over_take_up_their_references(
     assert followed.stats.accept_length > 10
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cramped() -> Iterator[Any]:
-    """vLLM with room for the keys and values of less than three whole sequences, and prefixes that it keeps."""
+    """vLLM with room for the keys and values of two whole sequences and a half, and prefixes that it keeps."""
     engine = engine_with("nothing else", References(None), batch=8)
     scheduler = engine.link._scheduler
     pool = scheduler.kv_cache_manager.block_pool
-    num_blocks = -(-WINDOW // scheduler.block_size)
-    held = pool.get_new_blocks(pool.get_num_free_blocks() - 2 * num_blocks - 1)
+    held = pool.get_new_blocks(pool.get_num_free_blocks() - 2 * -(-WINDOW // scheduler.block_size) - 1)
     yield engine
     pool.free_blocks(held)
     engine.close()
 
 
-def test_with_few_blocks_and_prefixes_in_the_cache_nothing_changes(
-    cramped: Any, own: Any, right: dict[tuple[str, int], Rollout]
-) -> None:
-    fill(cramped, right, ["right", "wrong", "shifted"])
-    common = REQUESTS[0].prompt_ids * 14
-    requests = [replace(r, problem_id=f"c{i}", prompt_ids=common[:140]) for i, r in enumerate(REQUESTS)]
-    expected = answers(own, requests)
-    for request in requests:
-        cramped.following.references.keep(request.key, expected[request.problem_id, 0].token_ids)
-    for _ in range(2):  # the second time prompts lie in the prefix cache
+def test_with_few_blocks_and_prefixes_in_the_cache_nothing_changes(cramped: Any, own: Any) -> None:
+    """Some prompts begin with a whole block that they share, the others grow into their second block."""
+    prompts = [(r.prompt_ids * 14)[: 140 if i % 3 else 110] for i, r in enumerate(REQUESTS)]
+    shared = [(*prompts[1][:130], *prompt[130:]) if len(prompt) > 130 else prompt for prompt in prompts]
+    requests = [replace(r, prompt_ids=prompt) for r, prompt in zip(REQUESTS, shared, strict=True)]
+    expected, rng = answers(own, requests), random.Random(3)
+    for index, request in enumerate(requests):
+        reference = reference_of(KINDS[index % 4], expected[request.problem_id, 0].token_ids, rng)
+        cramped.following.references.keep(request.key, reference or [])
+    for _ in range(2):
         assert_equal(requests, own, answers(cramped, requests), BASE)
     assert cramped.stats.num_preemptions > 0
     assert cramped.stats.followed_by_age["0"] > 100
 
 
-def test_what_a_step_is_given_is_a_fair_share_of_its_tokens(cramped: Any) -> None:
-    reference = Reference([5] * 300)
-    references = cramped.following.references
-    requests = requests_for(6, max_tokens=200)
-    for request in requests:
-        references.keep(request.key, reference.token_ids)
-    cramped.add(requests)
-    for _ in range(4):
-        cramped.step()
-        assert cramped.link._scheduler.num_verified.keys() >= cramped.link._scheduler.followed
-    cramped.abort()
+def test_the_command_takes_references_as_it_wrote_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, drafter = BASE.resolve(), DRAFTER.resolve()
+    monkeypatch.chdir(tmp_path)
+    write_lines("prompts.jsonl", *({"prompt": f"[{i + 1},{i + 3},7:{20 + i}]"} for i in range(4)))
+    asked = (
+        "--prompts",
+        "prompts.jsonl",
+        "--max-tokens",
+        "80",
+        "--engine",
+        "vllm",
+        "--compile",
+        "false",
+        "--own-process",
+        "true",
+    )
+    plain = succeed(capsys, "generate", str(model), *asked, "--out", "old.jsonl")
+    assert plain["accept_length"] is None
+    also = ("--references", "old.jsonl", "--out", "new.jsonl")
+    for speculation in (("ahead:64x1x64",), ("adaptive", "--drafter", str(drafter))):
+        summary = succeed(capsys, "generate", str(model), *asked, *also, "--speculation", *speculation)
+        assert [one["token_ids"] for one in read_lines("new.jsonl")] == [one["token_ids"] for one in read_lines("old.jsonl")]
+        assert any(name.startswith("ahead") for name in summary["strategy_seconds"])
+    assert summary["accept_length"] > 6

@@ -141,3 +141,37 @@ def test_a_rank_that_is_killed_takes_its_worker_along(two_ranks: subprocess.Pope
     wait_for(lambda: before[0] not in processes(two_ranks.pid), seconds=60)
     os.kill(two_ranks.pid, signal.SIGKILL)
     wait_for(lambda: not workers(two_ranks.pid), seconds=120)
+
+
+def test_a_run_generates_ahead_replays_and_evaluates_from_references_and_stays_the_same_run(tmp_path: Path) -> None:
+    """One rank keeps its responses; two ranks repeat the run from them, and generate ahead of what they end with."""
+    small = {
+        **SMALL, **FEW, **LORA, "evaluation.num_problems": 4, "evaluation.samples_per_problem": 2, "evaluation.every": 1,
+        "rollout.engine": "vllm", "run.num_steps": 2, "drafter.train": "false", "run.keep_responses": "true",
+    }  # fmt: skip
+    arms: dict[str, dict[str, Any]] = {
+        "plain": {"rollout.references_mib": 0},
+        "replay": {"rollout.replay": tmp_path / "plain"},
+        "ahead": {"rollout.ahead": 1, "run.num_ranks": 2},
+    }
+    found = {}
+    for arm, changes in arms.items():
+        values = {**small, **changes, "run.out_dir": tmp_path / arm}
+        words = [sys.executable, "-m", "tlt", "train", str(RECIPE), *(w for k, v in values.items() for w in (f"--{k}", str(v)))]
+        environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+        found[arm] = {path.name: responses(path) for path in sorted((tmp_path / arm / "responses").iterdir())}
+    steps = {arm: [json.loads(line) for line in (tmp_path / arm / "metrics.jsonl").read_text().splitlines()] for arm in arms}
+    for arm in ("replay", "ahead"):
+        assert found[arm].keys() == found["plain"].keys()
+        same = [found[arm][name][key] == tokens for name in found[arm] for key, tokens in found["plain"][name].items()]
+        assert sum(same) / len(same) > 0.95, "all but near-ties of float32, and what they change in later policies"
+    assert sum(step["followed_by_age"].get("replay", 0) for step in steps["replay"]) > 300
+    assert sum(step["ahead_tokens"] for step in steps["ahead"]) > 100
+    assert sum(step["followed_by_age"].get("1", 0) for step in steps["ahead"]) > 50
+
+
+def responses(path: Path) -> dict[tuple[str, int], list[int]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return {(line["problem_id"], line["sample_index"]): line["token_ids"] for line in lines}
