@@ -138,7 +138,7 @@ class ArtificialDrafter:
 class Switching:
     """Another strategy, off included, at every step."""
 
-    predicted_speed = None
+    predicted_speed = speed_otherwise = None
 
     def __init__(self, strategies: Sequence[Strategy], seed: int) -> None:
         self.strategies, self.random = list(strategies), random.Random(seed)

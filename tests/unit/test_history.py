@@ -98,7 +98,7 @@ def test_switching_on_costs_one_catch_up_of_the_drafter_and_no_forward_of_the_ta
     policy = make_policy()
 
     class OnFrom:
-        predicted_speed = None
+        predicted_speed = speed_otherwise = None
 
         def __init__(self, step: int) -> None:
             self.step, self.count = step, 0

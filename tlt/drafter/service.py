@@ -191,7 +191,8 @@ class DrafterWatch:
             measurement.note_before()
         begun = time.perf_counter()
         update = self._publish_or_undo(states, num_tokens)
-        publish_seconds = time.perf_counter() - begun if update.is_published else 0.0
+        took = time.perf_counter() - begun
+        publish_seconds = max(self.ranks.gather(took)) if update.is_published else 0.0
         measured = self._measure(measurement)
         self._decide_drafting(measured, update)
         training = self._outcome(update, any(state.is_limited for state in states))

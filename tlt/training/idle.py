@@ -130,14 +130,14 @@ class IdleTime:
 def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:
     """Returns what a phase says of its idle time. num_offered: tokens that had been generated ahead for it."""
     stats, check, seconds = phase.stats, phase.check, phase.seconds
-    reading = [s for name, s in stats.by_strategy.items() if name.startswith("ahead")]
+    followed, foreign = stats.followed_by_age.total(), stats.followed_by_age[REPLAY]
+    own = 1 - foreign / followed if followed else 1.0
+    is_won_known = any(s.predicted_seconds for s in stats.by_strategy.values())
     return IdleFacts(
         ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),
         ahead_seconds=sum(replica.ahead.seconds for replica in phase.replicas),
         offered_tokens=num_offered,
-        followed_tokens=sum(num for age, num in stats.followed_by_age.items() if age != REPLAY),
-        reading_tokens=sum(s.num_tokens for s in reading),
-        reading_seconds=sum(s.seconds for s in reading),
+        won_seconds=own * stats.won_seconds if is_won_known else None,
         rollout_seconds=seconds,
         busy_ranks=len(phase.replicas) - phase.idle_seconds / seconds,
         train_seconds=sum(replica.drafter.seconds for replica in phase.replicas),

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tlt.accounts import IdleUse
 from tlt.config.schema import Config
 from tlt.distributed.waiting import lead, naming_who_is_awaited
 from tlt.distributed.world import Rendezvous, gather_objects, shutdown, tell
@@ -115,7 +116,8 @@ def sample(run: Run) -> PhaseResult:
     if run.trainer.algorithm.dynamic_sampling:
         spare = spare_problems(run.problems, run.step, num, seed)
         sampling = DynamicSampling(num, num_samples, run.config.algorithm.max_resamples, spare)
-    idle, steps_left = IdleWork(ahead_of(run), run.idle.plan(run.step)), run.config.run.num_steps - run.step - 1
+    plan, steps_left = run.idle.plan(run.step), run.config.run.num_steps - run.step - 1
+    idle = IdleWork(ahead_of(run, IdleUse.AHEAD in plan.order), plan)
     with run.replay.lend("rollout", run.step, run.step):
         phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, idle)
     run.keep_responses("rollout", phase)
