@@ -47,6 +47,8 @@ MOMENTS = {
     "hand-over": "tlt.distributed.work_queue:Coordinator.hand_over",
     "taking over": "tlt.distributed.work_queue:Coordinator.receive",
     "journal": "tlt.training.journal:_write",
+    "generating ahead": "tlt.training.ahead:AheadOfPolicy._next",
+    "keeping what was": "tlt.training.ahead:AheadOfPolicy.keep",
     "spot training": "tlt.drafter.spot:SpotTrainer.micro_step",
     "scoring": "tlt.rl.rewards:RewardPool.drain",
     "averaging": "tlt.training.drafter_side:average_weighted",
