@@ -126,7 +126,7 @@ class Strategy:
     """A way to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes (the root, which
     is the last committed token, is not counted). `Strategy.OFF` decodes plainly.
 
-    drafter: learned, ngram, hybrid, ahead (from references, drafter/ahead.py), or ahead+KIND: that kind where there is none.
+    drafter: learned, ngram, hybrid, ahead (from references, drafting/ahead.py), or ahead+KIND: that kind where there is none.
     """
 
     drafter: str

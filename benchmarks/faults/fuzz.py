@@ -38,7 +38,7 @@ from tlt.cli.main import main as tlt
 from tlt.cli.train import resolve_config
 from tlt.config.load import load_config
 from tlt.distributed.signals import say
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config

@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 
 from benchmarks.faults.victim import ANYWHERE, LAUNCHER, MOMENTS, Kill, read_events
 from tlt.bench.report import environment, number, provenance, table, write_report
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config

@@ -49,7 +49,7 @@ MOMENTS = {
     "journal": "tlt.training.journal:_write",
     "generating ahead": "tlt.training.ahead:AheadOfPolicy._next",
     "keeping what was": "tlt.training.ahead:AheadOfPolicy.keep",
-    "spot training": "tlt.drafter.spot:SpotTrainer.micro_step",
+    "spot training": "tlt.drafter.training.spot:SpotTrainer.micro_step",
     "scoring": "tlt.rl.rewards:RewardPool.drain",
     "averaging": "tlt.training.drafter_side:average_weighted",
     "measuring": "tlt.drafter.service:DrafterWatch.end_step",

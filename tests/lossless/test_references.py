@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, make_engine, make_policy
-from tlt.drafter.ahead import AheadDrafter, Follower
-from tlt.drafter.references import REPLAY, Reference, References
+from tlt.drafter.drafting.ahead import AheadDrafter, Follower
+from tlt.drafter.drafting.references import REPLAY, Reference, References
 from tlt.engine import reading
 from tlt.engine.engine import RolloutEngine
 from tlt.tuning.cost_model import CostModel

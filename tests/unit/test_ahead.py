@@ -13,7 +13,7 @@ from tlt.accounts import AheadReport
 from tlt.cli.generate import Generate, check_references
 from tlt.config.load import load_config
 from tlt.distributed.ahead_queue import AheadQueue
-from tlt.drafter.references import REPLAY, References
+from tlt.drafter.drafting.references import REPLAY, References
 from tlt.training.ahead import AheadOfPolicy
 from tlt.types import Request, SamplingParams, UserError
 

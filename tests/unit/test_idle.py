@@ -15,9 +15,9 @@ from tlt.report.timeline import Timeline
 from tlt.spans import Span
 from tlt.training.ahead import Ahead
 from tlt.training.drafter_side import DrafterSide
-from tlt.training.idle import IdleTime, IdleWork
-from tlt.tuning import idle as module
-from tlt.tuning.idle import IdleChoice, IdleFacts, IdlePlan
+from tlt.training.idle_time import IdleTime, IdleWork
+from tlt.tuning import idle_choice as module
+from tlt.tuning.idle_choice import IdleChoice, IdleFacts, IdlePlan
 from tlt.tuning.slowdown import SlowdownSums
 
 AHEAD, TRAIN, REST = IdleUse.AHEAD, IdleUse.TRAIN, IdleUse.REST

@@ -25,12 +25,12 @@ from tests.unit.phase_parts import (
     make_watch,
 )
 from tlt.distributed.mailbox import Mailbox
-from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.losses import PRESETS
+from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.model import DraftModel
-from tlt.drafter.spot import SpotTrainer
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.losses import PRESETS
+from tlt.drafter.training.spot import SpotTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.attention import PackedCausal
 from tlt.training.drafter_side import DrafterRefresh, connect_refresh
 from tlt.training.result import PhaseResult

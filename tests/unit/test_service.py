@@ -21,8 +21,8 @@ from tlt.accounts import DrafterReport
 from tlt.config.drafter import DrafterSection
 from tlt.config.schema import Config, ModelSection, TaskSection
 from tlt.distributed.world import World
-from tlt.drafter.folder import load_drafter, save_drafter
-from tlt.drafter.hybrid import HybridDrafter
+from tlt.drafter.drafting.hybrid import HybridDrafter
+from tlt.drafter.formats.folder import load_drafter, save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.service import RankState
 from tlt.models.hf_config import load_model_config as load_config

@@ -27,7 +27,7 @@ from torch import Tensor
 from tlt.accounts import DrafterCheck, DrafterReport
 from tlt.drafter.measure import Measured, Measurement, Subject, Tally, judge
 from tlt.drafter.model import PackedDrafter
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.types import Rollout
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}

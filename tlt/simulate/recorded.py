@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config.schema import Config
-from tlt.drafter.ahead import AHEAD, ahead_kinds
-from tlt.drafter.hybrid import drafter_kinds
-from tlt.drafter.ngram import match_bucket
-from tlt.drafter.suffix_index import ANCHORS
+from tlt.drafter.drafting.ahead import AHEAD, ahead_kinds
+from tlt.drafter.drafting.hybrid import drafter_kinds
+from tlt.drafter.drafting.ngram import match_bucket
+from tlt.drafter.drafting.suffix_index import ANCHORS
 from tlt.files import read_jsonl
 from tlt.report.metrics import StepRecord, read_metrics
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, Lengths, LogNormalLengths, RecordedLengths, SpotSpeed

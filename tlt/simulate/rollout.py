@@ -22,9 +22,9 @@ from tlt.accounts import AheadReport, DrafterReport
 from tlt.distributed.ahead_queue import AheadQueue
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World
-from tlt.drafter.references import Key as NoiseKey
-from tlt.drafter.references import References
-from tlt.drafter.spot import MicroStepSize
+from tlt.drafter.drafting.references import Key as NoiseKey
+from tlt.drafter.drafting.references import References
+from tlt.drafter.training.spot import MicroStepSize
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import Key
 from tlt.simulate.assumptions import Assumptions
@@ -32,7 +32,7 @@ from tlt.simulate.engine import SimulatedEngine
 from tlt.simulate.virtual import VirtualTime
 from tlt.training.ahead import NO_AHEAD, Ahead, AheadOfPolicy, Found
 from tlt.training.drafter_side import DrafterSide
-from tlt.training.idle import IdleWork
+from tlt.training.idle_time import IdleWork
 from tlt.training.phase import RolloutPhase
 from tlt.training.result import PhaseResult, ReplicaReport
 from tlt.training.work import Ended, Receivers, Work

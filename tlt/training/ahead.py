@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from tlt.accounts import AheadReport
 from tlt.distributed.ahead_queue import AheadQueue
-from tlt.drafter.references import REPLAY, Key, References
+from tlt.drafter.drafting.references import REPLAY, Key, References
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.training.problems import problems_of_step

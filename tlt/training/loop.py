@@ -29,7 +29,7 @@ from tlt.spans import SpanName
 from tlt.training.ahead import ahead_of
 from tlt.training.dynamic import DynamicSampling
 from tlt.training.evaluate import evaluate
-from tlt.training.idle import IdleWork, facts_of
+from tlt.training.idle_time import IdleWork, facts_of
 from tlt.training.lock import forget_journal
 from tlt.training.phase import StopRequested
 from tlt.training.problems import data_source, problems_of_step, spare_problems

@@ -29,7 +29,7 @@ from tlt.rl.batch import check_complete, in_order, key_of
 from tlt.spans import SpanName
 from tlt.training.drafter_side import DrafterSide
 from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
-from tlt.training.idle import IdleTime, IdleWork
+from tlt.training.idle_time import IdleTime, IdleWork
 from tlt.training.result import PhaseResult, ReplicaReport, combine
 from tlt.training.work import Ended, Receivers, Work
 from tlt.tuning.slowdown import SlowdownSums, add_up, sums_of

@@ -14,7 +14,7 @@ from tlt.rl.rewards import summarize
 from tlt.rl.update import UpdateMetrics
 from tlt.spans import SpanName
 from tlt.training.result import PhaseResult
-from tlt.tuning.idle import Worth
+from tlt.tuning.idle_choice import Worth
 
 if TYPE_CHECKING:
     from tlt.training.run import Run

@@ -32,8 +32,8 @@ from tlt.distributed.world import (
     tell,
     tell_bytes,
 )
-from tlt.drafter.folder import StoredDrafter
-from tlt.drafter.references import References
+from tlt.drafter.drafting.references import References
+from tlt.drafter.formats.folder import StoredDrafter
 from tlt.files import write_atomically
 from tlt.models.decoder import Transformer
 from tlt.models.hf_weights import save_model
@@ -48,7 +48,7 @@ from tlt.spans import SpanName
 from tlt.training.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
 from tlt.training.drafter_side import DrafterSide, watch_drafter
 from tlt.training.evaluate import Evaluations
-from tlt.training.idle import idle_choice
+from tlt.training.idle_time import idle_choice
 from tlt.training.journal import FileJournal, Journal
 from tlt.training.lock import FolderLock
 from tlt.training.phase import RolloutPhase

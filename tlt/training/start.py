@@ -23,7 +23,7 @@ from tlt.distributed.place import Place, find_place
 from tlt.distributed.ray_cluster import RankNeeds, launch_on_ray
 from tlt.distributed.store import ABSENT, read_now
 from tlt.distributed.world import TIMEOUT_SECONDS, Rendezvous, meet_ranks
-from tlt.drafter.folder import choose_preset, load_drafter
+from tlt.drafter.formats.folder import choose_preset, load_drafter
 from tlt.drafter.model import DrafterShape
 from tlt.engine.memory import machine_bytes
 from tlt.hub import Repository, pin_dataset, pin_model
