@@ -47,7 +47,7 @@ from tlt.report.metrics import read_metrics
 from tlt.report.timeline import merge_timelines
 from tlt.report.tracking import run_id
 from tlt.training.evaluate import read_evaluations
-from tlt.training.manifest import latest_checkpoint
+from tlt.training.saved.manifest import latest_checkpoint
 from tlt.training.start import prepare
 from tlt.types import UserError
 

@@ -27,9 +27,9 @@ from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
 from tlt.report.timeline import Timeline
-from tlt.training.drafter_side import WatchedDrafter
-from tlt.training.phase import NO_WORK, RolloutPhase
-from tlt.training.work import Ended, Receivers, Work
+from tlt.training.rollout.drafter_side import WatchedDrafter
+from tlt.training.rollout.phase import NO_WORK, RolloutPhase
+from tlt.training.rollout.work import Ended, Receivers, Work
 from tlt.tuning.tuner import Fixed
 from tlt.types import Finished, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 

@@ -14,7 +14,7 @@ from tlt.cli.generate import Generate, check_references
 from tlt.config.load import load_config
 from tlt.distributed.ahead_queue import AheadQueue
 from tlt.drafter.drafting.references import REPLAY, References
-from tlt.training.ahead import AheadOfPolicy
+from tlt.training.rollout.ahead import AheadOfPolicy
 from tlt.types import Request, SamplingParams, UserError
 
 PARAMS = SamplingParams(1.0, max_tokens=24, seed=3)

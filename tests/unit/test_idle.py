@@ -13,9 +13,9 @@ import pytest
 from tlt.accounts import AheadReport, DrafterReport, IdleUse
 from tlt.report.timeline import Timeline
 from tlt.spans import Span
-from tlt.training.ahead import Ahead
-from tlt.training.drafter_side import DrafterSide
-from tlt.training.idle_time import IdleTime, IdleWork
+from tlt.training.rollout.ahead import Ahead
+from tlt.training.rollout.drafter_side import DrafterSide
+from tlt.training.rollout.idle_time import IdleTime, IdleWork
 from tlt.tuning import idle_choice as module
 from tlt.tuning.idle_choice import IdleChoice, IdleFacts, IdlePlan
 from tlt.tuning.slowdown import SlowdownSums

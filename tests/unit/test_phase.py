@@ -29,7 +29,7 @@ from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.stats import EngineStats
-from tlt.training.result import PhaseResult, ReplicaReport
+from tlt.training.rollout.result import PhaseResult, ReplicaReport
 from tlt.types import Rollout
 
 

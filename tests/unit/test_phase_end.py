@@ -18,7 +18,7 @@ from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
-from tlt.training.phase import StopRequested
+from tlt.training.rollout.phase import StopRequested
 from tlt.types import Rollout
 
 

@@ -24,7 +24,7 @@ from tlt.report.metrics import StepRecord, read_metrics
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, Lengths, LogNormalLengths, RecordedLengths, SpotSpeed
 from tlt.simulate.gpu import AGREEMENT, describe_agreement
 from tlt.simulate.measured import FittedSeconds, Measured
-from tlt.training.manifest import latest_checkpoint, read_manifest, verify
+from tlt.training.saved.manifest import latest_checkpoint, read_manifest, verify
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import default_arms
 from tlt.types import Strategy, UserError

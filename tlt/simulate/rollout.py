@@ -30,12 +30,12 @@ from tlt.rl.rewards import Key
 from tlt.simulate.assumptions import Assumptions
 from tlt.simulate.engine import SimulatedEngine
 from tlt.simulate.virtual import VirtualTime
-from tlt.training.ahead import NO_AHEAD, Ahead, AheadOfPolicy, Found
-from tlt.training.drafter_side import DrafterSide
-from tlt.training.idle_time import IdleWork
-from tlt.training.phase import RolloutPhase
-from tlt.training.result import PhaseResult, ReplicaReport
-from tlt.training.work import Ended, Receivers, Work
+from tlt.training.rollout.ahead import NO_AHEAD, Ahead, AheadOfPolicy, Found
+from tlt.training.rollout.drafter_side import DrafterSide
+from tlt.training.rollout.idle_time import IdleWork
+from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.result import PhaseResult, ReplicaReport
+from tlt.training.rollout.work import Ended, Receivers, Work
 from tlt.types import Finished, Problem, Request, Reward, SamplingParams, Strategy
 
 _MAX_LOOKS = 40_000

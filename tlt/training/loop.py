@@ -26,17 +26,17 @@ from tlt.report.console import near
 from tlt.report.timeline import merge_timelines
 from tlt.rl.rewards import check_scorable
 from tlt.spans import SpanName
-from tlt.training.ahead import ahead_of
-from tlt.training.dynamic import DynamicSampling
 from tlt.training.evaluate import evaluate
-from tlt.training.idle_time import IdleWork, facts_of
 from tlt.training.lock import forget_journal
-from tlt.training.phase import StopRequested
 from tlt.training.problems import data_source, problems_of_step, spare_problems
 from tlt.training.record import record
-from tlt.training.responses import FOLDER as RESPONSES
-from tlt.training.result import PhaseResult
+from tlt.training.rollout.ahead import ahead_of
+from tlt.training.rollout.dynamic import DynamicSampling
+from tlt.training.rollout.idle_time import IdleWork, facts_of
+from tlt.training.rollout.phase import StopRequested
+from tlt.training.rollout.result import PhaseResult
 from tlt.training.run import Run, join_ranks
+from tlt.training.saved.responses import FOLDER as RESPONSES
 from tlt.types import UserError
 
 if TYPE_CHECKING:

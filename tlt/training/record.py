@@ -13,7 +13,7 @@ from tlt.report.tracking import step_values
 from tlt.rl.rewards import summarize
 from tlt.rl.update import UpdateMetrics
 from tlt.spans import SpanName
-from tlt.training.result import PhaseResult
+from tlt.training.rollout.result import PhaseResult
 from tlt.tuning.idle_choice import Worth
 
 if TYPE_CHECKING:

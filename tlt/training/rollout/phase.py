@@ -27,11 +27,11 @@ from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.batch import check_complete, in_order, key_of
 from tlt.spans import SpanName
-from tlt.training.drafter_side import DrafterSide
-from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
-from tlt.training.idle_time import IdleTime, IdleWork
-from tlt.training.result import PhaseResult, ReplicaReport, combine
-from tlt.training.work import Ended, Receivers, Work
+from tlt.training.rollout.drafter_side import DrafterSide
+from tlt.training.rollout.dynamic import Draw, DynamicSampling, Group, flatten
+from tlt.training.rollout.idle_time import IdleTime, IdleWork
+from tlt.training.rollout.result import PhaseResult, ReplicaReport, combine
+from tlt.training.rollout.work import Ended, Receivers, Work
 from tlt.tuning.slowdown import SlowdownSums, add_up, sums_of
 from tlt.types import Problem, Purpose, Request, SamplingParams
 
