@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,14 +12,17 @@ import numpy as np
 import pytest
 
 from tlt.accounts import AheadReport, DrafterReport, IdleUse
+from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.spans import Span
 from tlt.training.rollout.ahead import Ahead
 from tlt.training.rollout.drafter_side import DrafterSide
-from tlt.training.rollout.idle_time import IdleTime, IdleWork
+from tlt.training.rollout.idle_time import IdleTime, IdleWork, facts_of
+from tlt.training.rollout.result import PhaseResult, ReplicaReport
 from tlt.tuning import idle_choice as module
 from tlt.tuning.idle_choice import IdleChoice, IdleFacts, IdlePlan
 from tlt.tuning.slowdown import SlowdownSums
+from tlt.types import StepOutcome
 
 AHEAD, TRAIN, REST = IdleUse.AHEAD, IdleUse.TRAIN, IdleUse.REST
 NOTHING = IdleFacts(0, 0.0, 0, 0.0, 10.0, 1.5, 0.0, 0.0, math.nan, math.nan, 50)
@@ -108,6 +112,19 @@ def test_real_work_ends_a_rest_at_once() -> None:
     idle, _ = spend(IdlePlan((TRAIN,), rest=0.25, offset=0.75), ahead=0, train=1000, seconds=0.1)
     assert [stretch.use for stretch in idle.stretches] == [REST]
     assert seconds_of(idle, REST) == pytest.approx(0.1, abs=0.011)
+
+
+def test_what_another_runs_references_have_won_is_no_gain_of_generating_ahead() -> None:
+    def facts(age: str, num_own: int = 30, predicted: float | None = 9.0) -> IdleFacts:
+        stats = EngineStats(won_seconds=4.0, followed_by_age=Counter({"1": num_own, age: 10}))
+        stats.by_strategy["off"].record(StepOutcome(3, (), (), 1.0), predicted)
+        return facts_of(PhaseResult([], [], [ReplicaReport(0.0, 5.0, 6.0, stats, DrafterReport())]), num_offered=50)
+
+    assert facts("2").won_seconds == pytest.approx(4.0)
+    assert facts("replay").won_seconds == pytest.approx(3.0)
+    assert facts("replay", num_own=0).won_seconds == 0.0
+    assert facts("2", predicted=None).won_seconds is None, "no tuner predicts"
+    assert facts("2").offered_tokens == 50
 
 
 # ── what it is worth ─────────────────────────────────────────────────────────────────────────────────────────────────

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 
 MAX_AHEAD = 2
-"""Steps: eight brought no more (docs/log.md), as what is long has fewer sequential tokens generated of it then."""
-
+"""Steps. Eight brought no more (docs/log.md)."""
 
 Found = tuple[tuple[int, ...], bool]
 """Tokens of a response, and whether they are all of it."""
