@@ -115,14 +115,17 @@ class Slow(Fixed):
 
 
 def test_the_engine_counts_what_its_steps_along_references_have_won_and_no_other_step() -> None:
-    engine = follow(Slow(Strategy.parse("ahead:100x1x100")), ["right"] * 9)
+    engine, silent = (follow(tuner(Strategy.parse("ahead:100x1x100")), ["right"] * 9) for tuner in (Slow, Fixed))
+    assert_plain(engine)
+    assert_plain(silent)
     expected = 100.0 * engine.stats.num_tokens
+    assert expected > 0
     assert engine.stats.won_seconds == pytest.approx(expected, rel=0.01)
     both = EngineStats()
     both.add(engine.stats)
     both.add(engine.stats)
     assert both.won_seconds == pytest.approx(2 * expected, rel=0.01)
-    assert follow(Fixed(Strategy.parse("ahead:100x1x100")), ["right"] * 9).stats.won_seconds == 0.0
+    assert silent.stats.won_seconds == 0.0
 
 
 def test_logits_of_a_long_chain_are_asked_for_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

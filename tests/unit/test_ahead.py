@@ -154,6 +154,14 @@ def test_an_older_reference_that_came_further_keeps_its_end_and_used_ones_are_dr
     assert kept is not None
     assert [*kept.token_ids] == [*plain([asked])[asked.key][:3], *range(3, 20)]
     assert not kept.is_whole
+    references.keep(asked.key, range(50), 0, is_whole=True)
+    ahead.run(lambda: False)
+    ahead.keep([ahead.take_found()])
+    kept = references.get(asked.key)
+    assert kept is not None
+    assert tuple(kept.token_ids) == plain([asked])[asked.key], "a whole one has no rest"
+    assert kept.is_whole
+    assert ahead.take_found() == {}
     assert references.get(used.key) is None
 
 

@@ -92,7 +92,7 @@ class IdleFacts:
 
 @dataclass
 class _Sums:
-    """Sums over phases, of which older ones have faded: each where a later phase had something to add."""
+    """Sums over phases, of which older ones have faded; beside a guess, only where a phase had something to add."""
 
     ahead_tokens: float = 0.0
     ahead_seconds: float = 0.0
@@ -144,12 +144,10 @@ class IdleChoice:
         self.slowdown.observe(slowdown)
         s = self._sums
         s.add(rollout_seconds=facts.rollout_seconds, busy_seconds=facts.busy_ranks * facts.rollout_seconds)
-        if facts.ahead_tokens:
-            s.add(ahead_tokens=facts.ahead_tokens, ahead_seconds=facts.ahead_seconds)
+        s.add(ahead_tokens=facts.ahead_tokens, ahead_seconds=facts.ahead_seconds)
+        s.add(train_seconds=facts.train_seconds, publish_seconds=facts.publish_seconds)
         if facts.offered_tokens and facts.won_seconds is not None:
             s.add(offered_tokens=facts.offered_tokens, won_seconds=facts.won_seconds)
-        if facts.train_seconds:
-            s.add(train_seconds=facts.train_seconds, publish_seconds=facts.publish_seconds)
         if (gain := facts.training_gain) is not None:
             s.add(training_gain=gain, checks=1)
 
