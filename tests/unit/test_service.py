@@ -21,8 +21,9 @@ from tlt.accounts import DrafterReport
 from tlt.config.drafter import DrafterSection
 from tlt.config.schema import Config, ModelSection, TaskSection
 from tlt.distributed.world import World
-from tlt.drafter.folder import load_drafter, save_drafter
-from tlt.drafter.hybrid import HybridDrafter
+from tlt.drafter.drafting.hybrid import HybridDrafter
+from tlt.drafter.formats.folder import load_drafter, save_drafter
+from tlt.drafter.measure import Tally
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.service import RankState
 from tlt.models.hf_config import load_model_config as load_config
@@ -147,6 +148,17 @@ def test_ranks_that_hold_different_drafters_are_an_error_in_a_step_without_a_mea
     parts.join(RankState("", 0, False), foreign)
     with pytest.raises(RuntimeError, match="rank 1 holds other weights"):
         parts.step(1)
+
+
+def test_publication_takes_as_long_as_on_the_slowest_rank_on_all_of_them() -> None:
+    """By that the ranks decide what their idle time is worth, and all have to decide alike."""
+    parts = Parts()
+
+    def gather(value: Any) -> list[Any]:
+        return [value, replace(value, publish_seconds=77.0) if isinstance(value, Tally) else value]
+
+    parts.watch.ranks = replace(parts.watch.ranks, gather=gather)
+    assert parts.step(0).publish_seconds == 77.0
 
 
 def test_a_drafter_that_turns_nan_between_measurements_is_undone_at_once_and_back_after_the_next() -> None:

@@ -14,7 +14,7 @@ from tests.lossless.helpers import make_engine, make_policy
 from tests.unit.phase_parts import Scorers, make_coordinators
 from tests.unit.phase_parts import make_phase as make_real_phase
 from tlt.config.load import load_config
-from tlt.drafter.references import References
+from tlt.drafter.drafting.references import References
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, LogNormalLengths, RecordedLengths, SpotSpeed
 from tlt.simulate.engine import SimulatedEngine
 from tlt.simulate.expectation import OFF, VARIANTS, expect, simulate

@@ -14,8 +14,8 @@ import torch
 from tests.lossless.helpers import VOCAB
 from tests.unit.test_vllm_engine import EXPECTED, REQUESTS, SLOTS, WINDOW, Pretended, PretendLink, Told, texts
 from tlt.config.load import load_config
-from tlt.drafter.ahead import ahead_kinds
-from tlt.drafter.references import REPLAY, References
+from tlt.drafter.drafting.ahead import ahead_kinds
+from tlt.drafter.drafting.references import REPLAY, References
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import Fixed, default_arms, make_tuner
 from tlt.types import Request, SamplingParams, Strategy, UserError
@@ -126,6 +126,7 @@ def test_the_cost_model_follows_references_that_are_right() -> None:
     engine = engine_with(references_for(LONG, ["right"]), CostModel(arms))
     assert texts(list(engine.generate(LONG))) == answered(LONG)
     assert engine.stats.followed_by_age["0"] > 300
+    assert engine.stats.won_seconds != 0.0, "what the tokens would have taken otherwise is counted"
 
 
 def test_drafts_stay_with_their_requests_when_others_leave_and_come() -> None:

@@ -18,7 +18,7 @@ from tlt.build.engine import EngineSettings, load_engine
 from tlt.build.model import load_checkpoint, load_model
 from tlt.config.drafter import DrafterSection
 from tlt.config.vllm import VllmSection
-from tlt.drafter.references import References
+from tlt.drafter.drafting.references import References
 from tlt.types import Request, Rollout, SamplingParams
 
 pytestmark = in_vllm

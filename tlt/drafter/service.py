@@ -18,7 +18,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from tlt.accounts import DrafterCheck, DrafterReport
 from tlt.drafter.measure import Measured, Measurement, Subject, Tally, judge
 from tlt.drafter.model import PackedDrafter
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.types import Rollout
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -191,8 +191,7 @@ class DrafterWatch:
             measurement.note_before()
         begun = time.perf_counter()
         update = self._publish_or_undo(states, num_tokens)
-        publish_seconds = time.perf_counter() - begun if update.is_published else 0.0
-        measured = self._measure(measurement)
+        measured = self._measure(measurement, time.perf_counter() - begun if update.is_published else 0.0)
         self._decide_drafting(measured, update)
         training = self._outcome(update, any(state.is_limited for state in states))
         self._decide_training(measured, update, is_due)
@@ -206,7 +205,7 @@ class DrafterWatch:
             self.reason_aside,
             has_switched,
             measured.before if update.is_published else math.nan,
-            publish_seconds,
+            measured.publish_seconds,
         )
 
     def _exchange_states(self) -> list[RankState]:
@@ -232,9 +231,9 @@ class DrafterWatch:
         rng = random.Random(f"{self._num_checks}/{self.ranks.rank}")
         return Measurement(self.subject, rollouts, temperature, rng, is_due)
 
-    def _measure(self, measurement: Measurement) -> Measured:
+    def _measure(self, measurement: Measurement, publish_seconds: float) -> Measured:
         """Measures the drafter as it is now."""
-        tallies: list[Tally] = self.ranks.gather(measurement.tally())
+        tallies: list[Tally] = self.ranks.gather(replace(measurement.tally(), publish_seconds=publish_seconds))
         check_arrival(tallies, self.served.version, TOLERANCE[self.subject.packed.dtype])
         return Measured.of(tallies)
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.drafter.references import References
+from tlt.drafter.drafting.references import References
 from tlt.engine.backend import Capabilities
 from tlt.engine.stats import EngineStats
 from tlt.simulate.assumptions import Agreement

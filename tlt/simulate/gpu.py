@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from tlt.config.schema import Config
-from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
+from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, LogNormalLengths, SpotSpeed
 from tlt.simulate.measured import Measured
 from tlt.tuning.cost_model import CostModel, as_costly

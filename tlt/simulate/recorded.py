@@ -15,16 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config.schema import Config
-from tlt.drafter.ahead import AHEAD, ahead_kinds
-from tlt.drafter.hybrid import drafter_kinds
-from tlt.drafter.ngram import match_bucket
-from tlt.drafter.suffix_index import ANCHORS
+from tlt.drafter.drafting.ahead import AHEAD, ahead_kinds
+from tlt.drafter.drafting.hybrid import drafter_kinds
+from tlt.drafter.drafting.ngram import match_bucket
+from tlt.drafter.drafting.suffix_index import ANCHORS
 from tlt.files import read_jsonl
 from tlt.report.metrics import StepRecord, read_metrics
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, Lengths, LogNormalLengths, RecordedLengths, SpotSpeed
 from tlt.simulate.gpu import AGREEMENT, describe_agreement
 from tlt.simulate.measured import FittedSeconds, Measured
-from tlt.training.manifest import latest_checkpoint, read_manifest, verify
+from tlt.training.saved.manifest import latest_checkpoint, read_manifest, verify
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import default_arms
 from tlt.types import Strategy, UserError

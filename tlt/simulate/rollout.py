@@ -22,19 +22,20 @@ from tlt.accounts import AheadReport, DrafterReport
 from tlt.distributed.ahead_queue import AheadQueue
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World
-from tlt.drafter.references import References
-from tlt.drafter.spot import MicroStepSize
+from tlt.drafter.drafting.references import Key as NoiseKey
+from tlt.drafter.drafting.references import References
+from tlt.drafter.training.spot import MicroStepSize
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import Key
 from tlt.simulate.assumptions import Assumptions
 from tlt.simulate.engine import SimulatedEngine
 from tlt.simulate.virtual import VirtualTime
-from tlt.training.ahead import NO_AHEAD, Ahead, AheadOfPolicy
-from tlt.training.drafter_side import DrafterSide
-from tlt.training.idle import IdleWork
-from tlt.training.phase import RolloutPhase
-from tlt.training.result import PhaseResult, ReplicaReport
-from tlt.training.work import Ended, Receivers, Work
+from tlt.training.rollout.ahead import NO_AHEAD, Ahead, AheadOfPolicy, Found
+from tlt.training.rollout.drafter_side import DrafterSide
+from tlt.training.rollout.idle_time import IdleWork
+from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.result import PhaseResult, ReplicaReport
+from tlt.training.rollout.work import Ended, Receivers, Work
 from tlt.types import Finished, Problem, Request, Reward, SamplingParams, Strategy
 
 _MAX_LOOKS = 40_000
@@ -149,6 +150,12 @@ class NotedAhead(Ahead):
         self.working.discard(self.index)
         return report
 
+    def take_found(self) -> dict[NoiseKey, Found]:
+        return self.ahead.take_found()
+
+    def keep(self, found: Iterable[Mapping[NoiseKey, Found]]) -> None:
+        self.ahead.keep(found)
+
     def end(self) -> None:
         self.ahead.end()
 
@@ -224,6 +231,7 @@ class Replicas:
             reports[index] = self._generate(index, f"rollout {step}", requests, aheads[index])
 
         self.time.run([partial(work, index) for index in range(self.num)])
+        aheads[0].keep([ahead.take_found() for ahead in aheads])
         for ahead in aheads:
             ahead.end()
         return self._result(step, [report for report in reports if report is not None])
@@ -259,9 +267,8 @@ class Replicas:
 
     def _ahead(self, index: int, later: Sequence[Request], past: Sequence[Request]) -> Ahead:
         """Returns who generates ahead. All share the references, so one drops those of this step for all."""
-        engine, world = self.engines[index], World(index, self.num, 0, torch.device("cpu"), self.store, None)
         mine = past if index == 0 else ()
-        ahead = AheadOfPolicy(engine, self.references, world, later, mine, {})
+        ahead = AheadOfPolicy(self.engines[index], self.references, self.num, later, mine, {})
         return NotedAhead(ahead, index, self.working)
 
     def _result(self, step: int, reports: list[ReplicaReport]) -> StepResult:

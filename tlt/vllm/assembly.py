@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from tlt.config.schema import may_follow
-from tlt.drafter.ahead import ahead_kinds
-from tlt.drafter.folder import StoredDrafter
-from tlt.drafter.formats import Target
+from tlt.drafter.drafting.ahead import ahead_kinds
+from tlt.drafter.drafting.references import References
+from tlt.drafter.formats.export import Target
+from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.model import PackedDrafter
-from tlt.drafter.references import References
 from tlt.engine.sequence import Decode
 from tlt.models.decoder import ModelConfig
 from tlt.models.packed import EMBEDDING, HEAD, PackedTransformer

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tlt.drafter.references import References
+from tlt.drafter.drafting.references import References
 from tlt.engine.stats import EngineStats
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
 from tlt.tuning.tuner import Fixed

@@ -78,6 +78,7 @@ class VllmEngine:
         self._numbers = itertools.count()
         self._num_admitted = 0
         self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
+        self._otherwise: dict[Strategy, float | None] = {}  # what was expected without it when it was chosen last
 
     @property
     def device(self) -> torch.device:
@@ -238,6 +239,7 @@ class VllmEngine:
             self._strategy = Strategy.OFF
         elif self._verified_by == self._strategy:
             self._strategy = self.tuner.choose(batch)
+            self._otherwise[self._strategy] = self.tuner.speed_otherwise
         own = self._strategy.elsewhere if self._strategy.follows else self._strategy
         self.link.draft(min(own.depth, self.link.max_depth))
 
@@ -262,10 +264,8 @@ class VllmEngine:
         """Counts the step under the strategy that it verified. The tuner learns from steps alone that also drafted by it."""
         is_steady = strategy == self._strategy and outcome.num_tokens > 0
         predicted = self.tuner.predicted_speed if self.tuner is not None and is_steady else None
-        self.stats.num_steps += 1
-        self.stats.num_tokens += outcome.num_tokens
+        self.stats.record_step(str(strategy), outcome, predicted, self._otherwise.get(strategy))
         self.stats.num_preemptions += self.link.take_preemptions()
-        self.stats.by_strategy[str(strategy)].record(outcome, predicted)
         timed = TimedStep(str(strategy), batch.num_running, start, start + outcome.seconds)
         self.stats.latest = timed if outcome.num_tokens and not batch.num_admitted else None
         if self.tuner is not None and is_steady:

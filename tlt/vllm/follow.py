@@ -1,6 +1,6 @@
 """References beside the sequences that vLLM runs: what each says next is given to vLLM's scheduler as its draft.
 
-    reference ─▶ Follower (drafter/ahead.py), read beside the sequence that grows ─▶ draft ─▶ Link.give ─▶ verified in this step
+    reference ─▶ Follower (drafting/ahead.py), read beside the sequence ─▶ draft ─▶ Link.give ─▶ verified in this step
 
 Knows no vLLM and no tuner.
 """
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from tlt.drafter.ahead import Follower, Leading
-from tlt.drafter.references import References
+from tlt.drafter.drafting.ahead import Follower, Leading
+from tlt.drafter.drafting.references import References
 from tlt.engine.sequence import Sequence
 from tlt.types import Lead, Request, Strategy
 
