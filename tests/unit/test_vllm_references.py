@@ -126,7 +126,20 @@ def test_the_cost_model_follows_references_that_are_right() -> None:
     engine = engine_with(references_for(LONG, ["right"]), CostModel(arms))
     assert texts(list(engine.generate(LONG))) == answered(LONG)
     assert engine.stats.followed_by_age["0"] > 300
-    assert engine.stats.won_seconds != 0.0, "what the tokens would have taken otherwise is counted"
+
+
+class Slow(Fixed):
+    """Expects a token in a thousand seconds without references."""
+
+    speed_otherwise = 1e-3  # type: ignore[assignment]  # none is expected of the fixed one
+
+
+def test_what_references_win_is_counted_in_the_steps_that_followed_them() -> None:
+    engine = engine_with(references_for(LONG, ["right"]), Slow(AHEAD))
+    list(engine.generate(LONG))
+    followed = engine.stats.by_strategy[str(AHEAD)]
+    assert followed.num_tokens > 300
+    assert engine.stats.won_seconds == pytest.approx(1000 * followed.num_tokens - followed.seconds)
 
 
 def test_drafts_stay_with_their_requests_when_others_leave_and_come() -> None:
