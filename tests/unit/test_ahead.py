@@ -41,8 +41,8 @@ def make_ahead(requests: list[Request], **changes: Any) -> AheadOfPolicy:
     return ahead
 
 
-def queue_of(replica: int = 0, num: int = 1, store: HashStore | None = None) -> AheadQueue:
-    return AheadQueue(store or HashStore(), replica, num)
+def queue_of(store: HashStore | None = None) -> AheadQueue:
+    return AheadQueue(store or HashStore())
 
 
 def plain(requests: list[Request]) -> dict[tuple[int, int, int, int], tuple[int, ...]]:
@@ -85,7 +85,7 @@ def test_two_replicas_share_the_requests_of_a_step_and_one_does_what_the_other_h
     replicas = []
     for replica in range(2):
         ahead = make_ahead(requests, world=World(replica, 2, replica, torch.device("cpu"), store, None))
-        ahead.begin(queue_of(replica, 2, store))
+        ahead.begin(queue_of(store))
         replicas.append(ahead)
     for ahead in replicas:
         ahead.run(after(2))  # takes a lot of two, another one, and is called away

@@ -157,7 +157,7 @@ class SharedAheadQueue(AheadQueue):
     """Reads what all have done from a set that they share, instead of as many keys of the store."""
 
     def __init__(self, coordinator: Coordinator, done: set[int]) -> None:
-        super().__init__(coordinator.store, coordinator.replica, coordinator.num_replicas)
+        super().__init__(coordinator.store)
         self._all_done = done
 
     def note_done(self, numbers: Iterable[int]) -> None:
