@@ -245,6 +245,7 @@ def test_what_is_handed_over_goes_on_where_it_was_with_the_same_differences_from
     engines = [SimulatedEngine(time, Measured(model, one_second), lambda r: 150, 4, 0.0, False, seed) for seed in (0, 1)]
     for engine in engines:
         engine.references, engine.agreement, engine.policy_version = references, agreement, 1
+        engine.max_steps = 1
     engines[0].add([request])
     for _ in range(10):
         engines[0].step()

@@ -38,7 +38,7 @@ class AheadQueue:
             self.store.set(f"ahead/note/{note}", ",".join(map(str, sorted(new))))
 
     def done(self) -> set[int]:
-        """Returns what all replicas together have said to be done. A note that is still being written waits for the next time."""
+        """Returns what all replicas together have said to be done. A note that is still being written is read the next time."""
         num = self.store.add("ahead/notes", 0)
         while self._num_read < num and (note := read_now(self.store, f"ahead/note/{self._num_read}")) != ABSENT:
             self._done.update(map(int, note.decode().split(",")))

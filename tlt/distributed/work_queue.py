@@ -259,7 +259,7 @@ class Coordinator:
         if self._clock() - self._asked_at < HELP_SECONDS:
             return 0
         self._asked_at = self._clock()
-        return len(_offers(read_now(self.store, "help")))
+        return len(offers_in(read_now(self.store, "help")))
 
     def accept_help(self) -> int | None:
         """Accepts one offer, so that no other replica does, and adds a unit for it, which anyone may take: `hand_over` has to
@@ -296,7 +296,7 @@ class Coordinator:
     def _change_help(self, change: Callable[[list[int]], list[int]]) -> bool:
         """Changes the list of offers; returns whether that made a difference. Like the queue's, the value names its author."""
         seen = read_now(self.store, "help")
-        while (changed := change(_offers(seen))) != _offers(seen):
+        while (changed := change(offers_in(seen))) != offers_in(seen):
             self._serial += 1
             wanted = f"{','.join(map(str, changed))}#{self.replica}.{self._serial}".encode()
             seen = self.store.compare_set("help", "" if seen == ABSENT else seen.decode(), wanted.decode())
@@ -333,6 +333,6 @@ def connect_coordinator(store: Store, replica: int, num_replicas: int, timeout: 
     return Coordinator(PrefixStore("coordinator", connection), replica, num_replicas, timeout)
 
 
-def _offers(value: bytes) -> list[int]:
+def offers_in(value: bytes) -> list[int]:
     replicas = b"" if value == ABSENT else value.partition(b"#")[0]
     return [int(replica) for replica in replicas.split(b",") if replica]
