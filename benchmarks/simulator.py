@@ -43,7 +43,7 @@ AS_MEASURED = "As the run of TLT measured"
 PAPER = {"Qwen2.5-7B": {1: 1.21, 2: 1.45, 4: 1.62, 8: 1.76}, "Qwen2.5-32B": {4: 1.83, 8: 2.12}}
 """Model → 8-GPU nodes → end to end over VeRL (arXiv 2511.16665, as third parties quote it)."""
 PAPER_STEPS = {"Qwen2.5-7B": (2, 0.012), "Qwen2.5-32B": (4, 0.020)}
-"""Model → GPUs of a replica, seconds of a plain step: assumed, but for the 4 of the 32B, with which its drafts were measured."""
+"""Model → GPUs of a replica, seconds of a plain step: assumed, but for the 4 of the 32B (the paper measured its drafts so)."""
 PAPER_RESPONSES, PAPER_SAMPLES, PAPER_MEDIAN, PAPER_CAP = 512, 16, 2048, 16_384
 """A step's responses, those to one problem, the median and the cap of their tokens: assumed."""
 PAPER_ROLLOUT_SHARE = 0.85
@@ -195,7 +195,7 @@ def to_markdown(report: dict[str, Any]) -> str:
     parts.append(f"{took} Errors are simulated / real - 1.")
     if "runs_of" in report:
         parts.append(
-            f"The steps beside real ones and the table of what the run measured are those of commit {report['runs_of']}."
+            f"The steps beside real ones and the table of what the run measured are of commit {report['runs_of']}."
         )
     columns = ["run", "steps", "median error, steps", "error of their sum", "median error, rollouts", "error of their sum"]
     kinds = ("median", "sum", "median_rollout", "sum_rollout")
