@@ -150,6 +150,12 @@ def test_handing_over_halves_what_is_left_where_a_batch_costs_in_proportion() ->
     assert step.num_migrated == 2
 
 
+def test_an_offer_of_help_is_noticed_at_the_end_of_the_step_under_way() -> None:
+    """Steps of four cost 4 s: an offer after 30 s is accepted after 32, when 192 of 200 tokens are left to two replicas."""
+    step = Replicas(assume([[200] * 4, [30]], a_second_for_each), replace(ALONE, migrates=True), 2, 2).take_step(0)
+    assert step.rollout_seconds == pytest.approx(32.0 + 192 * 2.0, abs=2 * POLL)
+
+
 def test_what_is_handed_over_is_read_again() -> None:
     """One token of the prompt at first, once; then two responses, each with the prompt and a token of its own; 1 s a token."""
     assumed = assume([[10, 10, 10, 10]], a_second_for_each, read_seconds=1.0, max_tokens=10)
@@ -209,7 +215,8 @@ def test_adaptive_puts_first_what_the_real_choice_finds_to_be_worth_most_and_mea
 
 
 def test_in_a_crowd_an_offer_of_help_is_noticed_and_so_is_the_end() -> None:
-    """Of 40 replicas 38 have nothing to do from the second step on. The others hand over one response of 16 after each step, and so on: steps of 16, 15, … 1 responses, until all have one."""
+    """Of 40 replicas 38 have nothing to do from the second step on. The other two hand over one response after each step, so
+    that steps have 16, 15, … of them, until all have one."""
     groups = [[1] * 16] * 38 + [[200] * 16] * 2
     step = Replicas(assume(groups, a_second_for_each), replace(ALONE, migrates=True), 40, 40).take_step(0)
     assert step.num_migrated == 30
