@@ -30,7 +30,7 @@ from tlt.bench.report import Changes, header, number, table, write_report
 from tlt.bench.train import OFF, Plan, launch_runs
 from tlt.bench.train_report import summarize, to_markdown
 from tlt.config.load import load_config
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_config import load_model_config
 from tlt.training.start import preflight

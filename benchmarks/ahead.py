@@ -99,18 +99,20 @@ def ahead_of(path: Path) -> dict[str, Any]:
         "idle_seconds_by_use": {use: sum(record["idle_seconds_by_use"].get(use, 0.0) for record in records) for use in IdleUse},
         "idle_gain": records[-1]["idle_gain"],
         "idle_cost": records[-1]["idle_cost"],
+        "won_seconds": sum(record["won_seconds"] for record in records),
         "followed": {age: sum(record["followed_by_age"].get(age, 0) for record in records) for age in ages},
     }
 
 
 def ahead_table(found: dict[str, dict[str, Any]]) -> str:
-    columns = ["run", "tokens", "idle s", "tokens ahead", "kept of references, by age", "drafter tokens"]
+    columns = ["run", "tokens", "idle s", "tokens ahead", "kept of references, by age", "s won by them", "drafter tokens"]
     columns += ["its acceptance, first and second half"]
     columns += ["s ahead / training / rest", "gain and cost of a second ahead", "… of training"]
     rows = []
     for name, one in found.items():
         followed = ", ".join(f"{age}: {num:,}" for age, num in one["followed"].items()) or "–"
-        done = [f"{one['idle_seconds']:.0f}", f"{one['ahead_tokens']:,}", followed, f"{one['drafter_tokens']:,}"]
+        won = f"{one['won_seconds']:.1f}"
+        done = [f"{one['idle_seconds']:.0f}", f"{one['ahead_tokens']:,}", followed, won, f"{one['drafter_tokens']:,}"]
         done.append(", ".join(f"{half:.3f}" for half in halves(one["drafter_acceptance"])) or "–")
         seconds = " / ".join(f"{one['idle_seconds_by_use'][use]:.0f}" for use in IdleUse)
         rows.append([name, f"{one['num_tokens']:,}", *done, seconds, worth(one, "ahead"), worth(one, "train")])

@@ -26,7 +26,7 @@ from tlt.bench.report import header, provenance, table, write_report
 from tlt.bench.subject import Subject
 from tlt.build.engine import build_backend
 from tlt.config.load import load_config
-from tlt.drafter.references import References
+from tlt.drafter.drafting.references import References
 from tlt.types import Request, Rollout
 
 CONFIG = "recipes/countdown/headline.toml"

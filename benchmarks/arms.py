@@ -68,7 +68,7 @@ class ArmCosts:
 class BestArms:
     """A tuner with hindsight: at every batch size it takes the arm that was best at the nearest recorded one."""
 
-    predicted_speed = None
+    predicted_speed = speed_otherwise = None
 
     def __init__(self, costs: Sequence[ArmCosts]) -> None:
         self.best = {c.batch_size: c.best for c in costs}
@@ -84,7 +84,7 @@ class BestArms:
 class Turns:
     """A tuner that gives every arm its turn and writes down what happened."""
 
-    predicted_speed = None
+    predicted_speed = speed_otherwise = None
 
     def __init__(self, arms: Sequence[Strategy], batch_size: int, temperature: float, turn: int, seed: int = 0) -> None:
         self.arms, self.turn, self.random = list(arms), turn, random.Random(seed)

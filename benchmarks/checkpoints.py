@@ -30,7 +30,7 @@ from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
-from tlt.training.checkpoint import Checkpoint, CheckpointWriter, save_checkpoint
+from tlt.training.saved.checkpoint import Checkpoint, CheckpointWriter, save_checkpoint
 
 BASE = Path(__file__).parents[1] / "recipes" / "countdown" / "base"
 SHAPES = {

@@ -23,10 +23,10 @@ import torch
 
 from benchmarks.longtail import LengthShape, read_workload
 from tlt.bench.report import environment
-from tlt.drafter.buffer import PackedBatch
-from tlt.drafter.folder import choose_preset, load_drafter
+from tlt.drafter.formats.folder import choose_preset, load_drafter
 from tlt.drafter.model import DraftModel
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.buffer import PackedBatch
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import load_tensors
 from tlt.models.packed import PackedTransformer

@@ -25,7 +25,7 @@ import torch
 from tlt.bench.report import environment, write_report
 from tlt.build.engine import EngineSettings, build_engine
 from tlt.config.drafter import DrafterSection
-from tlt.drafter.folder import StoredDrafter
+from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.engine.reading import Read
 from tlt.models.decoder import ModelConfig

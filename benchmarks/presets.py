@@ -22,13 +22,13 @@ import torch
 from tlt.bench.acceptance import observe, speedup
 from tlt.bench.report import environment, provenance, ratio_text, table, write_report
 from tlt.build.model import load_model
-from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.folder import StoredDrafter
-from tlt.drafter.losses import PRESETS, Preset
+from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.model import DraftModel, drafter_shape
-from tlt.drafter.responses import read_responses
-from tlt.drafter.spot import FeatureRecompute
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.response_files import read_responses
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.losses import PRESETS, Preset
+from tlt.drafter.training.spot import FeatureRecompute
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.files import read_jsonl
 from tlt.models.packed import PackedTransformer
 from tlt.models.prompts import encode_prompts

@@ -35,7 +35,7 @@ from tlt.bench.subject import Subject
 from tlt.build.engine import build_engine
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.drafter.hybrid import drafter_kinds
+from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.files import check_output_file
 from tlt.training.start import preflight
 from tlt.tuning.cost_model import CostModel

@@ -49,7 +49,7 @@ def interpret_triton() -> None:
 class RandomLengths:
     """Chooses a draft length from 0 to `max_depth` at random, at every step."""
 
-    predicted_speed = None
+    predicted_speed = speed_otherwise = None
 
     def __init__(self, kind: str, max_depth: int, seed: int) -> None:
         self.kind, self.max_depth, self.random = kind, max_depth, random.Random(seed)

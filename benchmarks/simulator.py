@@ -194,9 +194,7 @@ def to_markdown(report: dict[str, Any]) -> str:
     took = f"{report['seconds']:.0f} s in all, of which {report['simulation_seconds']:.0f} s simulating."
     parts.append(f"{took} Errors are simulated / real - 1.")
     if "runs_of" in report:
-        parts.append(
-            f"The steps beside real ones and the table of what the run measured are of commit {report['runs_of']}."
-        )
+        parts.append(f"The steps beside real ones and the table of what the run measured are of commit {report['runs_of']}.")
     columns = ["run", "steps", "median error, steps", "error of their sum", "median error, rollouts", "error of their sum"]
     kinds = ("median", "sum", "median_rollout", "sum_rollout")
     rows = [[n, len(one["steps"]), *(f"{one['errors'][kind]:+.1%}" for kind in kinds)] for n, one in report["beside"].items()]

@@ -26,10 +26,10 @@ from tlt.report.timeline import Timeline
 from tlt.rl.rewards import RewardPool
 from tlt.rl.scoring import RewardSpec
 from tlt.tasks.countdown import TASK
-from tlt.training.drafter_side import watch_drafter
 from tlt.training.live import prompt_name
-from tlt.training.phase import RolloutPhase
-from tlt.training.work import Receivers
+from tlt.training.rollout.drafter_side import watch_drafter
+from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.work import Receivers
 from tlt.types import Problem, SamplingParams
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "countdown"

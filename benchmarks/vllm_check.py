@@ -27,8 +27,8 @@ import torch
 from benchmarks.peers import setup_vllm, vllm_environment
 from tlt.cli.drafter import DrafterEval, DrafterExport, evaluate, export
 from tlt.cli.task import WriteProblems, write_problems
-from tlt.drafter.folder import load_drafter, save_drafter
-from tlt.drafter.formats import FORMATS, NUM_DRAFT_TOKENS
+from tlt.drafter.formats.export import FORMATS, NUM_DRAFT_TOKENS
+from tlt.drafter.formats.folder import load_drafter, save_drafter
 from tlt.drafter.model import DraftModel
 from tlt.models.hf_config import load_model_config
 

@@ -28,7 +28,7 @@ from tlt.bench.report import environment, provenance, table, write_report
 from tlt.build.engine import EngineSettings, build_backend, load_stored
 from tlt.build.model import Model, load_model
 from tlt.config.vllm import VllmSection
-from tlt.drafter.folder import StoredDrafter
+from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.tasks.base import make_problems

@@ -43,7 +43,7 @@ from tlt.bench.report import environment, number, provenance, table, write_repor
 from tlt.build.engine import EngineSettings, load_engine
 from tlt.build.model import Model, load_model
 from tlt.config.vllm import VllmSection
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.tasks.base import make_problems
 from tlt.types import Request, Rollout, SamplingParams

@@ -126,7 +126,7 @@ class Strategy:
     """A way to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes (the root, which
     is the last committed token, is not counted). `Strategy.OFF` decodes plainly.
 
-    drafter: learned, ngram, hybrid, ahead (from references, drafter/ahead.py), or ahead+KIND: that kind where there is none.
+    drafter: learned, ngram, hybrid, ahead (from references, drafting/ahead.py), or ahead+KIND: that kind where there is none.
     """
 
     drafter: str
@@ -283,6 +283,11 @@ class StrategyTuner(Protocol):
     @property
     def predicted_speed(self) -> float | None:
         """Tokens per second expected of the latest choice; None where nothing is predicted."""
+        ...
+
+    @property
+    def speed_otherwise(self) -> float | None:
+        """Tokens per second expected of the best strategy that follows no reference, where the latest choice follows some."""
         ...
 
     def choose(self, batch: BatchState) -> Strategy: ...

@@ -34,8 +34,8 @@ from tlt.distributed.world import World
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.training.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, go_back_to, load_checkpoint
-from tlt.training.manifest import MANIFEST, read_manifest
+from tlt.training.saved.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, go_back_to, load_checkpoint
+from tlt.training.saved.manifest import MANIFEST, read_manifest
 from tlt.types import UserError
 
 SHAPE = ModelConfig("llama", 61, 16, 24, 2, 2, 1, 8, max_positions=64)

@@ -38,7 +38,7 @@ from tlt.cli.main import main as tlt
 from tlt.cli.train import resolve_config
 from tlt.config.load import load_config
 from tlt.distributed.signals import say
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config
@@ -47,7 +47,7 @@ from tlt.report.metrics import read_metrics
 from tlt.report.timeline import merge_timelines
 from tlt.report.tracking import run_id
 from tlt.training.evaluate import read_evaluations
-from tlt.training.manifest import latest_checkpoint
+from tlt.training.saved.manifest import latest_checkpoint
 from tlt.training.start import prepare
 from tlt.types import UserError
 

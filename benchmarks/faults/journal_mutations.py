@@ -30,8 +30,8 @@ from tlt.bench.report import environment
 from tlt.distributed.world import World
 from tlt.report.timeline import Timeline
 from tlt.rl.batch import key_of
-from tlt.training.checkpoint import Saved
-from tlt.training.journal import RUNNING_TOKENS, FileJournal, Recalled
+from tlt.training.saved.checkpoint import Saved
+from tlt.training.saved.journal import RUNNING_TOKENS, FileJournal, Recalled
 from tlt.types import Request, Reward, Rollout, SamplingParams
 
 PHASES = ("rollout 0, policy 0", "rollout 0, round 1, policy 0", "evaluation 0, policy 1")

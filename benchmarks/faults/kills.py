@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 
 from benchmarks.faults.victim import ANYWHERE, LAUNCHER, MOMENTS, Kill, read_events
 from tlt.bench.report import environment, number, provenance, table, write_report
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config
@@ -102,6 +102,13 @@ def make_workspace(folder: Path, num_steps: int = 12) -> None:
     (folder / "run.toml").write_text(RUN.format(num_steps=num_steps))
 
 
+def generate_ahead(folder: Path, num_steps: int, migrates: bool = True) -> None:
+    """Lets the runs from now on generate so many steps ahead, and draft from that."""
+    config = folder / "run.toml"
+    rollout = f'"ahead+hybrid:64x1x64"\nahead = {num_steps}\nmigrate = {str(migrates).lower()}'
+    config.write_text(config.read_text().replace('"2x1x2"', rollout))
+
+
 def make_models(folder: Path) -> None:
     """Writes a random policy with Countdown's tokenizer, its random drafter, and a task."""
     tokens = load_model_config(BASE).vocab_size
@@ -160,7 +167,7 @@ def draw(rng: random.Random, calls: Sequence[Mapping[str, int]], seconds: float)
         return Kill(ANYWHERE, LAUNCHER, seconds=rng.uniform(0, EARLY * seconds))
     if chance < LAUNCHER_SHARE + ANYWHERE_SHARE:
         return Kill(ANYWHERE, rng.randrange(2), seconds=rng.uniform(0, EARLY * seconds))
-    moment = rng.choice(sorted(MOMENTS))
+    moment = rng.choice([moment for moment in sorted(MOMENTS) if any(moment in of_rank for of_rank in calls)])
     rank = 0 if moment in LEADERS else rng.randrange(2)
     return Kill(moment, rank, rng.randint(1, max(int(EARLY * calls[rank].get(moment, 1)), 1)))
 
@@ -168,7 +175,8 @@ def draw(rng: random.Random, calls: Sequence[Mapping[str, int]], seconds: float)
 def measure(options: argparse.Namespace) -> int:
     rng = random.Random(options.seed)
     report: dict[str, Any] = {
-        "command": f"python -m benchmarks.faults.kills --kills {options.kills} --seed {options.seed}",
+        "command": f"python -m benchmarks.faults.kills --kills {options.kills} --seed {options.seed} --ahead {options.ahead}",
+        "ahead": options.ahead,
         "environment": environment(),
         "kills": [],
         "runs": [],
@@ -179,9 +187,14 @@ def measure(options: argparse.Namespace) -> int:
         began = time.time()
         whole = run_with(workspace, "whole", [])
         assert whole["outcome"] == "ended", whole["outcome"]
+        name_of_counted = "whole"
+        if options.ahead:
+            generate_ahead(workspace, options.ahead)
+            name_of_counted = "counted"
+            whole = run_with(workspace, name_of_counted, [])
         seconds = time.time() - whole["events"][0]["ready"]
         report["undisturbed_seconds"] = time.time() - began
-        calls = [json.loads((workspace / "whole" / f"calls-{rank}.json").read_text()) for rank in range(2)]
+        calls = [json.loads((workspace / name_of_counted / f"calls-{rank}.json").read_text()) for rank in range(2)]
         number_of_run = 0
         while len(report["kills"]) < options.kills:
             num = min(KILLS_OF_A_RUN, options.kills - len(report["kills"]))
@@ -228,9 +241,10 @@ def to_markdown(report: dict[str, Any]) -> str:
     runs = report["runs"]
     same = sum(run["outcome"] == "same" for run in runs)
     twice = sum(len(run["twice"]) for run in runs)
+    never = "that was never killed, and generated nothing ahead" if report["ahead"] else "never killed"
     text = (
         f"{len(report['kills'])} kills in {len(runs)} runs. {same} runs ended by themselves with the metrics and the weights "
-        f"of the run never killed, to the last bit. Responses of a journal that were generated again: {twice}."
+        f"of the run {never}, to the last bit. Responses of a journal that were generated again: {twice}."
     )
     columns = ["killed in", "kills", "recovery, s (median)", "(most)"]
     return "\n\n".join(["# Kills at all moments", *provenance(report), text, table(columns, rows)]) + "\n"
@@ -242,6 +256,7 @@ def main() -> None:
     )
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--ahead", type=int, default=0, help="steps that idle ranks generate ahead")
     parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     sys.exit(measure(parser.parse_args()))
 

@@ -25,7 +25,7 @@ from benchmarks.growth import child, endless_copy
 from tlt.bench.report import environment, number, provenance, table, write_report
 from tlt.cli.plan import PlanMemory, read_run
 from tlt.config.load import load_config
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import Transformer
 from tlt.models.hf_config import load_model_config

@@ -14,7 +14,7 @@ import torch
 from benchmarks.longtail import hash_model, make_longtail, measure_lengths, write_workload
 from tlt.build.engine import EngineSettings, build_engine
 from tlt.build.model import load_model
-from tlt.drafter.folder import load_drafter
+from tlt.drafter.formats.folder import load_drafter
 from tlt.tasks.base import get_task
 from tlt.types import Problem, SamplingParams
 

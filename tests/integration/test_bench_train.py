@@ -18,7 +18,7 @@ from tlt.bench.train_report import read_turns
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.shards import read_into
-from tlt.training.manifest import latest_checkpoint, read_manifest
+from tlt.training.saved.manifest import latest_checkpoint, read_manifest
 
 PLAN = Plan({"off": OFF, "tlt": {}}, num_steps=1, minutes=10.0)
 

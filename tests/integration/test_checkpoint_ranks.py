@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from tests.forked import fork_ranks, run_ranks
 from tlt.distributed.waiting import lead, together
 from tlt.distributed.world import World
-from tlt.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
+from tlt.training.saved.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from tlt.types import UserError
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.kills import difference, make_workspace, recoveries, run_with
+from benchmarks.faults.kills import difference, generate_ahead, make_workspace, recoveries, run_with
 from benchmarks.faults.victim import ANYWHERE, LAUNCHER, Kill
 
 PLAN = [
@@ -43,8 +43,7 @@ def test_after_kills_a_run_that_generates_ahead_is_the_one_never_killed_that_doe
     make_workspace(tmp_path, num_steps=5)
     whole = run_with(tmp_path, "whole", [])
     assert whole["outcome"] == "ended", whole["outcome"]
-    config = tmp_path / "run.toml"
-    config.write_text(config.read_text().replace('"2x1x2"', '"ahead+hybrid:64x1x64"\nahead = 1\nmigrate = false'))
+    generate_ahead(tmp_path, 1, migrates=False)
     plan = [Kill("decode", 1, 40), Kill("update", 0), Kill("checkpoint", 1), Kill("publication", 0, 2), Kill("record", 0)]
     killed = run_with(tmp_path, "killed", plan)
     assert killed["outcome"] == "ended", killed["outcome"]

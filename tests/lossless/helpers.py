@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tlt.drafter.hybrid import make_drafter
-from tlt.drafter.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.drafting.hybrid import make_drafter
+from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
@@ -138,7 +138,7 @@ class ArtificialDrafter:
 class Switching:
     """Another strategy, off included, at every step."""
 
-    predicted_speed = None
+    predicted_speed = speed_otherwise = None
 
     def __init__(self, strategies: Sequence[Strategy], seed: int) -> None:
         self.strategies, self.random = list(strategies), random.Random(seed)

@@ -23,9 +23,9 @@ from tests.lossless.helpers import (
     to_transformers,
     tokens_of,
 )
-from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
-from tlt.drafter.hybrid import HybridDrafter
-from tlt.drafter.ngram import NgramDrafter
+from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
+from tlt.drafter.drafting.hybrid import HybridDrafter
+from tlt.drafter.drafting.ngram import NgramDrafter
 from tlt.engine.engine import RolloutEngine
 from tlt.models import cpu_kernels
 from tlt.models.attention import PackedCausal

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, make_engine, make_policy
-from tlt.drafter.ahead import AheadDrafter, Follower
-from tlt.drafter.references import REPLAY, Reference, References
+from tlt.drafter.drafting.ahead import AheadDrafter, Follower
+from tlt.drafter.drafting.references import REPLAY, Reference, References
 from tlt.engine import reading
 from tlt.engine.engine import RolloutEngine
+from tlt.engine.stats import EngineStats
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import Fixed, default_arms
 from tlt.types import Request, Rollout, SamplingParams, Strategy, StrategyTuner
@@ -107,6 +108,26 @@ def test_a_right_reference_is_followed_to_its_end() -> None:
     assert engine.stats.accept_length > 20
 
 
+class Slow(Fixed):
+    """Says that without references a second brings a hundredth of a token."""
+
+    speed_otherwise = 0.01
+
+
+def test_the_engine_counts_what_its_steps_along_references_have_won_and_no_other_step() -> None:
+    engine, silent = (follow(tuner(Strategy.parse("ahead:100x1x100")), ["right"] * 9) for tuner in (Slow, Fixed))
+    assert_plain(engine)
+    assert_plain(silent)
+    expected = 100.0 * engine.stats.num_tokens
+    assert expected > 0
+    assert engine.stats.won_seconds == pytest.approx(expected, rel=0.01)
+    both = EngineStats()
+    both.add(engine.stats)
+    both.add(engine.stats)
+    assert both.won_seconds == pytest.approx(2 * expected, rel=0.01)
+    assert silent.stats.won_seconds == 0.0
+
+
 def test_logits_of_a_long_chain_are_asked_for_a_piece_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = follow(Fixed(Strategy.parse("ahead:100x1x100")), ["right", "wrong", "one differs"] * 3)
     sizes, logits = [], engine.model.logits
@@ -167,13 +188,14 @@ def test_a_case_that_is_not_drafted_from_recovers_by_what_is_committed_without_d
 
 def test_references_survive_a_restart_and_what_is_damaged_is_none() -> None:
     references, again = References(None), References(None)
-    references.keep((1, 2, 3, 2**32 - 1), (5, 6, 7), 3)
+    references.keep((1, 2, 3, 2**32 - 1), (5, 6, 7), 3, is_whole=True)
     references.keep((1, 2, 3, 5), (), 4)
     references.keep((1, 2, 3, 6), (9,), REPLAY)
     data = references.encode()
     again.restore(data, VOCAB)
     kept = [again.get((1, 2, 3, word)) for word in (2**32 - 1, 5, 6)]
-    assert [None if one is None else ([*one.token_ids], one.version) for one in kept] == [([5, 6, 7], 3), ([], 4), None]
+    found = [None if one is None else ([*one.token_ids], one.version, one.is_whole) for one in kept]
+    assert found == [([5, 6, 7], 3, True), ([], 4, False), None]
     assert References(None).encode() == b""
     for damaged in (data[:-4], data[:20], b"", data.replace(b"token_ids", b"token_idx")):
         with pytest.raises(ValueError):

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, ArtificialDrafter, make_policy, pack
-from tlt.drafter.buffer import PackedBatch, TrajectoryBuffer
-from tlt.drafter.learned import LearnedDrafter, LearnedProposal, LearnedSettings
-from tlt.drafter.losses import PRESETS, Preset, draft_loss
+from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal, LearnedSettings
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, drafter_shape
-from tlt.drafter.spot import SpotTrainer
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.buffer import PackedBatch, TrajectoryBuffer
+from tlt.drafter.training.losses import PRESETS, Preset, draft_loss
+from tlt.drafter.training.spot import SpotTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled
 from tlt.models.decoder import Transformer

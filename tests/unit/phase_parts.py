@@ -18,18 +18,18 @@ from tests.lossless.helpers import CONFIG, make_policy
 from tlt.accounts import DrafterReport
 from tlt.distributed.work_queue import Coordinator
 from tlt.distributed.world import World
-from tlt.drafter.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.measure import Subject
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.drafter.service import DrafterWatch, Ranks, RankState
-from tlt.drafter.spot import SpotTrainer
+from tlt.drafter.training.spot import SpotTrainer
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
 from tlt.report.timeline import Timeline
-from tlt.training.drafter_side import WatchedDrafter
-from tlt.training.phase import NO_WORK, RolloutPhase
-from tlt.training.work import Ended, Receivers, Work
+from tlt.training.rollout.drafter_side import WatchedDrafter
+from tlt.training.rollout.phase import NO_WORK, RolloutPhase
+from tlt.training.rollout.work import Ended, Receivers, Work
 from tlt.tuning.tuner import Fixed
 from tlt.types import Finished, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlt.distributed.world import World
-from tlt.training.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, load_checkpoint
+from tlt.training.saved.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, load_checkpoint
 from tlt.types import UserError
 
 

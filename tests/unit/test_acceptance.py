@@ -15,7 +15,7 @@ from tests.lossless.helpers import CONFIG, VOCAB, make_policy
 from tlt.bench.acceptance import Acceptance, observe, speedup
 from tlt.build.model import Model
 from tlt.cli import main as cli
-from tlt.drafter.folder import StoredDrafter, save_drafter
+from tlt.drafter.formats.folder import StoredDrafter, save_drafter
 from tlt.drafter.model import DraftModel, Method, align, drafter_shape
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer

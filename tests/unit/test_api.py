@@ -19,7 +19,7 @@ from tlt.api import Engine, Sampling, _named, train
 from tlt.cli.main import main
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config

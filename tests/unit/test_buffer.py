@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.drafter_parts import SIZE, make_rollout, randn, random_tokens
-from tlt.drafter.buffer import TOKEN_ID_BYTES, TrajectoryBuffer
 from tlt.drafter.model import align
+from tlt.drafter.training.buffer import TOKEN_ID_BYTES, TrajectoryBuffer
 
 
 def coded_buffer(shapes: Sequence[tuple[int, int]], seed: int) -> TrajectoryBuffer:

@@ -20,7 +20,7 @@ import pytest
 
 from tests.unit.saved_parts import ALONE, assert_holds, make_checkpoint, names_in, refusal, save
 from tlt.distributed import shards
-from tlt.training.checkpoint import CheckpointWriter, find_checkpoint, save_checkpoint
+from tlt.training.saved.checkpoint import CheckpointWriter, find_checkpoint, save_checkpoint
 
 MOMENTS = ((shards, "write_chunk"), (os, "fsync"), (Path, "rename"), (shutil, "rmtree"), (os, "rmdir"))
 """Every call of these changes the disk."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.checkpoint_mutations import KINDS, NUM_RANKS, STEPS, Saved, judge, save_run, try_one
-from tlt.training import checkpoint
+from tlt.training.saved import checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG
 from tests.unit.drafter_parts import MODEL, SIZE, plain_forward, randn
-from tlt.drafter.folder import load_drafter, save_drafter
+from tlt.drafter.formats.folder import load_drafter, save_drafter
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.files import replace_folder
 from tlt.models.attention import PackedCausal
@@ -113,7 +113,7 @@ def test_a_drafter_folder_is_replaced_only_when_the_new_one_is_complete(
 ) -> None:
     path, model = tmp_path / "drafter", DraftModel(drafter_shape(CONFIG)).initialize(1)
     save_drafter(path, model, torch.float32)
-    monkeypatch.setattr("tlt.drafter.folder.describe", kill)
+    monkeypatch.setattr("tlt.drafter.formats.folder.describe", kill)
     with pytest.raises(KeyboardInterrupt):
         save_drafter(path, DraftModel(drafter_shape(CONFIG)).initialize(2), torch.float32)
     assert content_hash(load_drafter(path, CONFIG).tensors) == content_hash(dict(model.state_dict()))

@@ -26,11 +26,11 @@ from tests.unit.drafter_parts import (
     ready_buffer,
     unpack,
 )
-from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.losses import PRESETS, draft_loss
 from tlt.drafter.model import DraftModel, drafter_shape
-from tlt.drafter.spot import FeatureRecompute
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.losses import PRESETS, draft_loss
+from tlt.drafter.training.spot import FeatureRecompute
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.decoder import Transformer
 from tlt.models.hf_weights import content_hash
 from tlt.models.packed import PackedTransformer

@@ -18,12 +18,12 @@ from tlt.distributed.world import World
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
-from tlt.training.drafter_side import DrafterSide
-from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
-from tlt.training.phase import RolloutPhase, StopRequested
 from tlt.training.problems import problems_of_step, spare_problems
-from tlt.training.result import PhaseResult, ReplicaReport, combine
-from tlt.training.work import Receivers, Work
+from tlt.training.rollout.drafter_side import DrafterSide
+from tlt.training.rollout.dynamic import Draw, DynamicSampling, Group, flatten
+from tlt.training.rollout.phase import RolloutPhase, StopRequested
+from tlt.training.rollout.result import PhaseResult, ReplicaReport, combine
+from tlt.training.rollout.work import Receivers, Work
 from tlt.tuning.tuner import Fixed
 from tlt.types import Problem, Request, Reward, Rollout, SamplingParams, Strategy
 

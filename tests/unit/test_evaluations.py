@@ -9,7 +9,7 @@ import pytest
 from tlt.accounts import DrafterReport
 from tlt.engine.stats import EngineStats
 from tlt.training.evaluate import Evaluation, Evaluations, read_evaluations
-from tlt.training.result import PhaseResult, ReplicaReport
+from tlt.training.rollout.result import PhaseResult, ReplicaReport
 from tlt.types import Reward, Rollout, UserError
 
 

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.lossless.helpers import CONFIG as TINY
-from tlt.drafter.folder import StoredDrafter, load_drafter, save_drafter
-from tlt.drafter.formats import FORMATS, Target, export_drafter
+from tlt.drafter.formats.export import FORMATS, Target, export_drafter
+from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig
@@ -128,7 +128,7 @@ def test_an_export_that_meets_a_full_disk_leaves_nothing(tmp_path: Path, monkeyp
     def full(*_: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tlt.drafter.formats._readme", full)  # after the weights have been written
+    monkeypatch.setattr("tlt.drafter.formats.export._readme", full)  # after the weights have been written
     with pytest.raises(UserError, match=r"out: cannot be written \(No space left on device\)"):
         export(tmp_path / "out", "vllm-eagle")
     assert list(tmp_path.iterdir()) == []

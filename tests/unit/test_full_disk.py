@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from tests.lossless.helpers import CONFIG
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_weights import expected_shapes, save_model
 from tlt.types import UserError

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.lossless.helpers import make_engine, make_policy
-from tlt.drafter.history import FeatureHistory
+from tlt.drafter.drafting.history import FeatureHistory
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy
 
@@ -98,7 +98,7 @@ def test_switching_on_costs_one_catch_up_of_the_drafter_and_no_forward_of_the_ta
     policy = make_policy()
 
     class OnFrom:
-        predicted_speed = None
+        predicted_speed = speed_otherwise = None
 
         def __init__(self, step: int) -> None:
             self.step, self.count = step, 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,19 +12,21 @@ import numpy as np
 import pytest
 
 from tlt.accounts import AheadReport, DrafterReport, IdleUse
+from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.spans import Span
-from tlt.training.ahead import Ahead
-from tlt.training.drafter_side import DrafterSide
-from tlt.training.idle import IdleTime, IdleWork
-from tlt.tuning import idle as module
-from tlt.tuning.idle import IdleChoice, IdleFacts, IdlePlan
+from tlt.training.rollout.ahead import Ahead
+from tlt.training.rollout.drafter_side import DrafterSide
+from tlt.training.rollout.idle_time import IdleTime, IdleWork, facts_of
+from tlt.training.rollout.result import PhaseResult, ReplicaReport
+from tlt.tuning import idle_choice as module
+from tlt.tuning.idle_choice import IdleChoice, IdleFacts, IdlePlan
 from tlt.tuning.slowdown import SlowdownSums
+from tlt.types import StepOutcome
 
 AHEAD, TRAIN, REST = IdleUse.AHEAD, IdleUse.TRAIN, IdleUse.REST
-NOTHING = IdleFacts(0, 0.0, 0, 0, 0, 0.0, 10.0, 1.5, 0.0, 0.0, math.nan, math.nan, 50)
+NOTHING = IdleFacts(0, 0.0, 0, 0.0, 10.0, 1.5, 0.0, 0.0, math.nan, math.nan, 50)
 GENERATED = replace(NOTHING, ahead_tokens=10_000, ahead_seconds=10.0, offered_tokens=10_000)
-MEASURED = replace(GENERATED, reading_tokens=20_000, reading_seconds=4.0)
 NO_SUMS = SlowdownSums.zero()
 
 
@@ -111,6 +114,19 @@ def test_real_work_ends_a_rest_at_once() -> None:
     assert seconds_of(idle, REST) == pytest.approx(0.1, abs=0.011)
 
 
+def test_what_another_runs_references_have_won_is_no_gain_of_generating_ahead() -> None:
+    def facts(age: str, num_own: int = 30, predicted: float | None = 9.0) -> IdleFacts:
+        stats = EngineStats(won_seconds=4.0, followed_by_age=Counter({"1": num_own, age: 10}))
+        stats.by_strategy["off"].record(StepOutcome(3, (), (), 1.0), predicted)
+        return facts_of(PhaseResult([], [], [ReplicaReport(0.0, 5.0, 6.0, stats, DrafterReport())]), num_offered=50)
+
+    assert facts("2").won_seconds == pytest.approx(4.0)
+    assert facts("replay").won_seconds == pytest.approx(3.0)
+    assert facts("replay", num_own=0).won_seconds == 0.0
+    assert facts("2", predicted=None).won_seconds is None, "no tuner predicts"
+    assert facts("2").offered_tokens == 50
+
+
 # ── what it is worth ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -125,12 +141,24 @@ def costly(use: IdleUse, cost: float, num_steps: int = 3000) -> SlowdownSums:
     return SlowdownSums(xx, cost * num_steps / 4 * share, num_steps * noise**2 + cost**2 * num_steps / 4, float(num_steps))
 
 
-def test_ahead_is_worth_what_is_kept_of_it_less_what_reading_costs_shared_by_the_ranks_at_work() -> None:
+def test_ahead_is_worth_what_its_tokens_have_won_shared_by_the_ranks_at_work() -> None:
     chosen = choice()
     for _ in range(40):
-        chosen.observe(replace(MEASURED, followed_tokens=8_000), NO_SUMS)
-    # 8 of 10 kept; a read token takes 0.2 ms where a generated one takes 1 ms; 1.5 ranks are at work
-    assert chosen.worth()[AHEAD].gain == pytest.approx(0.8 * 0.8 / 1.5, rel=0.02)
+        chosen.observe(replace(GENERATED, won_seconds=6.0), NO_SUMS)
+    # a second brings 1,000 tokens, and 1,000 tokens that were offered have won 0.6 s; 1.5 ranks are at work
+    assert chosen.worth()[AHEAD].gain == pytest.approx(0.6 / 1.5, rel=0.02)
+    idle = replace(NOTHING, rollout_seconds=10.0)
+    before = chosen.worth()[AHEAD].gain
+    for _ in range(20):
+        chosen.observe(idle, NO_SUMS)
+    assert chosen.worth()[AHEAD].gain == pytest.approx(before), "what is not done teaches nothing, and is not forgotten either"
+
+
+def test_where_no_tuner_says_what_else_there_was_nothing_is_learned_of_what_is_won() -> None:
+    chosen = choice()
+    for _ in range(5):
+        chosen.observe(replace(GENERATED, won_seconds=None), NO_SUMS)
+    assert chosen.worth()[AHEAD].gain == pytest.approx(module._PRIOR_WON / 1.5)
 
 
 def test_training_is_worth_the_tokens_that_its_acceptance_brings_for_some_steps() -> None:
@@ -148,9 +176,7 @@ def test_training_is_worth_the_tokens_that_its_acceptance_brings_for_some_steps(
 def test_the_use_that_is_worth_more_comes_first_and_the_other_has_its_trials() -> None:
     chosen = choice()
     for _ in range(10):
-        chosen.observe(
-            replace(MEASURED, followed_tokens=9_000, train_seconds=5.0, acceptance_before=0.5, acceptance=0.501), NO_SUMS
-        )
+        chosen.observe(replace(GENERATED, won_seconds=9.0, train_seconds=5.0, acceptance_before=0.5, acceptance=0.501), NO_SUMS)
     plans = [chosen.plan(step).order for step in range(module.TRIAL_EVERY)]
     assert plans[0] == (TRAIN, AHEAD)
     assert plans[1:] == [(AHEAD, TRAIN)] * (module.TRIAL_EVERY - 1)
@@ -183,14 +209,14 @@ def test_generating_ahead_is_done_where_the_user_asked_for_it_whatever_it_costs(
     asked, compared = choice(compares=False), choice()
     for chosen in (asked, compared):
         for _ in range(10):
-            chosen.observe(replace(MEASURED, followed_tokens=0), costly(AHEAD, 0.3))
+            chosen.observe(replace(GENERATED, won_seconds=-0.5), costly(AHEAD, 0.3))
     assert asked.plan(0).order[0] is AHEAD
     assert AHEAD not in compared.plan(1).order
 
 
 def test_a_cost_that_is_not_sure_yet_keeps_nobody_from_trying() -> None:
     chosen = choice()
-    chosen.observe(replace(MEASURED, followed_tokens=5_000), costly(AHEAD, 0.4, num_steps=4))
+    chosen.observe(replace(GENERATED, won_seconds=5.0), costly(AHEAD, 0.4, num_steps=4))
     assert chosen.worth()[AHEAD].cost > 0.05
     assert AHEAD in chosen.plan(1).order
 
@@ -217,7 +243,7 @@ def test_rests_make_up_their_share_wherever_a_phase_begins() -> None:
 
 def test_what_is_known_survives_a_restart() -> None:
     chosen, again = choice(), choice()
-    facts = replace(MEASURED, followed_tokens=7_000, train_seconds=1.0, acceptance_before=0.6, acceptance=0.61)
+    facts = replace(GENERATED, won_seconds=7.0, train_seconds=1.0, acceptance_before=0.6, acceptance=0.61)
     chosen.observe(facts, costly(AHEAD, 0.2))
     again.restore(json.loads(json.dumps(chosen.counters())))
     assert again.worth() == chosen.worth()

@@ -19,14 +19,14 @@ from tlt.distributed.world import World
 from tlt.engine.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
 from tlt.report.timeline import Timeline
-from tlt.training.checkpoint import Saved
-from tlt.training.dynamic import DynamicSampling
-from tlt.training.journal import FileJournal, Recalled, choose, find_phases
-from tlt.training.journal_file import Record, read_records
 from tlt.training.lock import can_go_on, forget_journal
-from tlt.training.phase import RolloutPhase
-from tlt.training.result import PhaseResult
-from tlt.training.work import Receivers
+from tlt.training.rollout.dynamic import DynamicSampling
+from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.result import PhaseResult
+from tlt.training.rollout.work import Receivers
+from tlt.training.saved.checkpoint import Saved
+from tlt.training.saved.journal import FileJournal, Recalled, choose, find_phases
+from tlt.training.saved.journal_file import Record, read_records
 from tlt.types import Problem, Request, Reward, Rollout, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=60, stop_ids=(0,), seed=4)
@@ -398,8 +398,8 @@ def tokens_of(rollout: Rollout) -> tuple[str, int, tuple[int, ...]]:
 def test_after_a_death_the_phase_ends_as_it_would_have_and_generates_none_of_it_twice(
     tmp_path: Path, kill_after: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tlt.training.journal.RUNNING_TOKENS", 8)
-    monkeypatch.setattr("tlt.training.journal._STEPS", 4)
+    monkeypatch.setattr("tlt.training.saved.journal.RUNNING_TOKENS", 8)
+    monkeypatch.setattr("tlt.training.saved.journal._STEPS", 4)
     whole, engine, _ = run_phase(tmp_path / "whole")
     with pytest.raises(Killed):
         run_phase(tmp_path / "killed", kill_after)

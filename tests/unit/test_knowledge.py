@@ -12,8 +12,8 @@ import torch
 from tests.unit.test_ngram import CHAIN, propose, request, rollout_of, whole_drafts
 from tests.unit.test_tuner import ARMS, Machine, play
 from tests.unit.watch_parts import Parts
-from tlt.drafter.ngram import NgramDrafter
-from tlt.drafter.suffix_index import _MAX_TEXTS
+from tlt.drafter.drafting.ngram import NgramDrafter
+from tlt.drafter.drafting.suffix_index import _MAX_TEXTS
 from tlt.tuning.tuner import Fixed, counters_of, make_tuner, restore_tuner
 from tlt.types import BatchState, Strategy, StrategyTuner
 

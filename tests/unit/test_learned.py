@@ -28,9 +28,9 @@ from tests.unit.drafter_parts import (
     remember,
     run_engine,
 )
-from tlt.drafter import pair_cache
-from tlt.drafter.calibration import Calibration
-from tlt.drafter.learned import LearnedDrafter, LearnedProposal
+from tlt.drafter.drafting import pair_cache
+from tlt.drafter.drafting.calibration import Calibration
+from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal
 from tlt.tuning.tuner import Fixed
 from tlt.types import DraftTree, SamplingParams, Strategy, StrategyTuner, Verdict
 

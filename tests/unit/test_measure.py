@@ -11,8 +11,8 @@ import torch
 
 from tests.lossless.helpers import CONFIG
 from tests.unit.watch_parts import POLICY, TARGET, Parts, make_rollouts
+from tlt.drafter.drafting.suffix_index import count_retrieved
 from tlt.drafter.measure import distribution, draw, engine_logits, judge, read, trainer_logits
-from tlt.drafter.suffix_index import count_retrieved
 from tlt.models.attention import PackedCausal
 from tlt.types import Rollout
 

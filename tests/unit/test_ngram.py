@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lossless.helpers import make_engine, make_policy
-from tlt.drafter import ngram, suffix_index
-from tlt.drafter.hybrid import HybridDrafter, HybridProposal
-from tlt.drafter.ngram import NgramDrafter, NgramProposal, match_bucket
-from tlt.drafter.suffix_index import ANCHORS, SuffixIndex
+from tlt.drafter.drafting import ngram, suffix_index
+from tlt.drafter.drafting.hybrid import HybridDrafter, HybridProposal
+from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal, match_bucket
+from tlt.drafter.drafting.suffix_index import ANCHORS, SuffixIndex
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed, make_tuner

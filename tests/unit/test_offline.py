@@ -9,10 +9,17 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
-from tlt.drafter.losses import PRESETS
 from tlt.drafter.measure import distribution
 from tlt.drafter.model import DraftModel
-from tlt.drafter.offline import WEAK_ACCEPTANCE, OfflineSettings, OfflineSummary, measure_acceptance, new_drafter, train_offline
+from tlt.drafter.training.losses import PRESETS
+from tlt.drafter.training.offline import (
+    WEAK_ACCEPTANCE,
+    OfflineSettings,
+    OfflineSummary,
+    measure_acceptance,
+    new_drafter,
+    train_offline,
+)
 from tlt.models.attention import PackedCausal
 from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout

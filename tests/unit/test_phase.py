@@ -24,12 +24,12 @@ from tests.unit.phase_parts import (
     wait_for,
 )
 from tlt.accounts import DrafterReport
-from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.losses import PRESETS
-from tlt.drafter.spot import SpotTrainer
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.losses import PRESETS
+from tlt.drafter.training.spot import SpotTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.stats import EngineStats
-from tlt.training.result import PhaseResult, ReplicaReport
+from tlt.training.rollout.result import PhaseResult, ReplicaReport
 from tlt.types import Rollout
 
 

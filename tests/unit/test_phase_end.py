@@ -14,11 +14,11 @@ from tests.unit.phase_parts import (
     make_side,
     make_watch,
 )
-from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.losses import PRESETS
-from tlt.drafter.spot import SpotTrainer
-from tlt.drafter.trainer import DrafterTrainer
-from tlt.training.phase import StopRequested
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.losses import PRESETS
+from tlt.drafter.training.spot import SpotTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
+from tlt.training.rollout.phase import StopRequested
 from tlt.types import Rollout
 
 

@@ -17,7 +17,7 @@ from tlt.build.engine import EngineSettings, build_engine
 from tlt.cli.main import main
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.drafter.folder import StoredDrafter
+from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer

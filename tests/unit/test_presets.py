@@ -12,12 +12,12 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack, to_transformers
 from tlt.config.schema import Config
-from tlt.drafter.buffer import PackedBatch
-from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
-from tlt.drafter.learned import LearnedDrafter, LearnedSettings
-from tlt.drafter.losses import PRESETS
+from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, capture_layers, drafter_shape, training_capture
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.buffer import PackedBatch
+from tlt.drafter.training.losses import PRESETS
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
 from tlt.models.cpu_kernels import CausalAndOwn

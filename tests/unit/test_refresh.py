@@ -25,15 +25,15 @@ from tests.unit.phase_parts import (
     make_watch,
 )
 from tlt.distributed.mailbox import Mailbox
-from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.losses import PRESETS
+from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.model import DraftModel
-from tlt.drafter.spot import SpotTrainer
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.losses import PRESETS
+from tlt.drafter.training.spot import SpotTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.attention import PackedCausal
-from tlt.training.drafter_side import DrafterRefresh, connect_refresh
-from tlt.training.result import PhaseResult
+from tlt.training.rollout.drafter_side import DrafterRefresh, connect_refresh
+from tlt.training.rollout.result import PhaseResult
 from tlt.types import Request, Strategy
 
 
@@ -133,7 +133,7 @@ def test_a_drafter_that_is_not_finite_is_not_sent(fault: float) -> None:
 
 def test_runs_side_by_side_have_mailboxes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     names = []
-    monkeypatch.setattr("tlt.training.drafter_side.connect_mailbox", lambda store, name: names.append(name))
+    monkeypatch.setattr("tlt.training.rollout.drafter_side.connect_mailbox", lambda store, name: names.append(name))
     for folder in ("a", "b"):
         settings = SimpleNamespace(refresh_during_rollout=True, refresh_seconds=1.0)
         world: Any = SimpleNamespace(store=None, group=object(), world_size=2)

@@ -11,9 +11,9 @@ import pytest
 
 from tests.lossless.helpers import CONFIG
 from tests.unit.saved_parts import ALONE
-from tlt.drafter.references import REPLAY, References
-from tlt.training.replay import ReplayOf
-from tlt.training.responses import KeptResponses, forget_responses, kept_by, path_of
+from tlt.drafter.drafting.references import REPLAY, References
+from tlt.training.saved.replay import ReplayOf
+from tlt.training.saved.responses import KeptResponses, forget_responses, kept_by, path_of
 from tlt.types import Purpose, Request, Reward, Rollout, SamplingParams
 
 PARAMS = SamplingParams(seed=3)

@@ -23,9 +23,9 @@ from tests.unit.saved_parts import (
 )
 from tlt.distributed import shards
 from tlt.distributed.shards import digest_of
-from tlt.training import checkpoint
-from tlt.training.checkpoint import CheckpointWriter, find_checkpoint, go_back_to, load_checkpoint
-from tlt.training.manifest import latest_checkpoint, read_manifest
+from tlt.training.saved import checkpoint
+from tlt.training.saved.checkpoint import CheckpointWriter, find_checkpoint, go_back_to, load_checkpoint
+from tlt.training.saved.manifest import latest_checkpoint, read_manifest
 from tlt.types import LAW_VERSION, UserError
 
 # ── what they hold ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -21,8 +21,9 @@ from tlt.accounts import DrafterReport
 from tlt.config.drafter import DrafterSection
 from tlt.config.schema import Config, ModelSection, TaskSection
 from tlt.distributed.world import World
-from tlt.drafter.folder import load_drafter, save_drafter
-from tlt.drafter.hybrid import HybridDrafter
+from tlt.drafter.drafting.hybrid import HybridDrafter
+from tlt.drafter.formats.folder import load_drafter, save_drafter
+from tlt.drafter.measure import Tally
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.drafter.service import RankState
 from tlt.models.hf_config import load_model_config as load_config
@@ -149,6 +150,38 @@ def test_ranks_that_hold_different_drafters_are_an_error_in_a_step_without_a_mea
         parts.step(1)
 
 
+def test_where_no_rank_has_trained_nothing_is_read_between_measurements_and_any_rank_that_has_is_enough() -> None:
+    parts = Parts(check_every=3)
+    calls: list[str] = []
+
+    def gather(value: Any) -> list[Any]:
+        calls.append(type(value).__name__)
+        return [value]
+
+    parts.watch.ranks = replace(parts.watch.ranks, gather=gather)
+    checks = [parts.step(seed, trains=False) for seed in range(4)]
+    assert [is_measured(check) for check in checks] == [True, False, False, True]
+    assert calls == ["RankState", "Tally", "RankState", "RankState", "RankState", "Tally"]
+    assert [check.training for check in checks] == ["no idle time"] * 4
+    parts = Parts(check_every=3)
+    parts.step(0)
+    foreign = Parts().measure(make_rollouts(), 1.0, is_due=False)
+    parts.join(RankState("", 0, False, num_tokens=7), foreign)
+    with pytest.raises(RuntimeError, match="rank 1 holds other weights"):
+        parts.step(1, trains=False)
+
+
+def test_publication_takes_as_long_as_on_the_slowest_rank_on_all_of_them() -> None:
+    """By that the ranks decide what their idle time is worth, and all have to decide alike."""
+    parts = Parts()
+
+    def gather(value: Any) -> list[Any]:
+        return [value, replace(value, publish_seconds=77.0) if isinstance(value, Tally) else value]
+
+    parts.watch.ranks = replace(parts.watch.ranks, gather=gather)
+    assert parts.step(0).publish_seconds == 77.0
+
+
 def test_a_drafter_that_turns_nan_between_measurements_is_undone_at_once_and_back_after_the_next() -> None:
     parts = Parts(check_every=3)
     parts.step(0)
@@ -169,7 +202,7 @@ def test_outputs_that_are_not_finite_are_seen_between_measurements(monkeypatch: 
     assert not parts.step(0).set_aside
     for name in ("engine_logits", "trainer_logits"):
         monkeypatch.setattr(f"tlt.drafter.measure.{name}", lambda drafter, target, sample: sample.target_RV * math.nan)
-    check = parts.step(1, trains=False)
+    check = parts.step(1)
     assert check.set_aside == "its outputs are not finite"
     assert parts.watch.trains, "a drafter set aside is trained"
 

@@ -16,7 +16,7 @@ from tests.unit.phase_parts import Scorers, make_coordinators
 from tests.unit.phase_parts import make_phase as make_real_phase
 from tlt.accounts import IdleUse
 from tlt.config.load import load_config
-from tlt.drafter.references import References
+from tlt.drafter.drafting.references import References
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, LogNormalLengths, RecordedLengths, SpotSpeed
 from tlt.simulate.engine import SimulatedEngine
 from tlt.simulate.expectation import OFF, VARIANTS, expect, simulate
@@ -336,7 +336,7 @@ def test_the_tuner_of_the_gpu_knows_the_papers_accept_lengths_and_chooses_less_f
             tokens += survival
         assert tokens == pytest.approx(accept_length, rel=0.03)
     measured = Measured(model, GpuSeconds(0.02, 512))
-    chosen = [measured.choose(BatchState(batch, 500.0, 0, 0)).budget for batch in (1, 16, 128)]
+    chosen = [measured.choose(BatchState(batch, 500.0, 0, 0))[0].budget for batch in (1, 16, 128)]
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[0] >= 16 > chosen[-1]
 

@@ -28,9 +28,9 @@ from tests.unit.drafter_parts import (
     unpack,
 )
 from tlt.accounts import DrafterReport
-from tlt.drafter.buffer import TOKEN_ID_BYTES, PackedBatch, TrajectoryBuffer
-from tlt.drafter.spot import MICRO_STEP_SHARE, MIN_TOKENS, FeatureRecompute, MicroStepSize, SpotTrainer
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.buffer import TOKEN_ID_BYTES, PackedBatch, TrajectoryBuffer
+from tlt.drafter.training.spot import MICRO_STEP_SHARE, MIN_TOKENS, FeatureRecompute, MicroStepSize, SpotTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.hf_weights import content_hash
 from tlt.spans import Span
 from tlt.tuning.tuner import Fixed

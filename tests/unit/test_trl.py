@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from tests.unit.test_live import make_model
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_module import module_config
 from tlt.types import UserError

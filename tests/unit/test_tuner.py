@@ -11,11 +11,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tlt.engine.stats import EngineStats
 from tlt.tuning.acceptance import Acceptance, Curve
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.step_costs import StepCosts
 from tlt.tuning.tuner import BegMab, Fixed, default_arms, default_groups, make_tuner
-from tlt.types import BatchState, StepOutcome, Strategy, StrategyTuner, UserError
+from tlt.types import BatchState, Lead, StepOutcome, Strategy, StrategyTuner, UserError
 
 ALL = ("learned", "ngram", "hybrid")
 ARMS = default_arms(ALL)
@@ -74,6 +75,31 @@ def share_of_best(machine: Machine, chosen: Sequence[Strategy], sizes: Sequence[
     ideal = sum(machine.tokens(a) * s / machine.best(arms, s) for a, s in zip(chosen, sizes, strict=True))
     assert tokens > 0
     return ideal / seconds
+
+
+def test_the_cost_model_says_how_fast_it_would_be_without_the_references_that_it_follows() -> None:
+    """Four sequences, each with a reference that is right; without, the best arm is what this machine says."""
+    kinds = ("learned", "ahead", "ahead+learned")
+    arms = default_arms(kinds)
+    machine = Machine({"learned": 0.7}, 25.0)
+    tuner, stats, truth = CostModel(arms), EngineStats(), 0.0
+    best = machine.best([arm for arm in arms if not arm.follows], 4)
+    for step in range(600):
+        leads = (Lead(0.999, 200),) * 4 if step % 2 and step > 200 else ()
+        batch = BatchState(4, 200.0, 0, 0, 0, leads)
+        arm = tuner.choose(batch)
+        assert (tuner.speed_otherwise is not None) == arm.follows
+        if arm.follows:
+            kept, noise = min(arm.depth, 200), math.exp(machine.random.gauss(0, 0.1))
+            seconds = 0.01 * (25.0 + 4 * (1 + kept)) / 26.0 * noise
+            outcome = StepOutcome(4 * (1 + kept), (kept,) * 4, (kept,) * 4, seconds, (True,) * 4)
+            truth += outcome.num_tokens / best - seconds
+        else:
+            outcome = machine.run(arm, 4)
+        stats.record_step(str(arm), outcome, tuner.predicted_speed, tuner.speed_otherwise)
+        tuner.observe(arm, batch, outcome)
+    assert truth > 10.0
+    assert stats.won_seconds == pytest.approx(truth, rel=0.15)
 
 
 ROLLOUT = [*[64] * 60, *[48] * 40, *[32] * 40, *[16] * 60, *[8] * 80, *[4] * 80, *[2] * 120, *[1] * 200]

@@ -147,7 +147,7 @@ class PretendLink:
 class Told:
     """A strategy at random at every choice; keeps what it is told."""
 
-    predicted_speed = None
+    predicted_speed = speed_otherwise = None
 
     def __init__(self, kinds: Sequence[Strategy], seed: int = 0) -> None:
         self.inner, self.told = Switching(kinds, seed), list[tuple[Strategy, StepOutcome]]()

@@ -11,16 +11,16 @@ import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack
 from tlt.accounts import DrafterReport
-from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.hybrid import HybridDrafter
-from tlt.drafter.learned import LearnedDrafter
-from tlt.drafter.losses import PRESETS
+from tlt.drafter.drafting.hybrid import HybridDrafter
+from tlt.drafter.drafting.learned import LearnedDrafter
+from tlt.drafter.drafting.ngram import NgramDrafter
 from tlt.drafter.measure import Measurement, Subject, Tally
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
-from tlt.drafter.ngram import NgramDrafter
 from tlt.drafter.service import DrafterWatch, Ranks, RankState
-from tlt.drafter.spot import SpotTrainer
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.losses import PRESETS
+from tlt.drafter.training.spot import SpotTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.types import Rollout
 
 POLICY = make_policy()

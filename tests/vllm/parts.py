@@ -29,7 +29,7 @@ from tlt.build.engine import EngineSettings, load_engine
 from tlt.build.model import load_checkpoint, load_model
 from tlt.config.drafter import DrafterSection
 from tlt.config.vllm import VllmSection
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_config import load_model_config
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample

@@ -23,8 +23,8 @@ from tlt.bench.measure import Ratio, in_turns
 from tlt.build.engine import EngineSettings, build_engine, build_learned
 from tlt.build.model import Model
 from tlt.config.drafter import DrafterSection
-from tlt.drafter.folder import StoredDrafter
-from tlt.drafter.learned import LearnedProposal, OnVerdicts
+from tlt.drafter.drafting.learned import LearnedProposal, OnVerdicts
+from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.engine import RolloutEngine
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.verify import Noise, Verify, verify

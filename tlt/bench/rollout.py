@@ -27,7 +27,7 @@ from tlt.distributed.world import World, shutdown
 from tlt.report.timeline import critical_path_share, read_spans
 from tlt.spans import SpanName
 from tlt.training.problems import problems_of_step
-from tlt.training.result import PhaseResult
+from tlt.training.rollout.result import PhaseResult
 from tlt.training.run import Run, join_ranks
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import World, any_rank, gather_objects, shutdown
 from tlt.report.console import Console
 from tlt.training.loop import advance
-from tlt.training.phase import StopRequested
 from tlt.training.problems import load_problems
-from tlt.training.result import PhaseResult
+from tlt.training.rollout.phase import StopRequested
+from tlt.training.rollout.result import PhaseResult
 from tlt.training.run import Run, join_ranks
 from tlt.types import Problem, UserError
 

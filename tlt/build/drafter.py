@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tlt.config.drafter import DrafterSection
-from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.folder import StoredDrafter, choose_preset
+from tlt.drafter.formats.folder import StoredDrafter, choose_preset
 from tlt.drafter.model import DraftModel
-from tlt.drafter.spot import SpotTrainer
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.spot import SpotTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span
 

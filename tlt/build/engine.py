@@ -20,12 +20,12 @@ from tlt.build.model import Checkpoint, Model, local_ranks
 from tlt.config.drafter import DrafterSection
 from tlt.config.schema import Config
 from tlt.config.vllm import VllmSection
-from tlt.drafter.ahead import AheadDrafter, ahead_kinds
-from tlt.drafter.folder import StoredDrafter, load_drafter
-from tlt.drafter.hybrid import drafter_kinds, make_drafter
-from tlt.drafter.learned import LearnedDrafter, LearnedSettings, OnVerdicts
+from tlt.drafter.drafting.ahead import AheadDrafter, ahead_kinds
+from tlt.drafter.drafting.hybrid import drafter_kinds, make_drafter
+from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings, OnVerdicts
+from tlt.drafter.drafting.references import References
+from tlt.drafter.formats.folder import StoredDrafter, load_drafter
 from tlt.drafter.model import PackedDrafter
-from tlt.drafter.references import References
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.memory import automatic_bytes

@@ -16,7 +16,7 @@ from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate
 from tlt.cli.options import File, Names, Options
 from tlt.config.mistakes import mistake
 from tlt.config.section import PositiveInt
-from tlt.drafter.responses import response_ids
+from tlt.drafter.response_files import response_ids
 from tlt.files import check_output_file, dumps, get_id, read_jsonl, write_json
 from tlt.hub import resolve_model
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype

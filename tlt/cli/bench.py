@@ -69,7 +69,7 @@ def rollout(options: BenchRollout) -> Record:
     from tlt.bench.report import header, write_report
     from tlt.bench.rollout import constant, launch_workload, summary_line, to_markdown
     from tlt.bench.subject import Subject
-    from tlt.drafter.hybrid import drafter_kinds
+    from tlt.drafter.drafting.hybrid import drafter_kinds
     from tlt.training.start import pin, preflight
     from tlt.tuning.tuner import make_tuner
 

@@ -20,7 +20,7 @@ from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
 from tlt.cli.options import Drafter, File, Options, Seed
 from tlt.config.mistakes import mistake
 from tlt.config.section import NonNegativeInt, PositiveFloat, PositiveInt
-from tlt.drafter.responses import read_responses
+from tlt.drafter.response_files import read_responses
 from tlt.files import Record, check_new_folder, check_output_file, write_json
 from tlt.hub import resolve_model
 from tlt.types import Rollout, SamplingParams, Strategy, UserError
@@ -131,10 +131,10 @@ def train(options: DrafterTrain) -> Record:
         import torch
 
         from tlt.build.drafter import build_draft_model
-        from tlt.drafter.buffer import is_trainable
-        from tlt.drafter.folder import choose_preset, load_drafter, save_drafter
-        from tlt.drafter.losses import PRESETS
-        from tlt.drafter.offline import OfflineSettings, new_drafter, train_offline
+        from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
+        from tlt.drafter.training.buffer import is_trainable
+        from tlt.drafter.training.losses import PRESETS
+        from tlt.drafter.training.offline import OfflineSettings, new_drafter, train_offline
         from tlt.models.hf_config import load_model_config
         from tlt.models.hf_weights import content_hash, load_tensors
         from tlt.models.packed import PackedTransformer
@@ -196,12 +196,12 @@ def _answer(options: DrafterTrain, folder: Path) -> list[Rollout]:
 
 
 def export(options: DrafterExport) -> Record:
-    """Writes the new folder (see drafter/formats.py), and warns of weights that do not belong together."""
+    """Writes the new folder (see drafter/formats/export.py), and warns of weights that do not belong together."""
     check_new_folder(options.to, "--to")
     folder, drafter_folder = resolve_model(options.target), resolve_model(options.drafter)
     with show_busy():
-        from tlt.drafter.folder import load_drafter
-        from tlt.drafter.formats import FORMATS, Target, export_drafter, mismatch
+        from tlt.drafter.formats.export import FORMATS, Target, export_drafter, mismatch
+        from tlt.drafter.formats.folder import load_drafter
         from tlt.models.hf_config import config_to_hf, load_model_config
         from tlt.models.hf_weights import content_hash, load_tensors
 
@@ -227,7 +227,7 @@ def evaluate(options: DrafterEval) -> Record:
 
         from tlt.bench.acceptance import observe, speedup
         from tlt.build.model import load_model
-        from tlt.drafter.folder import load_drafter
+        from tlt.drafter.formats.folder import load_drafter
         from tlt.models.prompts import make_requests
 
         model = load_model(folder)

@@ -68,8 +68,8 @@ class EngineOptions(VllmSection, Options):
 
     def check(self, speculation: str, has_references: bool = False) -> None:
         """Refuses, before anything is loaded, an engine that could not be made."""
-        from tlt.drafter.ahead import ahead_kinds
-        from tlt.drafter.hybrid import drafter_kinds
+        from tlt.drafter.drafting.ahead import ahead_kinds
+        from tlt.drafter.drafting.hybrid import drafter_kinds
         from tlt.tuning.tuner import make_tuner
 
         if self.engine == "vllm":

@@ -14,7 +14,7 @@ from tlt.cli.data import PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import Options
 from tlt.config.schema import may_follow
-from tlt.drafter.responses import read_references
+from tlt.drafter.response_files import read_references
 from tlt.files import Record, check_output_file, write_jsonl
 from tlt.hub import resolve_model
 from tlt.types import Rollout, UserError

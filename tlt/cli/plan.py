@@ -62,7 +62,7 @@ def memory(options: PlanMemory) -> Record:
 def read_run(options: PlanMemory) -> Run:
     """Returns the run that the options name."""
     config = load_config(options.config, options.overrides)
-    from tlt.drafter.folder import load_shape
+    from tlt.drafter.formats.folder import load_shape
     from tlt.hub import resolve_description
     from tlt.models.hf_config import load_model_config
     from tlt.plan.fit import Run

@@ -72,6 +72,7 @@ class Tally:
     distance: relative distance between the logits of the engine's and of the trainer's copy.
     checksum: sum of the trained copy's weights.
     accepted_before: tokens for the drafter in service before this step's training; NaN where that was not measured.
+    publish_seconds: that publishing its training took.
     """
 
     num_positions: int = 0
@@ -80,26 +81,30 @@ class Tally:
     distance: float = 0.0
     checksum: float = 0.0
     accepted_before: float = math.nan
+    publish_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Measured:
     """The tallies of all ranks together; acceptance and retrieval are NaN where no position counted, and `before`, the
-    acceptance before this step's training, also where there was none."""
+    acceptance before this step's training, also where there was none. publish_seconds: of the slowest."""
 
     num_positions: int
     acceptance: float
     retrieval: float
     before: float = math.nan
+    publish_seconds: float = 0.0
 
     @classmethod
     def of(cls, tallies: Sequence[Tally]) -> Measured:
         num_positions = sum(tally.num_positions for tally in tallies)
+        publish_seconds = max(tally.publish_seconds for tally in tallies)
         if not num_positions:
-            return cls(0, math.nan, math.nan)
+            return cls(0, math.nan, math.nan, publish_seconds=publish_seconds)
         accepted, retrieved = sum(tally.accepted for tally in tallies), sum(tally.retrieved for tally in tallies)
         before = sum(tally.accepted_before for tally in tallies if tally.num_positions)  # NaN if any is
-        return cls(num_positions, accepted / num_positions, retrieved / num_positions, before / num_positions)
+        shares = accepted / num_positions, retrieved / num_positions
+        return cls(num_positions, *shares, before / num_positions, publish_seconds)
 
 
 class Measurement:

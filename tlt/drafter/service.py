@@ -18,7 +18,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 from tlt.accounts import DrafterCheck, DrafterReport
 from tlt.drafter.measure import Measured, Measurement, Subject, Tally, judge
 from tlt.drafter.model import PackedDrafter
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.types import Rollout
 
 TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
@@ -65,12 +65,17 @@ class RankState:
     """The state of one rank at the end of a step.
 
     failure: why its training failed; empty: it did not.  version: that its engine drafts with.
-    is_limited: it could have trained more, but for drafter.max_passes.
+    is_limited: it could have trained more, but for drafter.max_passes.  num_tokens: that it trained on.
     """
 
     failure: str
     version: int
     is_limited: bool
+    num_tokens: int = 0
+
+    @property
+    def has_trained(self) -> bool:
+        return self.num_tokens > 0 or bool(self.failure)
 
 
 @dataclass(frozen=True)
@@ -179,20 +184,24 @@ class DrafterWatch:
     # ── at its end ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def end_step(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck:
-        """Publishes or undoes the step's training, measures the drafter, and decides about the next step.
+        """Publishes or undoes the step's training, measures the drafter, and decides about the next step. Where no rank has
+        trained, the drafter is the one that was measured before, and that is all unless its acceptance is due.
 
         Every rank calls this with the same responses, all that the step brought, and the tokens it trained on itself.
         RuntimeError where the drafter did not arrive in an engine, or not the same on all ranks.
         """
         was_aside, is_due = bool(self.reason_aside), self._num_checks % self.check_every == 0
-        states = self._exchange_states()
+        states = self._exchange_states(num_tokens)
+        if not is_due and not any(state.has_trained for state in states):
+            self._num_checks += 1
+            training = self._outcome(Update(), is_limited=False)
+            return DrafterCheck(self.served.version, math.nan, math.nan, training, self.reason_aside, has_switched=False)
         measurement = self._choose_responses(rollouts, temperature, is_due)
         if self.trains:
             measurement.note_before()
         begun = time.perf_counter()
         update = self._publish_or_undo(states, num_tokens)
-        publish_seconds = time.perf_counter() - begun if update.is_published else 0.0
-        measured = self._measure(measurement)
+        measured = self._measure(measurement, time.perf_counter() - begun if update.is_published else 0.0)
         self._decide_drafting(measured, update)
         training = self._outcome(update, any(state.is_limited for state in states))
         self._decide_training(measured, update, is_due)
@@ -206,12 +215,13 @@ class DrafterWatch:
             self.reason_aside,
             has_switched,
             measured.before if update.is_published else math.nan,
-            publish_seconds,
+            measured.publish_seconds,
         )
 
-    def _exchange_states(self) -> list[RankState]:
+    def _exchange_states(self, num_tokens: int) -> list[RankState]:
         """Returns how the step went on every rank; this rank's own record starts anew."""
-        states: list[RankState] = self.ranks.gather(RankState(self._failure, self.served.version, self._is_limited))
+        own = RankState(self._failure, self.served.version, self._is_limited, num_tokens)
+        states: list[RankState] = self.ranks.gather(own)
         self._failure, self._is_limited = "", False
         return states
 
@@ -232,9 +242,9 @@ class DrafterWatch:
         rng = random.Random(f"{self._num_checks}/{self.ranks.rank}")
         return Measurement(self.subject, rollouts, temperature, rng, is_due)
 
-    def _measure(self, measurement: Measurement) -> Measured:
+    def _measure(self, measurement: Measurement, publish_seconds: float) -> Measured:
         """Measures the drafter as it is now."""
-        tallies: list[Tally] = self.ranks.gather(measurement.tally())
+        tallies: list[Tally] = self.ranks.gather(replace(measurement.tally(), publish_seconds=publish_seconds))
         check_arrival(tallies, self.served.version, TOLERANCE[self.subject.packed.dtype])
         return Measured.of(tallies)
 

@@ -83,6 +83,7 @@ class RolloutEngine:
         self.on_span, self.verify, self.decode = on_span, verify, decode
         self._params: BatchParams | None = None
         self._predicted_speed: float | None = None
+        self._speed_otherwise: float | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -266,7 +267,7 @@ class RolloutEngine:
         return BatchState(len(running), mean_length, self.model.version, version, num_admitted, leads)
 
     def _choose(self, batch: BatchState) -> Strategy:
-        self._predicted_speed = None
+        self._predicted_speed = self._speed_otherwise = None
         if self.tuner is None or self.drafter is None:
             return Strategy.OFF
         if any(len(sequence.tokens) < 2 for sequence in self.scheduler.running):
@@ -274,7 +275,7 @@ class RolloutEngine:
         strategy = self.tuner.choose(batch)
         if not self.memory.has_room(batch.num_running, self.scheduler.longest + strategy.budget):
             return Strategy.OFF  # a draft is not worth a preemption
-        self._predicted_speed = self.tuner.predicted_speed
+        self._predicted_speed, self._speed_otherwise = self.tuner.predicted_speed, self.tuner.speed_otherwise
         return strategy
 
     @property
@@ -312,9 +313,7 @@ class RolloutEngine:
                 drafter.remember([slot], [prefixes[slot] + PIECE], captured_BNF[slot : slot + 1, PIECE : len(verdict.path)])
 
     def _account(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float) -> None:
-        self.stats.num_steps += 1
-        self.stats.num_tokens += outcome.num_tokens
-        self.stats.by_strategy[str(strategy)].record(outcome, self._predicted_speed)
+        self.stats.record_step(str(strategy), outcome, self._predicted_speed, self._speed_otherwise)
         timed = TimedStep(str(strategy), batch.num_running, start, start + outcome.seconds)
         self.stats.latest = None if batch.num_admitted else timed
         if self.tuner is not None:

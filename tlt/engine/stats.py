@@ -50,6 +50,7 @@ class EngineStats:
     num_preemptions: sequences that went back to the queue for want of memory.  num_reread_tokens: theirs, read once more.
     followed_by_age: accepted tokens of references, by the updates between the reference's policy and this one ("replay": it is
     another run's).
+    won_seconds: by references: what their tokens would have taken without them, as the tuner predicts, less what they took.
     latest: the engine step that was made last; None where sequences were admitted in it.
     """
 
@@ -64,6 +65,7 @@ class EngineStats:
     survivors_by_depth: Counter[int] = field(default_factory=Counter)
     attempts_by_depth: Counter[int] = field(default_factory=Counter)
     followed_by_age: Counter[str] = field(default_factory=Counter)
+    won_seconds: float = 0.0
     latest: TimedStep | None = None
 
     @property
@@ -109,13 +111,22 @@ class EngineStats:
     def add(self, other: EngineStats) -> None:
         """Counts of another engine or phase on top of these."""
         for f in fields(self):
-            if f.type == "int":
+            if f.type in ("int", "float"):
                 setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
         self.survivors_by_depth.update(other.survivors_by_depth)
         self.attempts_by_depth.update(other.attempts_by_depth)
         self.followed_by_age.update(other.followed_by_age)
         for strategy, stats in other.by_strategy.items():
             self.by_strategy[strategy].add(stats)
+
+    def record_step(self, strategy: str, outcome: StepOutcome, predicted: float | None, otherwise: float | None = None) -> None:
+        """Counts an engine step. predicted, otherwise: tokens per second that the tuner expected of it, and of the best
+        strategy that follows no reference; None: it expected nothing."""
+        self.num_steps += 1
+        self.num_tokens += outcome.num_tokens
+        self.by_strategy[strategy].record(outcome, predicted)
+        if otherwise is not None:
+            self.won_seconds += outcome.num_tokens / otherwise - outcome.seconds
 
     def record_followed(self, version: int | str, now: int, num_accepted: int) -> None:
         """Counts accepted tokens of a reference of that version, where the policy has version `now`."""

@@ -19,10 +19,10 @@ import torch
 
 from tlt.build.drafter import preset_changes
 from tlt.config.schema import Config
-from tlt.drafter.hybrid import drafter_kinds
-from tlt.drafter.losses import DEFAULT_PRESET, PRESETS
+from tlt.drafter.drafting.hybrid import drafter_kinds
+from tlt.drafter.drafting.pair_cache import PairCache
 from tlt.drafter.model import DrafterShape, PackedDrafter, training_capture
-from tlt.drafter.pair_cache import PairCache
+from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
 from tlt.engine.memory import CPU_SHARE, GPU_SHARE
 from tlt.engine.noise import KEPT_BYTES, REFILL_BYTES, NoiseBlocks
 from tlt.models.decoder import ModelConfig
@@ -232,7 +232,7 @@ def _truncates(config: Config) -> bool:
 
 
 def _idle(s: Subject) -> Iterator[Part]:
-    """The drafter's training (drafter/trainer.py): float32, all unrolled steps in one backward pass."""
+    """The drafter's training (drafter/training/trainer.py): float32, all unrolled steps in one backward pass."""
     if s.drafter is None or not s.trains_drafter or s.place.num_ranks == 1:  # a rank alone is never idle
         return
     settings, c = s.config.drafter, s.drafter.layer

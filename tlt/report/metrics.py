@@ -68,6 +68,8 @@ class StepRecord:
     ahead_seconds, ahead_tokens: idle seconds in which responses of later steps were generated, and their tokens.
     followed_by_age: tokens of this step that were drafted from references and kept, by the updates between the two policies;
         "replay": from another run's.
+    won_seconds: by that, summed over ranks: what those tokens would have taken without, as the tuner predicts, less what they
+        took.
     idle_seconds_by_use: seconds without work until the phase's end, summed over ranks: ahead, train, rest.
     idle_gain, idle_cost: by use, seconds by which a step becomes shorter, and longer, for every second that a rank spends on
         it, as measured so far (docs/ahead.md).
@@ -134,6 +136,7 @@ class StepRecord:
     ahead_seconds: Number = 0.0
     ahead_tokens: int = 0
     followed_by_age: dict[str, int] = field(default_factory=dict)
+    won_seconds: Number = 0.0
     idle_seconds_by_use: dict[str, float] = field(default_factory=dict)
     idle_gain: dict[str, float] = field(default_factory=dict)
     idle_cost: dict[str, float] = field(default_factory=dict)

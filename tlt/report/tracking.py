@@ -37,7 +37,8 @@ _GROUPS: Final = {
     "reward": "reward_mean solve_rate reward_errors zero_variance_groups",
     "rollout": "num_responses num_tokens response_tokens truncated_share tokens_per_second num_migrated accept_length"
     " accept_by_depth draft_acceptance_rate draft_mean_acceptance_length draft_acceptance_rate_pos"
-    " strategy_seconds strategy_speed strategy_predicted ahead_seconds ahead_tokens followed_by_age",
+    " strategy_seconds strategy_speed strategy_predicted ahead_seconds ahead_tokens followed_by_age"
+    " won_seconds",
     "drafter": "drafter_loss drafter_tokens drafter_captured_tokens drafter_recomputed_tokens drafter_refreshes"
     " drafter_version drafter_acceptance retrieval_acceptance drafter_train_seconds harvested_share",
     "time": "rollout_seconds update_seconds step_seconds cpu_seconds idle_seconds preemption_seconds idle_seconds_by_use"

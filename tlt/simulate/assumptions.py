@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from tlt.drafter.ahead import lead
-from tlt.drafter.references import Key
+from tlt.drafter.drafting.ahead import lead
+from tlt.drafter.drafting.references import Key
 from tlt.simulate.measured import Measured
 from tlt.types import Lead
 

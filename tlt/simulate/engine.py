@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tlt.accounts import TimedStep
-from tlt.drafter.references import References
+from tlt.drafter.drafting.references import References
 from tlt.engine.backend import Capabilities
 from tlt.engine.stats import EngineStats
 from tlt.simulate.assumptions import Agreement
@@ -168,7 +168,7 @@ class SimulatedEngine:
         leads = [self._lead(one) for one in self.running]
         known = tuple(lead for lead in leads if lead is not None and lead.length > 0)
         batch = BatchState(len(self.running), mean_length, self.policy_version, 0, num_admitted, known)
-        strategy = self.measured.choose(batch) if self.speculates else Strategy.OFF
+        strategy, otherwise = self.measured.choose(batch) if self.speculates else (Strategy.OFF, None)
         slowdown = self.slowdown()
         self.time.sleep(seconds * slowdown)
         start = self.time.now
@@ -182,14 +182,11 @@ class SimulatedEngine:
         kept_B = kept_BS[:, num_steps - 1]
         for response, kept in zip(self.running, kept_B.tolist(), strict=True):
             response.num_tokens += kept
-        self._count(strategy, num_steps, int(kept_B.sum()), self.time.now - start + seconds * slowdown)
+        outcome = StepOutcome(int(kept_B.sum()), (), (), self.time.now - start + seconds * slowdown)
+        self.stats.record_step(str(strategy), outcome, outcome.num_tokens / outcome.seconds, otherwise)
+        self.stats.num_steps += num_steps - 1  # it has counted one
         self.stats.latest = None if num_admitted else TimedStep(str(strategy), batch.num_running, start, start + cost)
         return self._release_finished()
-
-    def _count(self, strategy: Strategy, num_steps: int, num_tokens: int, seconds: float) -> None:
-        self.stats.num_steps += num_steps
-        self.stats.num_tokens += num_tokens
-        self.stats.by_strategy[str(strategy)].record(StepOutcome(num_tokens, (), (), seconds), None)
 
     def _sleep_steps(self, seconds: float, num: int) -> int:
         self.time.sleep(seconds * num)

@@ -18,7 +18,7 @@ from tlt.distributed.store import read_now
 from tlt.distributed.work_queue import HELP_SECONDS, POLL_SECONDS, Coordinator, offers_in
 from tlt.simulate.engine import SimulatedEngine
 from tlt.simulate.virtual import VirtualTime
-from tlt.training.work import worth_migrating
+from tlt.training.rollout.work import worth_migrating
 
 _EPSILON = 1e-6
 _CALLED = 4

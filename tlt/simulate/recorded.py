@@ -16,18 +16,18 @@ from typing import Any
 
 from tlt.accounts import IdleUse
 from tlt.config.schema import Config
-from tlt.drafter.ahead import AHEAD, ahead_kinds
-from tlt.drafter.hybrid import drafter_kinds
-from tlt.drafter.ngram import match_bucket
-from tlt.drafter.suffix_index import ANCHORS
+from tlt.drafter.drafting.ahead import AHEAD, ahead_kinds
+from tlt.drafter.drafting.hybrid import drafter_kinds
+from tlt.drafter.drafting.ngram import match_bucket
+from tlt.drafter.drafting.suffix_index import ANCHORS
 from tlt.files import read_jsonl
 from tlt.report.metrics import StepRecord, read_metrics
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, Lengths, LogNormalLengths, RecordedLengths, SpotSpeed
 from tlt.simulate.gpu import AGREEMENT, describe_agreement, describe_change
 from tlt.simulate.measured import FittedSeconds, Measured
-from tlt.training.manifest import latest_checkpoint, read_manifest, verify
+from tlt.training.saved.manifest import latest_checkpoint, read_manifest, verify
 from tlt.tuning.cost_model import CostModel
-from tlt.tuning.idle import HORIZON
+from tlt.tuning.idle_choice import HORIZON
 from tlt.tuning.tuner import default_arms
 from tlt.types import Strategy, UserError
 
@@ -182,7 +182,7 @@ def spot_of(run: RecordedRun) -> tuple[SpotSpeed, str]:
 
 def change_of(run: RecordedRun) -> float:
     """Returns the change of 1 + acceptance by a step's training, as a share of it: of what the run's choice took a second of it
-    to be worth (tuning/idle.py)."""
+    to be worth (tuning/idle_choice.py)."""
     seconds = statistics.mean(step.idle_seconds_by_use.get(IdleUse.TRAIN.value, 0.0) for step in run.steps)
     rollout = statistics.mean(step.rollout_seconds for step in run.steps)
     return float(run.steps[-1].idle_gain.get(IdleUse.TRAIN.value, 0.0) * seconds / (rollout * HORIZON))

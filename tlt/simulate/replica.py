@@ -13,13 +13,14 @@ from torch.distributed import Store
 
 from tlt.accounts import AheadReport, DrafterReport
 from tlt.distributed.ahead_queue import AheadQueue
-from tlt.drafter.spot import MicroStepSize
+from tlt.drafter.drafting.references import Key as NoiseKey
+from tlt.drafter.training.spot import MicroStepSize
 from tlt.engine.backend import RolloutBackend
 from tlt.rl.rewards import Key
 from tlt.simulate.assumptions import SpotSpeed
 from tlt.simulate.looks import LookingCoordinator
-from tlt.training.ahead import Ahead, AheadOfPolicy
-from tlt.training.drafter_side import DrafterSide
+from tlt.training.rollout.ahead import Ahead, AheadOfPolicy, Found
+from tlt.training.rollout.drafter_side import DrafterSide
 from tlt.types import Finished, Reward
 
 _INSTANT = 1e-6
@@ -100,6 +101,12 @@ class NotedAhead(Ahead):
         self.working.discard(self.index)
         self.is_done = not report.num_steps
         return report
+
+    def take_found(self) -> dict[NoiseKey, Found]:
+        return self.ahead.take_found()
+
+    def keep(self, found: Iterable[Mapping[NoiseKey, Found]]) -> None:
+        self.ahead.keep(found)
 
     def end(self) -> None:
         self.ahead.end()

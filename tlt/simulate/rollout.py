@@ -19,7 +19,7 @@ from torch.distributed import HashStore
 
 from tlt.accounts import DrafterCheck, IdleStretch, IdleUse, TimedStep
 from tlt.distributed.world import World
-from tlt.drafter.references import References
+from tlt.drafter.drafting.references import References
 from tlt.report.timeline import Timeline
 from tlt.rl.rewards import Key
 from tlt.simulate.assumptions import Assumptions
@@ -27,13 +27,13 @@ from tlt.simulate.engine import SimulatedEngine
 from tlt.simulate.looks import LookingCoordinator, Looks
 from tlt.simulate.replica import AheadLike, NoScorers, NotedAhead, SharedAheadQueue, Training
 from tlt.simulate.virtual import VirtualTime
-from tlt.training.ahead import NO_AHEAD, Ahead, AheadOfPolicy
-from tlt.training.drafter_side import DrafterSide
-from tlt.training.idle import IdleWork, facts_of
-from tlt.training.phase import RolloutPhase
-from tlt.training.result import PhaseResult, ReplicaReport
-from tlt.training.work import Ended, Receivers, Work
-from tlt.tuning.idle import REST_SECONDS, IdleChoice, IdlePlan, Worth
+from tlt.training.rollout.ahead import NO_AHEAD, Ahead, AheadOfPolicy
+from tlt.training.rollout.drafter_side import DrafterSide
+from tlt.training.rollout.idle_time import IdleWork, facts_of
+from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.result import PhaseResult, ReplicaReport
+from tlt.training.rollout.work import Ended, Receivers, Work
+from tlt.tuning.idle_choice import REST_SECONDS, IdleChoice, IdlePlan, Worth
 from tlt.tuning.slowdown import add_up, sums_of
 from tlt.types import Problem, Request, SamplingParams
 
@@ -142,6 +142,7 @@ class Replicas:
             reports[index], steps[index] = self._generate(index, f"rollout {step}", problems, requests, idle)
 
         self.time.run([partial(work, index) for index in range(self.num)])
+        aheads[0].keep([ahead.take_found() for ahead in aheads])
         for ahead in aheads:
             ahead.end()
         return self._result(step, [report for report in reports if report is not None], aheads[0].num_offered, steps, plan)
@@ -183,8 +184,7 @@ class Replicas:
         """Returns who generates ahead. All share the references, so one drops those of this step for all."""
         if not later:
             return [NO_AHEAD] * self.num
-        world = World(0, self.num, 0, torch.device("cpu"), self.store, None)
-        first = AheadOfPolicy(self.engines[0], self.references, world, later, past, {})
+        first = AheadOfPolicy(self.engines[0], self.references, self.num, later, past, {})
         aheads = [first, *(AheadLike(first, engine) for engine in self.engines[1:])]
         return [NotedAhead(ahead, index, self.working) for index, ahead in enumerate(aheads)]
 

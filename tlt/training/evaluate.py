@@ -20,7 +20,7 @@ from tlt.report.console import Gain
 from tlt.report.metrics import paired_sign_flip_test
 from tlt.rl.rewards import check_scorable, summarize
 from tlt.spans import SpanName
-from tlt.training.result import PhaseResult
+from tlt.training.rollout.result import PhaseResult
 from tlt.types import Request
 
 if TYPE_CHECKING:

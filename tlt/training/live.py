@@ -26,18 +26,18 @@ from tlt.config.drafter import DrafterSection
 from tlt.config.mistakes import validate
 from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import gather_objects, join_process_group, shutdown
-from tlt.drafter.folder import load_drafter
+from tlt.drafter.formats.folder import load_drafter
 from tlt.engine.stats import EngineStats
 from tlt.models.hf_module import module_config, module_tensors, unwrap
 from tlt.models.hf_weights import expected_shapes
 from tlt.models.tokenizer import check_prompt
 from tlt.report.timeline import Timeline, shared_epoch
 from tlt.rl.rewards import Key
-from tlt.training.drafter_side import DrafterSide, watch_drafter
-from tlt.training.idle import IdleWork, facts_of, idle_choice
-from tlt.training.phase import RolloutPhase
-from tlt.training.result import PhaseResult
-from tlt.training.work import Receivers
+from tlt.training.rollout.drafter_side import DrafterSide, watch_drafter
+from tlt.training.rollout.idle_time import IdleWork, facts_of, idle_choice
+from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.result import PhaseResult
+from tlt.training.rollout.work import Receivers
 from tlt.types import Problem, Purpose, Request, Reward, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
 
 

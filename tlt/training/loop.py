@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tlt.accounts import IdleUse
 from tlt.config.schema import Config
 from tlt.distributed.waiting import lead, naming_who_is_awaited
 from tlt.distributed.world import Rendezvous, gather_objects, shutdown, tell
@@ -25,17 +26,17 @@ from tlt.report.console import near
 from tlt.report.timeline import merge_timelines
 from tlt.rl.rewards import check_scorable
 from tlt.spans import SpanName
-from tlt.training.ahead import ahead_of
-from tlt.training.dynamic import DynamicSampling
 from tlt.training.evaluate import evaluate
-from tlt.training.idle import IdleWork, facts_of
 from tlt.training.lock import forget_journal
-from tlt.training.phase import StopRequested
 from tlt.training.problems import data_source, problems_of_step, spare_problems
 from tlt.training.record import record
-from tlt.training.responses import FOLDER as RESPONSES
-from tlt.training.result import PhaseResult
+from tlt.training.rollout.ahead import ahead_of
+from tlt.training.rollout.dynamic import DynamicSampling
+from tlt.training.rollout.idle_time import IdleWork, facts_of
+from tlt.training.rollout.phase import StopRequested
+from tlt.training.rollout.result import PhaseResult
 from tlt.training.run import Run, join_ranks
+from tlt.training.saved.responses import FOLDER as RESPONSES
 from tlt.types import UserError
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ def sample(run: Run) -> PhaseResult:
     if run.trainer.algorithm.dynamic_sampling:
         spare = spare_problems(run.problems, run.step, num, seed)
         sampling = DynamicSampling(num, num_samples, run.config.algorithm.max_resamples, spare)
-    idle, steps_left = IdleWork(ahead_of(run), run.idle.plan(run.step)), run.config.run.num_steps - run.step - 1
+    plan, steps_left = run.idle.plan(run.step), run.config.run.num_steps - run.step - 1
+    idle = IdleWork(ahead_of(run, IdleUse.AHEAD in plan.order), plan)
     with run.replay.lend("rollout", run.step, run.step):
         phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, idle)
     run.keep_responses("rollout", phase)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import random
@@ -81,9 +82,15 @@ def problems_of_step(problems: Sequence[Problem], step: int, num: int, seed: int
     at the end of an epoch waits for the next."""
     steps_per_epoch = len(problems) // num
     epoch, position = divmod(step, steps_per_epoch)
-    order = list(range(len(problems)))
+    return [problems[i] for i in _order(len(problems), seed, epoch)[position * num : (position + 1) * num]]
+
+
+@functools.lru_cache(maxsize=2)
+def _order(num: int, seed: int, epoch: int) -> list[int]:
+    """Returns the numbers below `num` as an epoch takes them; callers do not change it."""
+    order = list(range(num))
     random.Random(f"{seed}/{epoch}").shuffle(order)
-    return [problems[i] for i in order[position * num : (position + 1) * num]]
+    return order
 
 
 def spare_problems(problems: Sequence[Problem], step: int, num: int, seed: int) -> list[Problem]:

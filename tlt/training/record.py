@@ -13,8 +13,8 @@ from tlt.report.tracking import step_values
 from tlt.rl.rewards import summarize
 from tlt.rl.update import UpdateMetrics
 from tlt.spans import SpanName
-from tlt.training.result import PhaseResult
-from tlt.tuning.idle import Worth
+from tlt.training.rollout.result import PhaseResult
+from tlt.tuning.idle_choice import Worth
 
 if TYPE_CHECKING:
     from tlt.training.run import Run
@@ -45,6 +45,7 @@ def idle_fields(phase: PhaseResult, worth: Mapping[IdleUse, Worth]) -> dict[str,
         "ahead_seconds": sum(replica.ahead.seconds for replica in phase.replicas),
         "ahead_tokens": sum(replica.ahead.num_tokens for replica in phase.replicas),
         "followed_by_age": dict(sorted(phase.stats.followed_by_age.items(), key=lambda pair: (len(pair[0]), pair[0]))),
+        "won_seconds": phase.stats.won_seconds,
         "idle_seconds_by_use": phase.idle_seconds_by_use,
         "idle_gain": {use.value: one.gain for use, one in worth.items()},
         "idle_cost": {use.value: one.cost for use, one in worth.items()},

@@ -32,8 +32,8 @@ from tlt.distributed.world import (
     tell,
     tell_bytes,
 )
-from tlt.drafter.folder import StoredDrafter
-from tlt.drafter.references import References
+from tlt.drafter.drafting.references import References
+from tlt.drafter.formats.folder import StoredDrafter
 from tlt.files import write_atomically
 from tlt.models.decoder import Transformer
 from tlt.models.hf_weights import save_model
@@ -45,18 +45,18 @@ from tlt.report.trackers import TrackedRun
 from tlt.report.tracking import NO_TRACKING, Tracking, keep_run_id, run_id, track
 from tlt.rl.rewards import RewardPool
 from tlt.spans import SpanName
-from tlt.training.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
-from tlt.training.drafter_side import DrafterSide, watch_drafter
 from tlt.training.evaluate import Evaluations
-from tlt.training.idle import idle_choice
-from tlt.training.journal import FileJournal, Journal
 from tlt.training.lock import FolderLock
-from tlt.training.phase import RolloutPhase
 from tlt.training.problems import check_same_problems, load_problems
-from tlt.training.replay import Prompts, Replay, ReplayOf, prompts_of
-from tlt.training.responses import KeptResponses, forget_responses
-from tlt.training.result import PhaseResult
-from tlt.training.work import Receivers
+from tlt.training.rollout.drafter_side import DrafterSide, watch_drafter
+from tlt.training.rollout.idle_time import idle_choice
+from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.result import PhaseResult
+from tlt.training.rollout.work import Receivers
+from tlt.training.saved.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
+from tlt.training.saved.journal import FileJournal, Journal
+from tlt.training.saved.replay import Prompts, Replay, ReplayOf, prompts_of
+from tlt.training.saved.responses import KeptResponses, forget_responses
 from tlt.tuning.tuner import counters_of, restore_tuner
 from tlt.types import Purpose, Rollout, UserError, resolve_dtype
 

@@ -23,7 +23,7 @@ from tlt.distributed.place import Place, find_place
 from tlt.distributed.ray_cluster import RankNeeds, launch_on_ray
 from tlt.distributed.store import ABSENT, read_now
 from tlt.distributed.world import TIMEOUT_SECONDS, Rendezvous, meet_ranks
-from tlt.drafter.folder import choose_preset, load_drafter
+from tlt.drafter.formats.folder import choose_preset, load_drafter
 from tlt.drafter.model import DrafterShape
 from tlt.engine.memory import machine_bytes
 from tlt.hub import Repository, pin_dataset, pin_model
@@ -37,13 +37,13 @@ from tlt.plan.fit import refuse
 from tlt.report.console import Console, near
 from tlt.report.trackers import check_trackers
 from tlt.rl.scoring import Scorer
-from tlt.training.checkpoint import go_back_to
 from tlt.training.lock import FolderLock
 from tlt.training.loop import describe_run, main
-from tlt.training.manifest import latest_checkpoint
 from tlt.training.problems import load_problems
-from tlt.training.replay import check_replay
 from tlt.training.run import device_of, layout_of
+from tlt.training.saved.checkpoint import go_back_to
+from tlt.training.saved.manifest import latest_checkpoint
+from tlt.training.saved.replay import check_replay
 from tlt.types import UserError, resolve_dtype
 from tlt.vllm.preflight import check_vllm
 

@@ -52,6 +52,7 @@ class CostModel:
         self.bonus, self.decide_every = bonus, decide_every
         self.acceptance, self.costs = Acceptance(), StepCosts()
         self.predicted_speed: float | None = None
+        self.speed_otherwise: float | None = None
         self._choice = Strategy.OFF
         self._expected_seconds: float | None = None
         self._chosen_for: int | None = None
@@ -65,16 +66,22 @@ class CostModel:
         if versions != self._versions:
             self._age(versions)
         if batch.num_running != self._chosen_for or self._seconds_since >= self.decide_every:
-            choice = self.decide(batch)
+            predictions = self.predict(batch)
+            choice = self._best(predictions)
             self._choice, self._chosen_for, self._seconds_since = choice.strategy, batch.num_running, 0.0
             has_measured = bool(self.costs.cells)
             self.predicted_speed = choice.speed if has_measured else None
+            others = [p.speed for p in predictions if not p.strategy.follows]
+            self.speed_otherwise = max(others) if has_measured and choice.strategy.follows else None
             self._expected_seconds = choice.seconds if has_measured else None
         return self._choice
 
     def decide(self, batch: BatchState) -> Prediction:
         """Returns the arm to run now: a pure function of the statistics."""
-        return max(self.predict(batch), key=lambda p: math.log(p.speed) + self.bonus * p.deviation)
+        return self._best(self.predict(batch))
+
+    def _best(self, predictions: Sequence[Prediction]) -> Prediction:
+        return max(predictions, key=lambda p: math.log(p.speed) + self.bonus * p.deviation)
 
     def predict(self, batch: BatchState) -> list[Prediction]:
         arms = self.arms if batch.leads else self._arms_without_references

@@ -23,7 +23,7 @@ from tlt.types import BatchState, StepOutcome, Strategy, StrategyTuner, UserErro
 class Fixed:
     """Chooses the same strategy for every batch."""
 
-    predicted_speed = None
+    predicted_speed = speed_otherwise = None
 
     def __init__(self, strategy: Strategy) -> None:
         self.strategy = strategy
@@ -46,7 +46,7 @@ class BegMab:
     An arm without a reward yet is tried first. Rewards of older policies or drafters leave through the window alone.
     """
 
-    predicted_speed = None
+    predicted_speed = speed_otherwise = None
 
     def __init__(
         self,

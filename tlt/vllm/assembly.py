@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tlt.drafter.folder import StoredDrafter
-from tlt.drafter.formats import Target
+from tlt.drafter.formats.export import Target
+from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.model import PackedDrafter
 from tlt.engine.sequence import Decode
 from tlt.models.decoder import ModelConfig

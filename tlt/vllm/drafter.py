@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tlt.drafter.folder import StoredDrafter
-from tlt.drafter.formats import FORMATS, Target, export_drafter
+from tlt.drafter.formats.export import FORMATS, Target, export_drafter
+from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.model import DrafterShape, PackedDrafter, draft_token_ids
 from tlt.models.packed import HEAD
 

@@ -25,7 +25,7 @@ PLACES = {
     "the metrics": ("tlt.report.metrics:MetricsWriter.write", 3),
     "an evaluation": ("tlt.training.evaluate:Evaluations.add", 2),
     "the best policy": ("tlt.training.run:Run.save_policy", 1),
-    "a checkpoint": ("tlt.training.checkpoint:CheckpointWriter.save", 2),
+    "a checkpoint": ("tlt.training.saved.checkpoint:CheckpointWriter.save", 2),
     "the last products": ("tlt.training.loop:write_products", 1),
 }
 PROGRAM = '''

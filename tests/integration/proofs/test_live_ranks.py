@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.unit.test_live import make_model
-from tlt.drafter.folder import save_drafter
+from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_module import module_config
 

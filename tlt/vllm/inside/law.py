@@ -124,7 +124,7 @@ class LawTable:
 
     def rank(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> Tensor:
         """Returns the tokens that a drafter guesses: the argmax of log q / tau + the target's own noise, q being the draft
-        distribution at the sequence's temperature (as drafter/learned.py ranks). On a GPU it reads nothing but tensors that
+        distribution at the sequence's temperature (as drafting/learned.py ranks). On a GPU it reads nothing but tensors that
         stay where they are, for vLLM may capture it in a graph."""
         noise_RV = self._noise(slots_R, positions_R)
         if noise_RV is None:

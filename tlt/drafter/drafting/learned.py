@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calibration, TauSearch
+from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calibration, TauSearch
+from tlt.drafter.drafting.pair_cache import CaughtUp, PairCache
 from tlt.drafter.model import PackedDrafter, training_capture
-from tlt.drafter.pair_cache import CaughtUp, PairCache
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Proposal
 from tlt.speculative.tree import chain, chain_mask, tree_mask

@@ -40,7 +40,7 @@ from tlt.distributed.shards import (
 from tlt.distributed.waiting import PATIENCE_SECONDS, connect_waiting, together
 from tlt.distributed.world import World, gather_objects
 from tlt.files import flush
-from tlt.training.manifest import (
+from tlt.training.saved.manifest import (
     FORMAT,
     MANIFEST,
     Manifest,

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from tlt.accounts import AheadReport
 from tlt.distributed.ahead_queue import AheadQueue
-from tlt.distributed.world import World, gather_objects
-from tlt.drafter.references import REPLAY, Key, References
+from tlt.drafter.drafting.references import REPLAY, Key, References
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.training.problems import problems_of_step
@@ -28,7 +27,10 @@ if TYPE_CHECKING:
 
 
 MAX_AHEAD = 2
-"""Steps: of a reference three updates old little is left."""
+"""Steps. Eight brought no more (docs/log.md)."""
+
+Found = tuple[tuple[int, ...], bool]
+"""Tokens of a response, and whether they are all of it."""
 
 
 class Ahead:
@@ -47,8 +49,15 @@ class Ahead:
         the caller's to measure."""
         return AheadReport()
 
+    def take_found(self) -> dict[Key, Found]:
+        """Returns what was generated since this was last asked, for all replicas to keep."""
+        return {}
+
+    def keep(self, found: Iterable[Mapping[Key, Found]]) -> None:
+        """Keeps what all replicas have generated."""
+
     def end(self) -> None:
-        """Ends the phase: tells all ranks what was generated. Every rank calls it."""
+        """Ends the phase: its references are of no more use."""
 
 
 NO_AHEAD = Ahead()
@@ -65,23 +74,28 @@ class AheadOfPolicy(Ahead):
         self,
         engine: RolloutBackend,
         references: References,
-        world: World,
+        num_replicas: int,
         requests: Sequence[Request],
         past: Sequence[Request],
         lengths: Mapping[str, float],
     ) -> None:
-        self.engine, self.references, self.world = engine, references, world
+        self.engine, self.references = engine, references
         self.past = [request.key for request in past]
         offered = [known for key in self.past if (known := references.get(key)) is not None and known.version != REPLAY]
         self.num_offered = sum(len(known.token_ids) for known in offered)
-        self.requests = sorted(requests, key=lambda r: (r.policy_step, -self._expected(r, lengths)))
-        numbered = reversed([*enumerate(self.requests)])  # of two with one name the nearest step's
-        self._number_of = {(request.problem_id, request.sample_index): number for number, request in numbered}
-        self.found: dict[Key, tuple[int, ...]] = {}
+        by_step = sorted(requests, key=lambda request: request.policy_step)
+        nearest: dict[tuple[str, int], Request] = {}  # by the names that responses have: they say no step
+        for request in by_step:
+            nearest.setdefault((request.problem_id, request.sample_index), request)
+        self.requests = sorted(nearest.values(), key=lambda r: (self._is_known(r), r.policy_step, -self._expected(r, lengths)))
+        self._number_of = {(r.problem_id, r.sample_index): number for number, r in enumerate(self.requests)}
+        self.found: dict[Key, Found] = {}
         self._begun: set[int] = set()
         self._done: list[int] = []
         self._own: deque[Request] = deque()  # begun here, and stopped
-        self._lot = -(-len(self.requests) // (2 * world.world_size))
+        num_next = sum(request.policy_step == by_step[0].policy_step for request in requests)
+        self._lot = -(-num_next // (2 * num_replicas))
+        self._max_running = num_next  # many at a time bring more tokens, but those of a long response come one after the other
         self._queue: AheadQueue | None = None
         self._has_more = bool(self.requests)
 
@@ -93,7 +107,7 @@ class AheadOfPolicy(Ahead):
         self.engine.stats = EngineStats()  # what a phase reports is its own work
         try:
             while not should_stop():
-                if self.requests and (room := self.engine.room):
+                if self.requests and (room := self._room()) > 0:
                     self.engine.add(self._next(room))
                 if self.engine.is_idle:
                     break
@@ -104,15 +118,29 @@ class AheadOfPolicy(Ahead):
             done, self.engine.stats = self.engine.stats, stats
         return AheadReport(done.num_steps, done.num_tokens)
 
+    def take_found(self) -> dict[Key, Found]:
+        found, self.found = self.found, {}
+        return found
+
+    def keep(self, found: Iterable[Mapping[Key, Found]]) -> None:
+        for key, (token_ids, is_whole) in (pair for of_replica in found for pair in of_replica.items()):
+            before = self.references.get(key)
+            rest = () if before is None or is_whole else before.token_ids[len(token_ids) :]  # it may have come further
+            is_whole |= before is not None and len(rest) > 0 and before.is_whole
+            self.references.keep(key, [*token_ids, *rest], self.engine.policy_version, is_whole)
+
     def end(self) -> None:
         for key in self.past:
             self.references.drop(key)
-        version = self.engine.policy_version
-        for found in gather_objects(self.world, self.found):
-            for key, token_ids in found.items():
-                before = self.references.get(key)
-                rest = () if before is None else before.token_ids[len(token_ids) :]  # an older one may have come further
-                self.references.keep(key, [*token_ids, *rest], version)
+
+    def _is_known(self, request: Request) -> bool:
+        """Returns whether a policy before has written the whole response: that one is as good as new, or nearly so."""
+        known = self.references.get(request.key)
+        return known is not None and known.is_whole
+
+    def _room(self) -> int:
+        """Returns how many requests may be added now."""
+        return min(self.engine.room, self._max_running - len(self.engine.running) - self.engine.num_waiting)
 
     def _expected(self, request: Request, lengths: Mapping[str, float]) -> float:
         """Returns the tokens that a response is expected to have: no fewer than a policy before has given it."""
@@ -141,7 +169,7 @@ class AheadOfPolicy(Ahead):
 
     def _keep(self, rollout: Rollout) -> None:
         number = self._number_of[rollout.problem_id, rollout.sample_index]
-        self.found[self.requests[number].key] = rollout.token_ids
+        self.found[self.requests[number].key] = rollout.token_ids, True
         self._done.append(number)
 
     def _stop(self) -> None:
@@ -153,11 +181,11 @@ class AheadOfPolicy(Ahead):
             self._queue.note_done(self._done)
         for request in unfinished:
             if request.token_ids:
-                self.found[request.key] = request.token_ids
+                self.found[request.key] = request.token_ids, False
 
 
-def ahead_of(run: Run) -> Ahead:
-    """Returns who generates the responses of the next steps in this one's idle time."""
+def ahead_of(run: Run, generates: bool) -> Ahead:
+    """Returns who generates the responses of the next steps in this one's idle time. generates: whether anything is."""
     rollout, seed, last = run.config.rollout, run.config.run.seed, run.config.run.num_steps - 1
     if not rollout.ahead:
         return NO_AHEAD
@@ -169,6 +197,6 @@ def ahead_of(run: Run) -> Ahead:
 
     num_steps = MAX_AHEAD if rollout.ahead == "adaptive" else rollout.ahead
     later = range(run.step + 1, min(run.step + num_steps, last) + 1)
-    requests = [request for step in later for request in requests_of(step)]
+    requests = [request for step in later for request in requests_of(step)] if generates else []
     past = requests_of(run.step)
-    return AheadOfPolicy(run.engine, run.references, run.world, requests, past, run.lengths)
+    return AheadOfPolicy(run.engine, run.references, run.world.world_size, requests, past, run.lengths)

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
-from tlt.drafter.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
+from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
+from tlt.drafter.drafting.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Proposal
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Lead, Request, Rollout, Strategy, Verdict

@@ -14,8 +14,8 @@ from tlt.distributed.work_queue import Coordinator
 from tlt.engine.backend import RolloutBackend
 from tlt.rl.batch import key_of
 from tlt.rl.rewards import Key
-from tlt.training.drafter_side import DrafterSide
-from tlt.training.journal import Journal, Recalled
+from tlt.training.rollout.drafter_side import DrafterSide
+from tlt.training.saved.journal import Journal, Recalled
 from tlt.types import Finished, Problem, Request, Reward, Rollout
 
 

@@ -34,10 +34,11 @@ _TYPE = "i"
 
 @dataclass(frozen=True)
 class Reference:
-    """A response. version: of the policy that wrote it, or REPLAY."""
+    """A response. version: of the policy that wrote it, or REPLAY.  is_whole: whether it was written to its end."""
 
     token_ids: Sequence[int]
     version: int | str = 0
+    is_whole: bool = False
 
 
 class References:
@@ -51,10 +52,10 @@ class References:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, key: Key, token_ids: Sequence[int], version: int | str = 0) -> None:
+    def keep(self, key: Key, token_ids: Sequence[int], version: int | str = 0, is_whole: bool = False) -> None:
         """Keeps a response, in place of what was kept under its key."""
         self.drop(key)
-        self._kept[key] = Reference(array(_TYPE, token_ids), version)
+        self._kept[key] = Reference(array(_TYPE, token_ids), version, is_whole)
         self.num_tokens += len(token_ids)
         while self.num_tokens > self.max_tokens:
             self.drop(next(iter(self._kept)))
@@ -70,7 +71,7 @@ class References:
         if not kept:
             return b""
         tokens = np.concatenate([np.frombuffer(array(_TYPE, one.token_ids), np.int32) for _, one in kept])
-        numbers = [[*key, int(one.version), len(one.token_ids)] for key, one in kept]
+        numbers = [[*key, int(one.version), int(one.is_whole), len(one.token_ids)] for key, one in kept]
         return save({"numbers": np.array(numbers, np.int64), "token_ids": tokens})
 
     def restore(self, data: bytes, vocab_size: int) -> None:
@@ -79,14 +80,14 @@ class References:
             tensors = load(data)
             numbers, token_ids = tensors["numbers"], tensors["token_ids"]
             lengths = numbers[:, -1]
-            is_whole = lengths.min() >= 0 and lengths.sum() == len(token_ids)
-            if not is_whole or (len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < vocab_size):
+            is_complete = numbers.shape[1] == 7 and lengths.min() >= 0 and lengths.sum() == len(token_ids)
+            if not is_complete or (len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < vocab_size):
                 raise ValueError("its tokens are not as many or not as large as they should be")
             texts = np.split(token_ids, lengths.cumsum()[:-1])
         except (SafetensorError, KeyError, IndexError) as error:
             raise ValueError(one_line(error)) from error
-        for (*key, version, _), text in zip(numbers.tolist(), texts, strict=True):
-            self.keep((key[0], key[1], key[2], key[3]), text.tolist(), version)
+        for (*key, version, is_whole, _), text in zip(numbers.tolist(), texts, strict=True):
+            self.keep((key[0], key[1], key[2], key[3]), text.tolist(), version, bool(is_whole))
 
     def get(self, key: Key) -> Reference | None:
         """Returns what is kept under a key."""

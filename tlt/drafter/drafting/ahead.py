@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
-from tlt.drafter.hybrid import choose_rows
-from tlt.drafter.ngram import match_bucket
-from tlt.drafter.references import Reference, References
-from tlt.drafter.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
+from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
+from tlt.drafter.drafting.hybrid import choose_rows
+from tlt.drafter.drafting.ngram import match_bucket
+from tlt.drafter.drafting.references import Reference, References
+from tlt.drafter.drafting.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.tree import chain
 from tlt.types import Lead, Request, Rollout, Strategy, Verdict

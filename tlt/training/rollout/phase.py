@@ -27,11 +27,11 @@ from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.rl.batch import check_complete, in_order, key_of
 from tlt.spans import SpanName
-from tlt.training.drafter_side import DrafterSide
-from tlt.training.dynamic import Draw, DynamicSampling, Group, flatten
-from tlt.training.idle import IdleTime, IdleWork
-from tlt.training.result import PhaseResult, ReplicaReport, combine
-from tlt.training.work import Ended, Receivers, Work
+from tlt.training.rollout.drafter_side import DrafterSide
+from tlt.training.rollout.dynamic import Draw, DynamicSampling, Group, flatten
+from tlt.training.rollout.idle_time import IdleTime, IdleWork
+from tlt.training.rollout.result import PhaseResult, ReplicaReport, combine
+from tlt.training.rollout.work import Ended, Receivers, Work
 from tlt.tuning.slowdown import SlowdownSums, add_up, sums_of
 from tlt.types import Problem, Purpose, Request, SamplingParams
 
@@ -185,16 +185,17 @@ class RolloutPhase:
         of_replica = (self.engine.stats, spare.drafter_report, *gaps, *counts, *idle_time)
         replica = ReplicaReport(start, last_token, end, *of_replica).shifted(self.timeline.epoch.to_rank_0)
         with self.timeline.span(SpanName.WAIT):
-            gathered = gather_objects(self.world, (ended.rollouts, ended.rewards, replica))
+            gathered = gather_objects(self.world, (ended.rollouts, ended.rewards, replica, idle.ahead.take_found()))
+        idle.ahead.keep(found for *_, found in gathered)
         asked = [key_of(request) for group in requests for request in group]
-        check_complete(asked, [([*map(key_of, found)], [*scored]) for found, scored, _ in gathered], name)
-        by_key = {key_of(rollout): rollout for found, _, _ in gathered for rollout in found}
-        reward_of = {key: reward for _, rewards, _ in gathered for key, reward in rewards.items()}
+        check_complete(asked, [([*map(key_of, found)], [*scored]) for found, scored, *_ in gathered], name)
+        by_key = {key_of(rollout): rollout for found, *_ in gathered for rollout in found}
+        reward_of = {key: reward for _, rewards, *_ in gathered for key, reward in rewards.items()}
         groups = []
         for draw, group in zip(draws, requests, strict=True):
             keys = [key_of(request) for request in group]
             groups.append(Group(draw, tuple(by_key[key] for key in keys), tuple(reward_of[key] for key in keys)))
-        reports = [report for _, _, report in gathered]
+        reports = [report for _, _, report, _ in gathered]
         self._measure_slowdown(steps, reports)
         return groups, reports
 

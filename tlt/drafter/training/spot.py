@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from tlt.accounts import DrafterReport
-from tlt.drafter.buffer import Trajectory, TrajectoryBuffer
 from tlt.drafter.model import DraftModel
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.buffer import Trajectory, TrajectoryBuffer
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.attention import Cached
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName

@@ -1,9 +1,9 @@
 """The choice among the uses of idle time, by what each is worth: seconds by which a step becomes shorter for every second that
 a rank spends on it.
 
-    worth(ahead) = kept tokens / tokens offered to a step · (1 - reading / generating) / ranks at work  - cost(ahead)
-    worth(train) = Δacceptance / (1 + acceptance) · rollout seconds · horizon / seconds trained       - cost(train)
-                              slowdown.py says ┘, and for training the seconds of its publication / seconds trained
+    worth(ahead) = seconds won / tokens offered to a step · tokens generated ahead / second / ranks at work  - cost(ahead)
+    worth(train) = Δacceptance / (1 + acceptance) · rollout seconds · horizon / seconds trained            - cost(train)
+                                   slowdown.py says ┘, and for training the seconds of its publication / seconds trained
 All of it is measured, phase by phase. A use that is worth nothing is still tried now and then, since that may change. Knows
 neither ranks nor clocks, and decides nothing about tokens.
 """
@@ -30,10 +30,8 @@ _FADE = 0.8
 """The weight of older phases, per phase."""
 _RESTS = ((0.05, 1 / 4), (0.025, 1 / 8), (0.0, 1 / 32))
 """The share of idle time that ranks rest, by the standard deviation of the cost that is known least well."""
-_PRIOR_KEPT, _PRIOR_TOKENS = 0.7, 500.0
-"""The share of tokens generated ahead that is kept, and the tokens that this guess counts for."""
-_PRIOR_READING = 0.3
-"""Seconds of a token that is read, in seconds of one that is generated; it counts for as many tokens."""
+_PRIOR_WON, _PRIOR_TOKENS = 0.3, 500.0
+"""Seconds won by a second of generating ahead, for one rank at work, and the tokens that this guess counts for."""
 _PRIOR_TRAINING, _PRIOR_CHECKS = 0.1, 2.0
 """Seconds won by a second of the drafter's training, and the measurements that this guess counts for."""
 
@@ -62,8 +60,8 @@ class IdlePlan:
 class IdleFacts:
     """What a phase says of its idle time and of what earlier idle time has brought, all ranks together.
 
-    ahead_tokens, ahead_seconds: generated ahead.  offered_tokens: generated ahead for this step before; followed_tokens: kept.
-    reading_tokens, reading_seconds: of engine steps that followed references.
+    ahead_tokens, ahead_seconds: generated ahead.  offered_tokens: generated ahead for this step before.
+    won_seconds: rank-seconds that following references has saved (EngineStats); None: no tuner says what else there was.
     rollout_seconds: of the phase.  busy_ranks: rank-seconds at work / rollout_seconds.
     train_seconds: rank-seconds of drafter training.  publish_seconds: that its end took.
     acceptance_before, acceptance: of the drafter, without and with it; NaN.
@@ -73,9 +71,7 @@ class IdleFacts:
     ahead_tokens: int
     ahead_seconds: float
     offered_tokens: int
-    followed_tokens: int
-    reading_tokens: int
-    reading_seconds: float
+    won_seconds: float | None
     rollout_seconds: float
     busy_ranks: float
     train_seconds: float
@@ -96,14 +92,12 @@ class IdleFacts:
 
 @dataclass
 class _Sums:
-    """Sums over phases, of which older ones have faded."""
+    """Sums over phases, of which older ones have faded; beside a guess, only where a phase had something to add."""
 
     ahead_tokens: float = 0.0
     ahead_seconds: float = 0.0
     offered_tokens: float = 0.0
-    followed_tokens: float = 0.0
-    reading_tokens: float = 0.0
-    reading_seconds: float = 0.0
+    won_seconds: float = 0.0
     rollout_seconds: float = 0.0
     busy_seconds: float = 0.0
     train_seconds: float = 0.0
@@ -111,11 +105,9 @@ class _Sums:
     training_gain: float = 0.0
     checks: float = 0.0
 
-
-_SUMMED = (
-    *("ahead_tokens", "ahead_seconds", "offered_tokens", "followed_tokens", "reading_tokens", "reading_seconds"),
-    *("train_seconds", "publish_seconds"),
-)
+    def add(self, **values: float) -> None:
+        for name, value in values.items():
+            setattr(self, name, _FADE * getattr(self, name) + value)
 
 
 @dataclass(frozen=True)
@@ -151,12 +143,13 @@ class IdleChoice:
         """Takes a phase into account."""
         self.slowdown.observe(slowdown)
         s = self._sums
-        for name in _SUMMED:
-            setattr(s, name, _FADE * getattr(s, name) + getattr(facts, name))
-        s.rollout_seconds = _FADE * s.rollout_seconds + facts.rollout_seconds
-        s.busy_seconds = _FADE * s.busy_seconds + facts.busy_ranks * facts.rollout_seconds
+        s.add(rollout_seconds=facts.rollout_seconds, busy_seconds=facts.busy_ranks * facts.rollout_seconds)
+        s.add(ahead_tokens=facts.ahead_tokens, ahead_seconds=facts.ahead_seconds)
+        s.add(train_seconds=facts.train_seconds, publish_seconds=facts.publish_seconds)
+        if facts.offered_tokens and facts.won_seconds is not None:
+            s.add(offered_tokens=facts.offered_tokens, won_seconds=facts.won_seconds)
         if (gain := facts.training_gain) is not None:
-            s.training_gain, s.checks = _FADE * s.training_gain + gain, _FADE * s.checks + 1
+            s.add(training_gain=gain, checks=1)
 
     def worth(self) -> dict[IdleUse, Worth]:
         """Returns what every use is worth, by what is known so far."""
@@ -167,13 +160,10 @@ class IdleChoice:
 
     def _gain_ahead(self) -> float:
         s = self._sums
-        kept = (s.followed_tokens + _PRIOR_KEPT * _PRIOR_TOKENS) / (s.offered_tokens + _PRIOR_TOKENS)
-        reading, known = _PRIOR_READING, min(s.reading_tokens, s.ahead_tokens)
-        if known:
-            measured = (s.reading_seconds / s.reading_tokens) / (s.ahead_seconds / s.ahead_tokens)
-            reading += (measured - reading) * known / (known + _PRIOR_TOKENS)
+        speed = s.ahead_tokens / s.ahead_seconds if s.ahead_tokens else 0.0
+        won = (s.won_seconds * speed + _PRIOR_WON * _PRIOR_TOKENS) / (s.offered_tokens + _PRIOR_TOKENS)
         ranks_at_work = max(s.busy_seconds / s.rollout_seconds, 1.0) if s.rollout_seconds else 1.0
-        return min(kept, 1.0) * max(1 - reading, 0.0) / ranks_at_work
+        return won / ranks_at_work
 
     def _gain_of_training(self) -> float:
         s = self._sums

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.drafter.foreign import drop_repeated, read_folder
-from tlt.drafter.losses import DEFAULT_PRESET, PRESETS, Preset
+from tlt.drafter.formats.foreign import drop_repeated, read_folder
 from tlt.drafter.model import DrafterShape, DraftModel, Method, drafter_shape, find_mismatch
+from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS, Preset
 from tlt.files import replace_folder
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import config_to_hf, parse_config

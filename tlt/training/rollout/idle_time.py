@@ -1,5 +1,5 @@
 """The idle time of a rank in a phase: it is spent on what the plan puts first, with rests in between by which is measured what
-it costs the others. Knows neither the queue of real work nor how the plan was made (tlt/tuning/idle.py).
+it costs the others. Knows neither the queue of real work nor how the plan was made (tlt/tuning/idle_choice.py).
 
     idle ─▶ generate ahead ─▶ train the drafter ─▶ nothing to do          at any time: real work, or the phase's end
               └─── rest for a moment, now and then ───┘
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field, replace
 
 from tlt.accounts import AheadReport, DrafterReport, IdleStretch, IdleUse
 from tlt.distributed.world import World, gather_objects
-from tlt.drafter.references import REPLAY
+from tlt.drafter.drafting.references import REPLAY
 from tlt.report.timeline import Timeline
 from tlt.spans import SpanName
-from tlt.training.ahead import NO_AHEAD, Ahead
-from tlt.training.drafter_side import DrafterSide
-from tlt.training.result import PhaseResult
-from tlt.tuning.idle import IdleChoice, IdleFacts, IdlePlan
+from tlt.training.rollout.ahead import NO_AHEAD, Ahead
+from tlt.training.rollout.drafter_side import DrafterSide
+from tlt.training.rollout.result import PhaseResult
+from tlt.tuning.idle_choice import IdleChoice, IdleFacts, IdlePlan
 
 _SPANS = {IdleUse.AHEAD: SpanName.AHEAD, IdleUse.REST: SpanName.WAIT}
 """What stretches are called in the timeline; the trainer records its own, one per micro-step."""
@@ -130,14 +130,14 @@ class IdleTime:
 def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:
     """Returns what a phase says of its idle time. num_offered: tokens that had been generated ahead for it."""
     stats, check, seconds = phase.stats, phase.check, phase.seconds
-    reading = [s for name, s in stats.by_strategy.items() if name.startswith("ahead")]
+    followed, foreign = stats.followed_by_age.total(), stats.followed_by_age[REPLAY]
+    own = 1 - foreign / followed if followed else 1.0
+    is_won_known = any(s.predicted_seconds for s in stats.by_strategy.values())
     return IdleFacts(
         ahead_tokens=sum(replica.ahead.num_tokens for replica in phase.replicas),
         ahead_seconds=sum(replica.ahead.seconds for replica in phase.replicas),
         offered_tokens=num_offered,
-        followed_tokens=sum(num for age, num in stats.followed_by_age.items() if age != REPLAY),
-        reading_tokens=sum(s.num_tokens for s in reading),
-        reading_seconds=sum(s.seconds for s in reading),
+        won_seconds=own * stats.won_seconds if is_won_known else None,
         rollout_seconds=seconds,
         busy_ranks=len(phase.replicas) - phase.idle_seconds / seconds,
         train_seconds=sum(replica.drafter.seconds for replica in phase.replicas),

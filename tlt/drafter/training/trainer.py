@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.drafter.buffer import PackedBatch
-from tlt.drafter.losses import Preset, draft_loss
 from tlt.drafter.model import Captured, DraftModel, align, training_capture
+from tlt.drafter.training.buffer import PackedBatch
+from tlt.drafter.training.losses import Preset, draft_loss
 from tlt.models.adam import adam_state, trained_tensors
 from tlt.models.attention import Unrolled
 from tlt.models.packed import PackedTransformer

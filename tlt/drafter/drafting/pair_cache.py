@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.drafter.history import FeatureHistory
+from tlt.drafter.drafting.history import FeatureHistory
 from tlt.drafter.model import TOKEN_AHEAD, PackedDrafter
 from tlt.models.attention import Cached, StoringPrefill
 from tlt.models.kv_cache import Cache, prefill_groups

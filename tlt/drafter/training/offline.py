@@ -17,12 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlt.drafter.buffer import TrajectoryBuffer
-from tlt.drafter.losses import Preset
 from tlt.drafter.measure import draw, engine_logits, overlap, read
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
-from tlt.drafter.spot import FeatureRecompute
-from tlt.drafter.trainer import DrafterTrainer
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.losses import Preset
+from tlt.drafter.training.spot import FeatureRecompute
+from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.decoder import ModelConfig
 from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.drafter.calibration import DEFAULT_CONFIDENCE_THRESHOLD
-from tlt.drafter.learned import LearnedDrafter, LearnedProposal
-from tlt.drafter.ngram import DEFAULT_MAX_TOKENS, NgramDrafter, NgramProposal
+from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
+from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal
+from tlt.drafter.drafting.ngram import DEFAULT_MAX_TOKENS, NgramDrafter, NgramProposal
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Lead, Request, Rollout, Strategy, Verdict

@@ -26,14 +26,14 @@ from tlt.build.drafter import build_draft_model, build_spot_trainer
 from tlt.config.drafter import DrafterSection
 from tlt.distributed.mailbox import Mailbox, connect_mailbox
 from tlt.distributed.world import World, average_weighted, gather_objects
-from tlt.drafter.ahead import AheadDrafter
-from tlt.drafter.folder import StoredDrafter, save_drafter
-from tlt.drafter.hybrid import HybridDrafter
+from tlt.drafter.drafting.ahead import AheadDrafter
+from tlt.drafter.drafting.hybrid import HybridDrafter
+from tlt.drafter.drafting.suffix_index import count_retrieved
+from tlt.drafter.formats.folder import StoredDrafter, save_drafter
 from tlt.drafter.measure import Subject
 from tlt.drafter.model import DraftModel
 from tlt.drafter.service import DrafterWatch, Ranks, Served
-from tlt.drafter.spot import SpotTrainer
-from tlt.drafter.suffix_index import count_retrieved
+from tlt.drafter.training.spot import SpotTrainer
 from tlt.engine.backend import RolloutBackend
 from tlt.report.timeline import Timeline
 from tlt.spans import SpanName

@@ -32,9 +32,9 @@ from tlt.report.timeline import Timeline
 from tlt.rl.batch import key_of
 from tlt.rl.rewards import Key
 from tlt.spans import SpanName
-from tlt.training.checkpoint import Saved
-from tlt.training.journal_file import Record, read_record, read_records
-from tlt.training.manifest import folder_of
+from tlt.training.saved.checkpoint import Saved
+from tlt.training.saved.journal_file import Record, read_record, read_records
+from tlt.training.saved.manifest import folder_of
 from tlt.types import LAW_VERSION, Request, Reward, Rollout
 
 FORMAT = 1

@@ -14,7 +14,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 
 from tlt.files import Record, write_jsonl
-from tlt.training.result import PhaseResult
+from tlt.training.rollout.result import PhaseResult
 from tlt.types import Purpose, Reward, Rollout
 
 FOLDER = "responses"

@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from tlt import __version__
-from tlt.drafter.folder import StoredDrafter, describe, write_files
+from tlt.drafter.formats.folder import StoredDrafter, describe, write_files
 from tlt.drafter.model import Method, draft_token_ids
 from tlt.files import replace_folder
 from tlt.types import UserError

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tlt.drafter.references import References
+from tlt.drafter.drafting.references import References
 from tlt.files import Record, read_jsonl
 from tlt.types import Request, Rollout, UserError
 

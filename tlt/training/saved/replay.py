@@ -19,10 +19,10 @@ from typing import Any
 
 from tlt.config.schema import Config
 from tlt.distributed.world import World, tell
-from tlt.drafter.references import REPLAY, References
-from tlt.drafter.responses import read_answers
+from tlt.drafter.drafting.references import REPLAY, References
+from tlt.drafter.response_files import read_answers
 from tlt.models.decoder import ModelConfig
-from tlt.training.responses import kept_by, path_of
+from tlt.training.saved.responses import kept_by, path_of
 from tlt.types import Problem, Purpose, Request, SamplingParams, UserError
 
 Prompts = Mapping[str, tuple[int, ...]]
