@@ -36,8 +36,8 @@ class PlanSpeed(WithOverrides):
     config: Annotated[Positional[Path], arg(metavar="CONFIG")]
     """TOML configuration, or the name of a recipe such as countdown."""
     replicas: Numbers = (2, 8, 64)
-    """Numbers of engines that share a step; each has as many responses as a rank of the configuration has. 512 take a minute or
-    two."""
+    """Numbers of engines that share a step; each has as many responses as a rank of the configuration has. Hundreds take
+    minutes."""
     run: Folder = None
     """Folder of a run that has measured lengths, costs and acceptance; none: a GPU-like cost curve and the options below."""
     median_tokens: PositiveFloat | None = None
