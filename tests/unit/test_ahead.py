@@ -38,8 +38,8 @@ def make_ahead(requests: list[Request], **changes: Any) -> AheadOfPolicy:
     return ahead
 
 
-def queue_of(replica: int = 0, num: int = 1, store: HashStore | None = None) -> AheadQueue:
-    return AheadQueue(store or HashStore(), replica, num)
+def queue_of(store: HashStore | None = None) -> AheadQueue:
+    return AheadQueue(store or HashStore())
 
 
 def tokens_of(ahead: AheadOfPolicy) -> dict[tuple[int, int, int, int], tuple[int, ...]]:
@@ -88,9 +88,9 @@ def test_a_session_ends_within_a_step_leaves_the_engine_idle_and_the_next_goes_o
 def test_two_replicas_share_the_requests_of_a_step_and_one_does_what_the_other_has_begun_and_left() -> None:
     requests, store = [request(f"p{i}") for i in range(8)], HashStore()
     replicas = []
-    for replica in range(2):
+    for _ in range(2):
         ahead = make_ahead(requests, num_replicas=2)
-        ahead.begin(queue_of(replica, 2, store))
+        ahead.begin(queue_of(store))
         replicas.append(ahead)
     for ahead in replicas:
         ahead.run(after(2))  # takes a lot of two, another one, and is called away

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore, Store, TCPStore
 
+from tlt.distributed.ahead_queue import AheadQueue
 from tlt.distributed.work_queue import (
     CROWD_SECONDS,
     HELP_SECONDS,
@@ -183,23 +184,52 @@ def test_a_take_is_at_most_half_a_fair_share_and_at_least_one(num_units: int, ro
 
 
 class Interfering:
-    """A store that lets `action` happen between a replica's decision and its compare_set on a key, once."""
+    """A store that lets `action` happen between a replica's decision and its change of a key, once."""
 
     def __init__(self, store: Store, action: Callable[[], object], key: str = "queue") -> None:
         self.store, self.action, self.key = store, action, key
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        if key == self.key and expected != desired and self.action is not None:
+        self._interfere(key, expected != desired)
+        return self.store.compare_set(key, expected, desired)
+
+    def add(self, key: str, amount: int) -> int:
+        self._interfere(key, amount != 0)
+        return self.store.add(key, amount)
+
+    def _interfere(self, key: str, changes: bool) -> None:
+        if key == self.key and changes and self.action is not None:
             action, self.action = self.action, None
             action()
-        return self.store.compare_set(key, expected, desired)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.store, name)
 
 
-def test_a_take_that_loses_a_race_takes_other_units() -> None:
-    first, second = make_replicas(2, 8)
+def test_a_take_that_another_comes_before_takes_other_units_and_waits_for_nobody() -> None:
+    clock = Clock()
+    first, second = make_replicas(2, 8, clock)
+    got: list[int] = []
+    first.store = Interfering(first.store, lambda: got.extend(second.take(2)), "next")
+    assert first.take(2) == [2, 3]
+    assert got == [0, 1]
+    assert clock.now == 0.0
+
+
+def test_who_is_given_units_beyond_the_last_has_none_and_those_added_then_are_nobody_s_yet() -> None:
+    first, second = make_replicas(2, 1)
+    got: list[int] = []
+    first.store = Interfering(first.store, lambda: got.extend(second.take(1)), "next")
+    assert first.take(1) == []
+    assert got == [0]
+    assert list(second.add_units(2)) == [1, 2]
+    assert first.has_work()
+    assert first.take(1) + second.take(1) == [1, 2]
+
+
+def test_a_take_of_added_units_that_loses_a_race_takes_others() -> None:
+    first, second = make_replicas(2, 0)
+    first.add_units(8)
     store = first.store
     got: list[int] = []
     first.store = Interfering(store, lambda: got.extend(second.take(2)))
@@ -211,9 +241,24 @@ def test_a_take_that_loses_a_race_takes_other_units() -> None:
     assert [unit for _ in range(12) for unit in second.take(1)] == [5, 6, 7, 8, 9, 10, 11]
 
 
+def test_a_crowd_takes_its_first_units_without_a_pause_or_a_second_try() -> None:
+    clock = Clock()
+    replicas = make_replicas(256, 1024, clock)
+    stores = [Counting(replica.store) for replica in replicas]
+    for replica, store in zip(replicas, stores, strict=True):
+        replica.store = store
+    taken = [replica.take(8) for replica in replicas]
+    assert sorted(unit for units in taken for unit in units) == list(range(sum(map(len, taken))))
+    assert all(taken)
+    assert clock.now == 0.0
+    assert {store.num_asked for store in stores} == {2}
+
+
 def test_equal_wishes_of_two_replicas_are_told_apart() -> None:
     """The winner's value must not look like the loser's own: both want to move the queue from 0 to 1."""
-    first, second = make_replicas(2, 2)
+    first, second = make_replicas(2, 0)
+    first.add_units(2)
+    second.has_work()
     got: list[int] = []
     first.store = Interfering(first.store, lambda: got.extend(second.take(1)))
     assert sorted(first.take(1) + got) == [0, 1]
@@ -305,7 +350,7 @@ def test_in_a_crowd_that_trains_between_questions_not_every_one_is_asked() -> No
         store = Counting(idle.store)
         idle.store = store
         assert not any(idle.has_news() for _ in range(100))
-        assert store.num_asked == 2 * num_looks
+        assert store.num_asked == 2 * num_looks + 1, "that no unit of the phase's own is left is asked once"
 
 
 def test_who_has_news_hears_it_again_until_it_acts() -> None:
@@ -357,7 +402,8 @@ def test_a_silent_replica_is_named_in_a_crowd_too_where_each_is_looked_at_in_its
 
 def test_who_loses_a_race_lets_others_go_first() -> None:
     clock = Clock()
-    first, second = make_replicas(2, 8, clock)
+    first, second = make_replicas(2, 0, clock)
+    first.add_units(8)
     first.store = Interfering(first.store, lambda: second.take(2))
     first.take(1)
     assert 0 < clock.now <= 2 * RACE_SECONDS
@@ -383,6 +429,8 @@ def test_phases_do_not_mix_and_old_ones_leave_no_keys() -> None:
         replicas[1].receive(handed_over)
         replicas[1].finish(handed_over)
         assert all(replica.all_done() for replica in replicas)
+        for replica in replicas:
+            AheadQueue(replica.store).note_done([0, 1])
         sizes.append(store.num_keys())
     assert sizes[-1] == sizes[3]
     # A replica that is still in an old phase keeps that phase's counters alive.

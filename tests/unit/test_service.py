@@ -150,6 +150,27 @@ def test_ranks_that_hold_different_drafters_are_an_error_in_a_step_without_a_mea
         parts.step(1)
 
 
+def test_where_no_rank_has_trained_nothing_is_read_between_measurements_and_any_rank_that_has_is_enough() -> None:
+    parts = Parts(check_every=3)
+    calls: list[str] = []
+
+    def gather(value: Any) -> list[Any]:
+        calls.append(type(value).__name__)
+        return [value]
+
+    parts.watch.ranks = replace(parts.watch.ranks, gather=gather)
+    checks = [parts.step(seed, trains=False) for seed in range(4)]
+    assert [is_measured(check) for check in checks] == [True, False, False, True]
+    assert calls == ["RankState", "Tally", "RankState", "RankState", "RankState", "Tally"]
+    assert [check.training for check in checks] == ["no idle time"] * 4
+    parts = Parts(check_every=3)
+    parts.step(0)
+    foreign = Parts().measure(make_rollouts(), 1.0, is_due=False)
+    parts.join(RankState("", 0, False, num_tokens=7), foreign)
+    with pytest.raises(RuntimeError, match="rank 1 holds other weights"):
+        parts.step(1, trains=False)
+
+
 def test_publication_takes_as_long_as_on_the_slowest_rank_on_all_of_them() -> None:
     """By that the ranks decide what their idle time is worth, and all have to decide alike."""
     parts = Parts()
@@ -181,7 +202,7 @@ def test_outputs_that_are_not_finite_are_seen_between_measurements(monkeypatch: 
     assert not parts.step(0).set_aside
     for name in ("engine_logits", "trainer_logits"):
         monkeypatch.setattr(f"tlt.drafter.measure.{name}", lambda drafter, target, sample: sample.target_RV * math.nan)
-    check = parts.step(1, trains=False)
+    check = parts.step(1)
     assert check.set_aside == "its outputs are not finite"
     assert parts.watch.trains, "a drafter set aside is trained"
 

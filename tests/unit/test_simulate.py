@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ import pytest
 from tests.lossless.helpers import make_engine, make_policy
 from tests.unit.phase_parts import Scorers, make_coordinators
 from tests.unit.phase_parts import make_phase as make_real_phase
+from tlt.accounts import IdleUse
 from tlt.config.load import load_config
 from tlt.drafter.drafting.references import References
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, LogNormalLengths, RecordedLengths, SpotSpeed
@@ -86,6 +88,27 @@ def test_workers_run_in_the_order_of_their_moments_and_of_two_at_once_the_one_th
     assert seen == [(1.0, "b"), (2.0, "a"), (2.0, "b"), (4.0, "a"), (5.0, "b")]
 
 
+def test_a_nap_ends_once_when_another_wakes_it_and_a_sleep_never() -> None:
+    time, seen = VirtualTime(), list[tuple[float, str]]()
+
+    def naps() -> None:
+        for _ in range(2):
+            time.nap(5.0)
+            seen.append((time.now, "nap"))
+
+    def sleeps() -> None:
+        time.sleep(3.0)
+        seen.append((time.now, "sleep"))
+
+    def wakes() -> None:
+        time.sleep(2.0)
+        for worker in (0, 0, 1):
+            time.wake(worker)
+
+    time.run([naps, sleeps, wakes])
+    assert seen == [(2.0, "nap"), (3.0, "sleep"), (7.0, "nap")]
+
+
 def test_an_error_in_one_worker_ends_all_and_is_raised() -> None:
     time = VirtualTime()
 
@@ -127,6 +150,12 @@ def test_handing_over_halves_what_is_left_where_a_batch_costs_in_proportion() ->
     assert step.num_migrated == 2
 
 
+def test_an_offer_of_help_is_noticed_at_the_end_of_the_step_under_way() -> None:
+    """Steps of four cost 4 s: an offer after 30 s is accepted after 32, when 192 of 200 tokens are left to two replicas."""
+    step = Replicas(assume([[200] * 4, [30]], a_second_for_each), replace(ALONE, migrates=True), 2, 2).take_step(0)
+    assert step.rollout_seconds == pytest.approx(32.0 + 192 * 2.0, abs=2 * POLL)
+
+
 def test_what_is_handed_over_is_read_again() -> None:
     """One token of the prompt at first, once; then two responses, each with the prompt and a token of its own; 1 s a token."""
     assumed = assume([[10, 10, 10, 10]], a_second_for_each, read_seconds=1.0, max_tokens=10)
@@ -159,10 +188,39 @@ def test_ahead_of_identical_references_reads_in_a_few_steps_what_idle_time_has_g
     assert first.ahead_seconds == pytest.approx(98.0, abs=1.0)
     num_known = 98
     assert second.rollout_seconds == pytest.approx(read_steps(100, num_known), abs=1.1)
-    assert second.followed_by_age["1"] >= 90
+    assert 90 <= second.followed_by_age["1"] <= num_known
+    assert [step.num_tokens for step in (first, second, third)] == [102] * 3, "what is generated ahead is not the step's"
     assert third.rollout_seconds > 90
     alone = [step.rollout_seconds for step in simulate(assumed, TLT, 2, 2, range(3))]
     assert sum(alone) == pytest.approx(300.0, abs=0.1)
+
+
+def test_adaptive_puts_first_what_the_real_choice_finds_to_be_worth_most_and_measures_what_it_costs_others() -> None:
+    adaptive = Variant("adaptive", trains=True, ahead=1, compares=True)
+    groups = [[100], [2]]
+    for change, first in ((0.3, IdleUse.TRAIN), (0.0, IdleUse.AHEAD)):
+        spot = SpotSpeed(0.1, 0.1, 4.0, 128, 0, change)
+        model = CostModel([Strategy.OFF], bonus=0.0)
+        *_, step = simulate(assume(groups, spot=spot, engines=[Measured(model, one_second)]), adaptive, 2, 2, range(2, 4))
+        assert step.order[0] is first
+        assert step.worth[first].net == max(worth.net for worth in step.worth.values())
+    quick = Measured(CostModel([Strategy.OFF], bonus=0.0), lambda *of: 0.05)
+    costs = []
+    for interference in (0.0, 0.3):
+        spot = SpotSpeed(0.001, 0.0, None, 128, 0)
+        assumed = assume([[2000], [2]], engines=[quick], spot=spot, interference=interference, per_host=2)
+        step = Replicas(assumed, Variant("TLT", trains=True), 2, 2).take_step(0)
+        costs.append(step.worth[IdleUse.TRAIN].cost)
+    assert costs == [0.0, pytest.approx(math.log(1.3), abs=0.03)]
+
+
+def test_in_a_crowd_an_offer_of_help_is_noticed_and_so_is_the_end() -> None:
+    """Of 40 replicas 38 have nothing to do from the second step on. The other two hand over one response after each step, so
+    that steps have 16, 15, … of them, until all have one."""
+    groups = [[1] * 16] * 38 + [[200] * 16] * 2
+    step = Replicas(assume(groups, a_second_for_each), replace(ALONE, migrates=True), 40, 40).take_step(0)
+    assert step.num_migrated == 30
+    assert step.rollout_seconds == pytest.approx(sum(range(1, 17)) + 200 - 16, abs=POLL)
 
 
 def read_steps(length: int, num_known: int, chain: int = 32) -> int:
@@ -245,6 +303,7 @@ def test_what_is_handed_over_goes_on_where_it_was_with_the_same_differences_from
     engines = [SimulatedEngine(time, Measured(model, one_second), lambda r: 150, 4, 0.0, False, seed) for seed in (0, 1)]
     for engine in engines:
         engine.references, engine.agreement, engine.policy_version = references, agreement, 1
+        engine.max_steps = 1
     engines[0].add([request])
     for _ in range(10):
         engines[0].step()
@@ -277,7 +336,7 @@ def test_the_tuner_of_the_gpu_knows_the_papers_accept_lengths_and_chooses_less_f
             tokens += survival
         assert tokens == pytest.approx(accept_length, rel=0.03)
     measured = Measured(model, GpuSeconds(0.02, 512))
-    chosen = [measured.choose(BatchState(batch, 500.0, 0, 0)).budget for batch in (1, 16, 128)]
+    chosen = [measured.choose(BatchState(batch, 500.0, 0, 0))[0].budget for batch in (1, 16, 128)]
     assert chosen == sorted(chosen, reverse=True)
     assert chosen[0] >= 16 > chosen[-1]
 

@@ -68,7 +68,7 @@ def speed(options: PlanSpeed) -> Record:
 
     assumed = assume(options, config)
     rows = [expect(assumed, num, num_problems(config, num), options.steps) for num in options.replicas]
-    lines = [*assumed.lines, *GENERAL, looks_line(rows)]
+    lines = [*assumed.lines, *GENERAL, steps_line(rows)]
     print_rows(rows, lines)
     figures = {"assumptions": lines, "rows": [dataclasses.asdict(row) for row in rows]}
     if options.out is not None:
@@ -103,12 +103,24 @@ def assume(options: PlanSpeed, config: Config) -> Assumptions:
     return with_rest(assumed, mean * (1 / options.rollout_share - 1))
 
 
-def looks_line(rows: list[Row]) -> str:
-    """Returns how often simulated replicas look around, and how many steps were simulated, for people."""
+def steps_line(rows: list[Row]) -> str:
+    """Returns how many steps were simulated, for people."""
     from tlt.simulate.expectation import WARM_UP
 
-    each = ", ".join(f"{row.num_replicas} replicas {row.num_steps} step(s), every {row.grain:.2g} s" for row in rows)
-    return f"steps simulated after {WARM_UP}, and how often a replica looks around in them: {each}"
+    each = ", ".join(f"{row.num_replicas} replicas {row.num_steps}" for row in rows)
+    return f"steps simulated of each variant, after up to {WARM_UP} before them: {each}"
+
+
+def worth_lines(rows: list[Row]) -> list[str]:
+    """Returns which use of idle time pays, for people, where there are several."""
+    from tlt.simulate.expectation import ADAPTIVE
+
+    lines = []
+    for row in rows:
+        worth = sorted(row.of(ADAPTIVE).worth.items(), key=lambda pair: -pair[1])
+        each = ", ".join(f"{use} {net:+.4f}" for use, net in worth)
+        lines.append(f"{row.num_replicas} replicas: {each} s")
+    return lines
 
 
 def print_rows(rows: list[Row], lines: list[str]) -> None:
@@ -118,6 +130,9 @@ def print_rows(rows: list[Row], lines: list[str]) -> None:
 
     console = rich.console.Console(width=WIDTH + 28, highlight=False, emoji=False, markup=False)
     console.print(to_table(rows))
+    console.print("seconds by which steps become shorter for each that an idle replica spends:")
+    for line in worth_lines(rows):
+        console.print(f"- {line}", soft_wrap=True)
     console.print("assumed:")
     for line in lines:
         console.print(f"- {line}", soft_wrap=True)

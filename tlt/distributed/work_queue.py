@@ -2,16 +2,19 @@
 
     replica 0   take(12) → [0..3]   finish finish finish …      take → [9]  finish       all_done
     replica 1   take(12) → [4..6]   finish …     take → [7,8]   finish   take → []  ░ polls: trains the drafter ░
-                     └──────────── one linear order: whoever moves `queue` first ────────────┘
+                     └──────────── one linear order: whoever adds to `next` first ───────────┘
 
 Keys, under one prefix per phase (its number), so that phases never mix; all of them lie under the store that is handed in:
 
-    queue     "next/total#replica.serial"   moved by compare_set only: takes and additions are one linear order
+    next      units of the phase's own that were asked for; moved by add only, so that a crowd takes its first units without a
+              race. It may exceed their number: who is given one beyond has none
+    queue     "next/total#replica.serial"   units that were added since; moved by compare_set only: their takes and additions
+              are one linear order
     open      units added minus units finished; all is done when num_units + open == 0 (an absent counter reads as 0)
     help      "R,S#replica.serial"          replicas without work that offer to take some of another's; compare_set only
     load/U    number of parts of unit U, which one replica hands over to whoever takes it; the parts are load/U/0, 1, …
     ahead…    see ahead_queue.py
-    beat/R    "changes:held"                written by replica R alone; a replica that waits watches it change
+    beat/R    see signs_of_life.py
 
 Outside of phases there is `at/R`: the phase that replica R is in. Phases that all have left are deleted.
 
@@ -21,7 +24,6 @@ absent is read by a compare_set that cannot match.
 
 from __future__ import annotations
 
-import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +31,8 @@ from datetime import timedelta
 
 from torch.distributed import HashStore, PrefixStore, Store
 
+from tlt.distributed.ahead_queue import AheadQueue
+from tlt.distributed.signs_of_life import ReplicaTimeout, SignsOfLife
 from tlt.distributed.store import ABSENT, read_now
 
 POLL_SECONDS = 0.002
@@ -38,14 +42,10 @@ CROWD, CROWD_SECONDS = 16, 0.0002
 """Where there are more replicas than this each of them waits so long, times their number, at least: all together ask at most
 5,000 times a second."""
 RACE_SECONDS = 0.0001
-"""About a round trip. Who has lost a race waits so long, times the number of replicas at most, before its next try: otherwise N
-replicas would need N²/2 tries to take a unit each."""
-WATCH_SECONDS, HELP_SECONDS = 1.0, 0.02
+"""About a round trip. Who has lost a race for an added unit waits so long, times the number of replicas at most, before its
+next try: otherwise N replicas would need N²/2 tries to take one each."""
+HELP_SECONDS = 0.02
 """A replica at work asks at most once in the second time who offers help, for that costs it a round trip."""
-
-
-class ReplicaTimeout(RuntimeError):
-    """A replica that others wait for showed no progress for longer than the time-out."""
 
 
 class Coordinator:
@@ -72,7 +72,6 @@ class Coordinator:
         self._index = -1
         self._oldest_kept = 0
         self._serial = 0
-        self._changes = 0
         self._random = random.Random(replica)
         self._asks_at, self.pause = float("-inf"), POLL_SECONDS  # seconds between two questions of one who waits
 
@@ -86,17 +85,15 @@ class Coordinator:
         self._num_units = num_units
         self._held: set[int] = set()
         self.store = PrefixStore(str(self._index), self._root)
-        self._queue = b""
+        self._next, self._queue = 0, b""
         mine = f"{phase_name}: {num_units} units"
         agreed = self.store.compare_set("args", "", mine).decode()
         assert agreed == mine, f"replica {self.replica} began phase {self._index} as {mine!r}, another as {agreed!r}"
         self._root.set(f"at/{self.replica}", str(self._index))
-        self._watched = dict.fromkeys(range(self.num_replicas), (ABSENT, self._clock()))
-        self._watched_at = self._clock()
-        self._next_watched = 0
+        self._life = SignsOfLife(self.store, self.replica, self.num_replicas, self.timeout, self._clock)
         self._open = 0
         self._be_attentive()
-        self._beaten_at = self._asked_at = float("-inf")
+        self._asked_at = float("-inf")
         self._offers_help = False
         self._beat()
         if self.replica == 0:
@@ -108,32 +105,46 @@ class Coordinator:
             return
         for index in range(self._oldest_kept, min(map(int, places))):
             old = PrefixStore(str(index), self._root)
-            of_replicas = [f"{kind}/{replica}" for replica in range(self.num_replicas) for kind in ("beat", "ahead")]
-            for key in ("args", "queue", "open", "help", "ahead", *of_replicas):
+            beats = [f"beat/{replica}" for replica in range(self.num_replicas)]
+            for key in ("args", "next", "queue", "open", "help", *beats, *AheadQueue(old).keys()):
                 old.delete_key(key)
             self._oldest_kept = index + 1
 
     # -- the queue ---------------------------------------------------------------------------------------------------
 
     def take(self, room: int) -> list[int]:
-        """Takes up to min(room, ceil(remaining / (2 × replicas))) units, at least one if any remains and there is room. Returns
-        none where nothing remains now (more may come, see `has_work`) or there is no room."""
-        while room > 0:
+        """Takes up to min(room, ceil(remaining / (2 × replicas))) units, at least one if any remains and there is room: of the
+        phase's own first, then of those added. Returns none where nothing remains now (more may come, see `has_work`) or there
+        is no room."""
+        units = (self._take_own(room) or self._take_added(room)) if room > 0 else []
+        if units:
+            self._held.update(units)
+            self._beat()
+            self._retract_help()
+            self._be_attentive()
+        return units
+
+    def _take_own(self, room: int) -> list[int]:
+        if not self._has_own():
+            return []
+        count = min(room, self._share(self._num_units - self._next))
+        self._next = self.store.add("next", count)
+        return list(range(self._next - count, min(self._next, self._num_units)))
+
+    def _take_added(self, room: int) -> list[int]:
+        while True:
             first, total = self._position()
-            count = min(room, -(-(total - first) // (2 * self.num_replicas)))
-            if count == 0:
+            if first == total:
                 if self._refresh():
                     continue
                 return []
+            count = min(room, self._share(total - first))
             if self._move(first + count, total):
-                units = list(range(first, first + count))
-                self._held.update(units)
-                self._beat()
-                self._retract_help()
-                self._be_attentive()
-                return units
+                return list(range(first, first + count))
             self._let_others_go_first()
-        return []
+
+    def _share(self, num: int) -> int:
+        return -(-num // (2 * self.num_replicas))
 
     def add_units(self, count: int) -> range:
         """Appends units and returns their indices. New work that follows from a unit is added *before* that is finished."""
@@ -158,6 +169,8 @@ class Coordinator:
 
     def has_work(self) -> bool:
         """Returns whether a unit could be taken now."""
+        if self._has_own():
+            return True
         self._refresh()
         first, total = self._position()
         return first < total
@@ -168,7 +181,7 @@ class Coordinator:
         self._open = self.store.add("open", 0)
         if self._num_units + self._open == 0:
             return True
-        self._watch()
+        self._life.watch(len(self._held), self._label)
         return False
 
     # -- waiting for work --------------------------------------------------------------------------------------------
@@ -182,10 +195,10 @@ class Coordinator:
         now = self._clock()
         if now < self._asks_at:
             return False
-        before = self._open, self._queue
+        before = self._open, self._next, self._queue
         if self.all_done() or self.has_work():
             return True
-        if has_changed := (self._open, self._queue) != before:
+        if has_changed := (self._open, self._next, self._queue) != before:
             self._quiet_since = now
         crowd = CROWD_SECONDS * self.num_replicas if self.num_replicas > CROWD else 0.0
         self._asks_at = now + crowd
@@ -202,10 +215,16 @@ class Coordinator:
         """Asks for news at once."""
         self._quiet_since, self._asks_at = self._clock(), float("-inf")
 
+    def _has_own(self) -> bool:
+        """Returns whether one of the phase's own units is left; asks no more once none is."""
+        if self._next < self._num_units:
+            self._next = self.store.add("next", 0)
+        return self._next < self._num_units
+
     def _position(self) -> tuple[int, int]:
-        """Returns (next unit to hand out, number of units) as last seen."""
+        """Returns (next added unit to hand out, number of units) as last seen."""
         if not self._queue:
-            return 0, self._num_units
+            return self._num_units, self._num_units
         position, _, _ = self._queue.partition(b"#")
         first, _, total = position.partition(b"/")
         return int(first), int(total)
@@ -240,7 +259,7 @@ class Coordinator:
         if self._clock() - self._asked_at < HELP_SECONDS:
             return 0
         self._asked_at = self._clock()
-        return len(_offers(read_now(self.store, "help")))
+        return len(offers_in(read_now(self.store, "help")))
 
     def accept_help(self) -> int | None:
         """Accepts one offer, so that no other replica does, and adds a unit for it, which anyone may take: `hand_over` has to
@@ -277,7 +296,7 @@ class Coordinator:
     def _change_help(self, change: Callable[[list[int]], list[int]]) -> bool:
         """Changes the list of offers; returns whether that made a difference. Like the queue's, the value names its author."""
         seen = read_now(self.store, "help")
-        while (changed := change(_offers(seen))) != _offers(seen):
+        while (changed := change(offers_in(seen))) != offers_in(seen):
             self._serial += 1
             wanted = f"{','.join(map(str, changed))}#{self.replica}.{self._serial}".encode()
             seen = self.store.compare_set("help", "" if seen == ABSENT else seen.decode(), wanted.decode())
@@ -289,40 +308,10 @@ class Coordinator:
 
     def heartbeat(self) -> None:
         """Says that this replica is at work. Call it every engine step: it writes once a second, and else costs a clock."""
-        if self._clock() - self._beaten_at >= WATCH_SECONDS:
-            self._beat()
+        self._life.beat_now_and_then(len(self._held))
 
     def _beat(self) -> None:
-        self._changes += 1
-        self._beaten_at = self._clock()
-        self.store.set(f"beat/{self.replica}", f"{self._changes}:{len(self._held)}")
-
-    def _watch(self) -> None:
-        now = self._clock()
-        if now - self._watched_at < WATCH_SECONDS:
-            return
-        self._watched_at = now
-        if not self._held:
-            self.heartbeat()
-        for replica in self._next_to_watch():
-            beat = read_now(self.store, f"beat/{replica}")
-            seen, since = self._watched[replica]
-            if beat != seen:
-                self._watched[replica] = (beat, now)
-            elif now - since > self.timeout and replica != self.replica:
-                what = "has not begun it" if beat == ABSENT else f"holds {beat.decode().partition(':')[2]} unit(s)"
-                raise ReplicaTimeout(
-                    f"{self._label}: replica {self.replica} waits for replica {replica}, which {what} and has shown no "
-                    f"sign of life for {now - since:.1f} s (time-out {self.timeout:g} s)"
-                )
-
-    def _next_to_watch(self) -> list[int]:
-        """Returns as many replicas that all have their turn ten times within the time-out: that every one looked at every other
-        once a second would be the store's main work."""
-        num = min(max(math.ceil(10 * self.num_replicas / self.timeout), 1), self.num_replicas)
-        turn = [(self._next_watched + i) % self.num_replicas for i in range(num)]
-        self._next_watched = (self._next_watched + num) % self.num_replicas
-        return turn
+        self._life.beat(len(self._held))
 
     @property
     def _label(self) -> str:
@@ -344,6 +333,6 @@ def connect_coordinator(store: Store, replica: int, num_replicas: int, timeout: 
     return Coordinator(PrefixStore("coordinator", connection), replica, num_replicas, timeout)
 
 
-def _offers(value: bytes) -> list[int]:
+def offers_in(value: bytes) -> list[int]:
     replicas = b"" if value == ABSENT else value.partition(b"#")[0]
     return [int(replica) for replica in replicas.split(b",") if replica]

@@ -65,12 +65,17 @@ class RankState:
     """The state of one rank at the end of a step.
 
     failure: why its training failed; empty: it did not.  version: that its engine drafts with.
-    is_limited: it could have trained more, but for drafter.max_passes.
+    is_limited: it could have trained more, but for drafter.max_passes.  num_tokens: that it trained on.
     """
 
     failure: str
     version: int
     is_limited: bool
+    num_tokens: int = 0
+
+    @property
+    def has_trained(self) -> bool:
+        return self.num_tokens > 0 or bool(self.failure)
 
 
 @dataclass(frozen=True)
@@ -179,13 +184,18 @@ class DrafterWatch:
     # ── at its end ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def end_step(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck:
-        """Publishes or undoes the step's training, measures the drafter, and decides about the next step.
+        """Publishes or undoes the step's training, measures the drafter, and decides about the next step. Where no rank has
+        trained, the drafter is the one that was measured before, and that is all unless its acceptance is due.
 
         Every rank calls this with the same responses, all that the step brought, and the tokens it trained on itself.
         RuntimeError where the drafter did not arrive in an engine, or not the same on all ranks.
         """
         was_aside, is_due = bool(self.reason_aside), self._num_checks % self.check_every == 0
-        states = self._exchange_states()
+        states = self._exchange_states(num_tokens)
+        if not is_due and not any(state.has_trained for state in states):
+            self._num_checks += 1
+            training = self._outcome(Update(), is_limited=False)
+            return DrafterCheck(self.served.version, math.nan, math.nan, training, self.reason_aside, has_switched=False)
         measurement = self._choose_responses(rollouts, temperature, is_due)
         if self.trains:
             measurement.note_before()
@@ -208,9 +218,10 @@ class DrafterWatch:
             measured.publish_seconds,
         )
 
-    def _exchange_states(self) -> list[RankState]:
+    def _exchange_states(self, num_tokens: int) -> list[RankState]:
         """Returns how the step went on every rank; this rank's own record starts anew."""
-        states: list[RankState] = self.ranks.gather(RankState(self._failure, self.served.version, self._is_limited))
+        own = RankState(self._failure, self.served.version, self._is_limited, num_tokens)
+        states: list[RankState] = self.ranks.gather(own)
         self._failure, self._is_limited = "", False
         return states
 

@@ -19,8 +19,9 @@ from tlt.types import Lead
 
 GENERAL = (
     "the same response has the same length under the policies of two steps; what is known of lengths orders nothing",
+    "where idle work slows nobody, nobody rests to find that out",
     "the store answers at once, rewards are there at once, drafters are averaged in no time",
-    "the tuners' statistics stay as they are, and nothing is tried out",
+    "the tuners' statistics stay, nothing is tried out; what training brings counts in the choice of idle work alone",
 )
 """Assumptions of every simulation, for people."""
 
@@ -106,6 +107,7 @@ class SpotSpeed:
     """The drafter's training in idle time. The rest is as the configuration has it.
 
     train, recompute: seconds per token of a micro-step that trains, or that recomputes features.
+    change: by how much a step's training raises 1 + the drafter's acceptance, as a share of it, however many replicas train.
     """
 
     train: float
@@ -113,6 +115,7 @@ class SpotSpeed:
     max_passes: float | None
     tokens_per_micro_step: int
     carry_longest: int
+    change: float = 0.0
 
 
 @dataclass(frozen=True)

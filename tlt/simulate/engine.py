@@ -7,6 +7,7 @@ It keeps the promise of engine/backend.py, so the real phase runs on it. Tokens 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlt.accounts import TimedStep
 from tlt.drafter.drafting.references import References
 from tlt.engine.backend import Capabilities
 from tlt.engine.stats import EngineStats
@@ -23,6 +25,9 @@ from tlt.simulate.assumptions import Agreement
 from tlt.simulate.measured import Ints, Measured
 from tlt.simulate.virtual import VirtualTime
 from tlt.types import BatchState, Finished, Lead, Request, Rollout, StepOutcome, Strategy, StrategyTuner
+
+_MAX_STEPS, _MAX_GROWTH = 40, 1 / 20
+"""Steps that are simulated together: so many, or as many as this share of the mean length, which costs and choices follow."""
 
 
 @dataclass
@@ -56,16 +61,25 @@ class Response:
 
     def agreement(self) -> tuple[int, bool]:
         """Returns (tokens from here on that agree with the reference, whether one before has differed)."""
-        place = next((i for i, end in enumerate(self.ends) if self.num_tokens < end), None)
-        if place is None or place % 2 or self.num_tokens >= self.num_known:
+        place = bisect_right(self.ends, self.num_tokens)
+        if place == len(self.ends) or place % 2 or self.num_tokens >= self.num_known:
             return 0, True
         return self.ends[place] - self.num_tokens, place > 0
+
+    def until_change(self) -> int:
+        """Returns the tokens until it ends, or until its reference begins to agree or to differ."""
+        num = self.length - self.num_tokens
+        if self.ends and self.num_tokens < self.num_known:
+            num = min(num, self.ends[bisect_right(self.ends, self.num_tokens)] - self.num_tokens)
+        return num
 
 
 class SimulatedEngine:
     """measured: what steps cost and bring.  length_of: a request's response.  speculates: else all steps are plain.
     references: None: nothing is followed.  agreement: how far those lead.  slowdown: how much longer a step takes just now.
-    grain: seconds for which steps are simulated together: what comes from elsewhere is noticed so much later at most.
+    sleep_steps: sleeps through up to so many steps of so many seconds each, and returns how many.
+    Steps that follow no reference are simulated together, to the first response that changes, `max_steps` at most; after an
+    admission one alone, for whoever gave the requests may have more.
     """
 
     def __init__(
@@ -85,7 +99,8 @@ class SimulatedEngine:
         self.references: References | None = None
         self.agreement: Agreement | None = None
         self.slowdown: Callable[[], float] = lambda: 1.0
-        self.grain = 0.0
+        self.sleep_steps: Callable[[float, int], int] = self._sleep_steps
+        self.max_steps: int | None = None
         self.running: list[Response] = []
         self.waiting: deque[Request] = deque()
         self.stats, self.policy_version = EngineStats(), 0
@@ -153,20 +168,29 @@ class SimulatedEngine:
         leads = [self._lead(one) for one in self.running]
         known = tuple(lead for lead in leads if lead is not None and lead.length > 0)
         batch = BatchState(len(self.running), mean_length, self.policy_version, 0, num_admitted, known)
-        strategy = self.measured.choose(batch) if self.speculates else Strategy.OFF
+        strategy, otherwise = self.measured.choose(batch) if self.speculates else (Strategy.OFF, None)
+        slowdown = self.slowdown()
+        self.time.sleep(seconds * slowdown)
+        start = self.time.now
         if strategy.follows:
-            num_steps, kept, nodes = 1, *self._follow(strategy, leads)
+            kept_BS, nodes = self._follow(strategy, leads)
         else:
-            nodes = float(strategy.budget)
-            cost = self.measured.seconds(strategy, nodes, batch.num_running, mean_length)
-            num_steps, kept = self._advance(strategy, max(int(self.grain / cost), 1))
-        cost = self.measured.seconds(strategy, nodes, batch.num_running, mean_length)
-        took = (seconds + num_steps * cost) * self.slowdown()
-        self.time.sleep(took)
-        self.stats.num_steps += num_steps
-        self.stats.num_tokens += int(kept.sum())
-        self.stats.by_strategy[str(strategy)].record(StepOutcome(int(kept.sum()), (), (), took), None)
+            limit = self.max_steps or max(_MAX_STEPS, int(_MAX_GROWTH * mean_length))
+            kept_BS, nodes = self._draw(strategy, 1 if num_admitted else limit), float(strategy.budget)
+        cost = self.measured.seconds(strategy, nodes, batch.num_running, mean_length) * slowdown
+        num_steps = self.sleep_steps(cost, kept_BS.shape[1])
+        kept_B = kept_BS[:, num_steps - 1]
+        for response, kept in zip(self.running, kept_B.tolist(), strict=True):
+            response.num_tokens += kept
+        outcome = StepOutcome(int(kept_B.sum()), (), (), self.time.now - start + seconds * slowdown)
+        self.stats.record_step(str(strategy), outcome, outcome.num_tokens / outcome.seconds, otherwise)
+        self.stats.num_steps += num_steps - 1  # it has counted one
+        self.stats.latest = None if num_admitted else TimedStep(str(strategy), batch.num_running, start, start + cost)
         return self._release_finished()
+
+    def _sleep_steps(self, seconds: float, num: int) -> int:
+        self.time.sleep(seconds * num)
+        return num
 
     def _admit(self) -> tuple[int, float]:
         """Starts what fits; returns (how many, the seconds of reading them: a prompt once for all its samples)."""
@@ -196,23 +220,22 @@ class SimulatedEngine:
             return None
         return self.agreement.lead(response.age, has_differed, response.num_known - response.num_tokens)
 
-    def _advance(self, strategy: Strategy, num: int) -> tuple[int, Ints]:
-        """Takes up to `num` steps, none behind the one that ends a response; returns (steps, tokens of each response)."""
+    def _draw(self, strategy: Strategy, num: int) -> Ints:
+        """Returns the tokens of each response after 1, 2, … steps, up to `num` of them and none behind the one that changes a
+        response."""
         left_B = np.array([one.length - one.num_tokens for one in self.running])
-        if strategy.is_off:
-            num = min(num, int(left_B.min()))
-            kept_B = np.full(len(left_B), num)
-        else:
-            drawn_BS = 1 + self.measured.draw(strategy, len(left_B), self.rng.random((len(left_B), num)))
-            grown_BS = np.cumsum(drawn_BS, axis=1)
-            num = int(min((grown_BS < left_B[:, None]).sum(1).min() + 1, num))
-            kept_B = np.minimum(grown_BS[:, num - 1], left_B)
-        for response, kept in zip(self.running, kept_B.tolist(), strict=True):
-            response.num_tokens += kept
-        return num, kept_B
+        changes_B = np.array([one.until_change() for one in self.running])
+        num = min(num, int(changes_B.min()))
+        drawn_BS: Ints = np.ones((len(left_B), num), np.int64)
+        if not strategy.is_off:
+            drawn_BS += self.measured.draw(strategy, len(left_B), self.rng.random(drawn_BS.shape))
+        grown_BS = np.cumsum(drawn_BS, axis=1)
+        num = int(min((grown_BS < changes_B[:, None]).sum(1).min() + 1, num))
+        kept_BS: Ints = np.minimum(grown_BS[:, :num], left_B[:, None])
+        return kept_BS
 
     def _follow(self, strategy: Strategy, leads: Sequence[Lead | None]) -> tuple[Ints, float]:
-        """Takes one step along references; returns (tokens of each response, nodes drafted for one on average)."""
+        """Returns (tokens of each response after one step along references, nodes drafted for one on average)."""
         other, batch_size = strategy.elsewhere, len(self.running)
         drawn = [0] * batch_size
         if not other.is_off:
@@ -226,8 +249,7 @@ class SimulatedEngine:
                 self.stats.followed_by_age[str(response.age)] += num_accepted
             num_nodes += num_drafted
             kept.append(min(num_accepted + 1, response.length - response.num_tokens))
-            response.num_tokens += kept[-1]
-        return np.array(kept), num_nodes / batch_size
+        return np.array(kept)[:, None], num_nodes / batch_size
 
     def _release_finished(self) -> list[Finished]:
         finished = []

@@ -4,7 +4,7 @@ nothing."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tlt.simulate.assumptions import Assumptions
@@ -12,21 +12,24 @@ from tlt.simulate.rollout import Replicas, StepResult, Variant
 
 OFF = Variant("off", speculates=False)
 TLT = Variant("TLT", trains=True)
+ADAPTIVE = Variant("adaptive", trains=True, ahead=2, compares=True)
 VARIANTS = (
     OFF,
     Variant("TLT without hand-over", migrates=False),
     TLT,
     Variant("+ ahead 1", trains=True, ahead=1),
     Variant("+ ahead 2", trains=True, ahead=2),
+    ADAPTIVE,
 )
 WARM_UP = 2
-"""Steps before those that count: as many as are generated ahead."""
+"""Steps before those that count: as many as are generated ahead, and as the choice of idle work learns from."""
 
 
 @dataclass(frozen=True)
 class Expected:
     """A variant's mean step. times_first: seconds of the row's first variant / its own.  trained_share, ahead_share: of idle
-    seconds."""
+    seconds.  worth: by use of idle time, seconds by which steps become shorter for every second of a replica, costs taken off.
+    """
 
     variant: str
     seconds: float
@@ -36,22 +39,25 @@ class Expected:
     trained_share: float
     ahead_share: float
     num_migrated: float
+    worth: Mapping[str, float]
 
 
 @dataclass(frozen=True)
 class Row:
-    """num_replicas: that share a step.  grain: seconds between two looks around (rollout.py)."""
+    """num_replicas: that share a step.  num_steps: that were simulated of each variant, beside those before them."""
 
     num_replicas: int
     num_responses: int
     num_steps: int
-    grain: float
     variants: tuple[Expected, ...]
 
     @property
     def tlt(self) -> Expected:
         """TLT as it is by default."""
-        return next(one for one in self.variants if one.variant == TLT.name)
+        return self.of(TLT)
+
+    def of(self, variant: Variant) -> Expected:
+        return next(one for one in self.variants if one.variant == variant.name)
 
 
 def num_steps_for(num_replicas: int) -> int:
@@ -62,7 +68,8 @@ def num_steps_for(num_replicas: int) -> int:
 def simulate(assumed: Assumptions, variant: Variant, num_replicas: int, num_problems: int, steps: range) -> list[StepResult]:
     """Returns these steps of a variant. Those before them are simulated where something of them is left."""
     replicas = Replicas(assumed, variant, num_replicas, num_problems)
-    for step in range(max(steps.start - variant.ahead, 0), steps.start):
+    num_before = WARM_UP if variant.compares else max(variant.ahead, int(variant.trains))
+    for step in range(max(steps.start - num_before, 0), steps.start):
         replicas.take_step(step)
     return [replicas.take_step(step) for step in steps]
 
@@ -75,8 +82,7 @@ def expect(assumed: Assumptions, num_replicas: int, num_problems: int, num_steps
     taken = {one: simulate(assumed, one, num_replicas, num_problems, steps) for one in variants}
     first = sum(step.seconds for step in taken[variants[0]])
     found = tuple(_summarize(one.name, results, first) for one, results in taken.items())
-    grain = max(step.grain for results in taken.values() for step in results)
-    return Row(num_replicas, num_problems * assumed.num_samples, num_steps, grain, found)
+    return Row(num_replicas, num_problems * assumed.num_samples, num_steps, found)
 
 
 def _summarize(name: str, steps: Sequence[StepResult], first: float) -> Expected:
@@ -90,4 +96,5 @@ def _summarize(name: str, steps: Sequence[StepResult], first: float) -> Expected
         trained_share=sum(step.trained_seconds for step in steps) / idle if idle else 0.0,
         ahead_share=min(sum(step.ahead_seconds for step in steps) / idle, 1.0) if idle else 0.0,
         num_migrated=statistics.mean(step.num_migrated for step in steps),
+        worth={use.value: worth.net for use, worth in steps[-1].worth.items()},
     )

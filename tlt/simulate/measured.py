@@ -46,17 +46,20 @@ class Measured:
 
     def __init__(self, model: CostModel, seconds: StepSeconds) -> None:
         self.model, self.seconds = model, seconds
-        self._decided: dict[tuple[Any, ...], Strategy] = {}
+        self._decided: dict[tuple[Any, ...], tuple[Strategy, float | None]] = {}
         self._reached: dict[tuple[Strategy, int], NDArray[Any]] = {}
 
-    def choose(self, batch: BatchState) -> Strategy:
-        """Returns what CostModel decides on for this batch."""
+    def choose(self, batch: BatchState) -> tuple[Strategy, float | None]:
+        """Returns (what CostModel decides on for this batch, the tokens per second that it expects without references; None:
+        it follows none)."""
         place, rough = _place(batch.mean_length), sorted(map(_rounded, batch.leads))
         key = batch.num_running, place, *rough
         if (found := self._decided.get(key)) is None:
             leads = tuple(Lead(rate, length) for rate, length in rough)
             known = replace(batch, mean_length=_length(place), leads=leads)
-            found = self._decided[key] = self.model.decide(known).strategy
+            strategy = self.model.decide(known).strategy
+            others = [p.speed for p in self.model.predict(known) if not p.strategy.follows] if strategy.follows else ()
+            found = self._decided[key] = strategy, max(others, default=None)
         return found
 
     def draw(self, arm: Strategy, batch_size: int, uniform: NDArray[np.float64]) -> Ints:

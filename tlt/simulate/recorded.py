@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt.accounts import IdleUse
 from tlt.config.schema import Config
 from tlt.drafter.drafting.ahead import AHEAD, ahead_kinds
 from tlt.drafter.drafting.hybrid import drafter_kinds
@@ -22,10 +23,11 @@ from tlt.drafter.drafting.suffix_index import ANCHORS
 from tlt.files import read_jsonl
 from tlt.report.metrics import StepRecord, read_metrics
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, Lengths, LogNormalLengths, RecordedLengths, SpotSpeed
-from tlt.simulate.gpu import AGREEMENT, describe_agreement
+from tlt.simulate.gpu import AGREEMENT, describe_agreement, describe_change
 from tlt.simulate.measured import FittedSeconds, Measured
 from tlt.training.saved.manifest import latest_checkpoint, read_manifest, verify
 from tlt.tuning.cost_model import CostModel
+from tlt.tuning.idle_choice import HORIZON
 from tlt.tuning.tuner import default_arms
 from tlt.types import Strategy, UserError
 
@@ -173,8 +175,17 @@ def spot_of(run: RecordedRun) -> tuple[SpotSpeed, str]:
     limits = drafter.tokens_per_micro_step, drafter.carry_longest
     if not train:
         return SpotSpeed(0.0, statistics.mean(recompute or [0.0]), 0.0, *limits), "the run trained no drafter"
-    speed = SpotSpeed(statistics.mean(train), statistics.mean(recompute or train), drafter.max_passes, *limits)
-    return speed, f"drafter training: {1e6 * speed.train:.0f} µs a token, recomputing its features {1e6 * speed.recompute:.0f}"
+    speed = SpotSpeed(statistics.mean(train), statistics.mean(recompute or train), drafter.max_passes, *limits, change_of(run))
+    line = f"drafter training: {1e6 * speed.train:.0f} µs a token, recomputing its features {1e6 * speed.recompute:.0f}"
+    return speed, f"{line}; {describe_change(speed.change)}, by what the run knew at its end (idle_gain)"
+
+
+def change_of(run: RecordedRun) -> float:
+    """Returns the change of 1 + acceptance by a step's training, as a share of it: of what the run's choice took a second of it
+    to be worth (tuning/idle_choice.py)."""
+    seconds = statistics.mean(step.idle_seconds_by_use.get(IdleUse.TRAIN.value, 0.0) for step in run.steps)
+    rollout = statistics.mean(step.rollout_seconds for step in run.steps)
+    return float(run.steps[-1].idle_gain.get(IdleUse.TRAIN.value, 0.0) * seconds / (rollout * HORIZON))
 
 
 def prompt_tokens_of(run: RecordedRun) -> int:

@@ -2,8 +2,9 @@
 
     worker 0   work ─▶ sleep(2) ┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄┄▶ work …
     worker 1               └▶ work ─▶ sleep(1) ┄▶ work ─▶ sleep …          of two at one moment, who has slept first goes first
+    worker 2   work ─▶ nap(9) ┄┄┄┄▶ work …                                 worker 1 has woken it
 
-Work takes no time; only `sleep` does. So the same works give the same result. Knows nothing of what they do.
+Work takes no time; only `sleep` and `nap` do. So the same works give the same result. Knows nothing of what they do.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ class VirtualTime:
         self.now = 0.0
         self._sleeping: list[tuple[float, int, int]] = []  # when it wakes, the order of falling asleep, who
         self._num_sleeps = 0
+        self._latest: list[int] = []  # of each worker the order of the sleep that counts: a nap that was ended does not
+        self._napping: set[int] = set()
         self._running = 0
         self._batons: list[threading.Lock] = []
         self._end = threading.Event()
@@ -39,9 +42,11 @@ class VirtualTime:
         """Runs all of them from now on, to the end of the last. What one raises ends all, and is raised here."""
         assert not self._sleeping, "nobody is at work"
         self._batons, self._end = [threading.Lock() for _ in works], threading.Event()
+        self._latest = []
         for index, work in enumerate(works):
             self._batons[index].acquire()
             self._sleeping.append((self.now, index, index))
+            self._latest.append(index)
             threading.Thread(target=self._work, args=(index, work), daemon=True).start()
         self._num_sleeps = len(works)
         self._wake_next()
@@ -55,12 +60,28 @@ class VirtualTime:
         if not self._sleeping or wakes_at < self._sleeping[0][0]:
             self.now = wakes_at  # nobody comes before
             return
-        self._num_sleeps += 1
-        heapq.heappush(self._sleeping, (wakes_at, self._num_sleeps, me))
+        self._put_to_sleep(me, wakes_at)
         self._wake_next()
         self._batons[me].acquire()
         if self._error is not None:
             raise _Abandoned
+
+    def nap(self, seconds: float) -> None:
+        """Does the same, but another one may `wake` it before."""
+        self._napping.add(me := self._running)
+        self.sleep(seconds)
+        self._napping.discard(me)
+
+    def wake(self, worker: int) -> None:
+        """Ends a worker's nap, if it takes one: it goes on at this moment."""
+        if worker in self._napping:
+            self._napping.discard(worker)
+            self._put_to_sleep(worker, self.now)
+
+    def _put_to_sleep(self, worker: int, wakes_at: float) -> None:
+        self._num_sleeps += 1
+        self._latest[worker] = self._num_sleeps
+        heapq.heappush(self._sleeping, (wakes_at, self._num_sleeps, worker))
 
     def _work(self, index: int, work: Callable[[], None]) -> None:
         if sys.platform == "linux":  # one thread runs at a time, and a baton costs less where it need not go to another core
@@ -77,9 +98,10 @@ class VirtualTime:
 
     def _wake_next(self) -> None:
         """Gives the baton on; the last one who has nobody to give it to ends it all."""
-        if not self._sleeping:
-            self._end.set()
-            return
-        wakes_at, _, self._running = heapq.heappop(self._sleeping)
-        self.now = max(self.now, wakes_at)
-        self._batons[self._running].release()
+        while self._sleeping:
+            wakes_at, order, worker = heapq.heappop(self._sleeping)
+            if order == self._latest[worker]:
+                self.now, self._running = max(self.now, wakes_at), worker
+                self._batons[worker].release()
+                return
+        self._end.set()

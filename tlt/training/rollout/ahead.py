@@ -97,10 +97,10 @@ class AheadOfPolicy(Ahead):
         self._lot = -(-num_next // (2 * num_replicas))
         self._max_running = num_next  # many at a time bring more tokens, but those of a long response come one after the other
         self._queue: AheadQueue | None = None
-        self._has_more = bool(self.requests)
+        self._has_more = self._has_left = bool(self.requests)
 
     def begin(self, queue: AheadQueue) -> None:
-        self._queue, self._has_more = queue, bool(self.requests)
+        self._queue, self._has_more, self._has_left = queue, bool(self.requests), bool(self.requests)
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
         stats = self.engine.stats
@@ -157,8 +157,9 @@ class AheadOfPolicy(Ahead):
             numbers = self._queue.take(min(room, self._lot))
             self._has_more = numbers.stop < len(self.requests)
             taken += self._begin(numbers)
-        elif room and self.engine.is_idle and not taken:
+        elif room and self.engine.is_idle and not taken and self._has_left:
             left = set(range(len(self.requests))) - self._begun - self._queue.done()
+            self._has_left = bool(left)  # there will be no more
             taken += self._begin(sorted(left)[: min(room, self._lot)])
         return taken
 

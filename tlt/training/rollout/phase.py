@@ -161,7 +161,7 @@ class RolloutPhase:
         recalled = self.receivers.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
         self._recalled_tokens += recalled.num_tokens
         self.coordinator.begin(name, len(recalled.requests))
-        idle.ahead.begin(AheadQueue(self.coordinator.store, self.world.rank, self.world.world_size))
+        idle.ahead.begin(AheadQueue(self.coordinator.store))
         start = self.timeline.clock()
         work = Work(self.coordinator, recalled.requests)
         ended = Ended((draw.problem for draw in draws), self.receivers, drafter)

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 from tlt.distributed.work_queue import Coordinator
@@ -21,21 +22,21 @@ from tlt.types import Finished, Problem, Request, Reward, Rollout
 class Work:
     """Keeps a replica's units of a phase. A unit is a group of requests, or some unfinished responses of another replica.
 
+    unit_size: requests of the largest group.
     gap_seconds: time without work before the last token.  gap_training: seconds of drafter training up to the latest gap's end.
     """
 
     def __init__(self, coordinator: Coordinator, requests: Sequence[Sequence[Request]]) -> None:
         self.coordinator, self.requests = coordinator, requests
-        self._request_of = {key_of(request): request for group in requests for request in group}
         self.unit_of: dict[tuple[str, int], int] = {}
         self.num_open: Counter[int] = Counter()
         self.num_received = 0
         self.gap_seconds = self.gap_training = 0.0
+        self.unit_size = max(map(len, requests), default=1)
 
-    @property
-    def unit_size(self) -> int:
-        """Requests of the largest unit."""
-        return max(map(len, self.requests), default=1)
+    @cached_property
+    def _request_of(self) -> dict[tuple[str, int], Request]:
+        return {key_of(request): request for group in self.requests for request in group}
 
     def take(self, room: int) -> list[Request]:
         """Takes up to `room` units and returns their requests; none where the queue is empty now."""
