@@ -84,7 +84,8 @@ class DrafterCheck:
     version: counts its publications.  acceptance: mean over response tokens of sum_v min(p, q), the most that one draft can be
     accepted with; NaN: not measured.  retrieval: share of the same tokens that retrieval would have drafted.
     before: the acceptance of the drafter that was in service before this step's training; NaN: not measured.
-    publish_seconds: in which what was trained was averaged over the ranks and given to the engines.
+    publish_seconds: in which what was trained was averaged over the ranks, given to the engines, and seen to have arrived; of
+        the slowest rank.
     training: "trained", "trained; max_passes reached", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
     set_aside: why retrieval drafts in its place; empty: it drafts.  has_switched: that is new since the last check.
     """

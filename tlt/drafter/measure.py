@@ -72,7 +72,7 @@ class Tally:
     distance: relative distance between the logits of the engine's and of the trainer's copy.
     checksum: sum of the trained copy's weights.
     accepted_before: tokens for the drafter in service before this step's training; NaN where that was not measured.
-    publish_seconds: that publishing its training took.
+    publish_seconds: that publishing its training took, and making sure that it has arrived.
     """
 
     num_positions: int = 0

@@ -196,12 +196,14 @@ class DrafterWatch:
             self._num_checks += 1
             training = self._outcome(Update(), is_limited=False)
             return DrafterCheck(self.served.version, math.nan, math.nan, training, self.reason_aside, has_switched=False)
+        begun = time.perf_counter()
         measurement = self._choose_responses(rollouts, temperature, is_due)
         if self.trains:
             measurement.note_before()
-        begun = time.perf_counter()
+        if is_due:
+            begun = time.perf_counter()  # what came before would have been done without training, too
         update = self._publish_or_undo(states, num_tokens)
-        measured = self._measure(measurement, time.perf_counter() - begun if update.is_published else 0.0)
+        measured = self._measure(measurement, begun if update.is_published else math.inf)
         self._decide_drafting(measured, update)
         training = self._outcome(update, any(state.is_limited for state in states))
         self._decide_training(measured, update, is_due)
@@ -242,9 +244,11 @@ class DrafterWatch:
         rng = random.Random(f"{self._num_checks}/{self.ranks.rank}")
         return Measurement(self.subject, rollouts, temperature, rng, is_due)
 
-    def _measure(self, measurement: Measurement, publish_seconds: float) -> Measured:
-        """Measures the drafter as it is now."""
-        tallies: list[Tally] = self.ranks.gather(replace(measurement.tally(), publish_seconds=publish_seconds))
+    def _measure(self, measurement: Measurement, begun: float) -> Measured:
+        """Measures the drafter as it is now. begun: when its publication did; inf: there is none."""
+        tally = measurement.tally()
+        publish_seconds = max(time.perf_counter() - begun, 0.0)
+        tallies: list[Tally] = self.ranks.gather(replace(tally, publish_seconds=publish_seconds))
         check_arrival(tallies, self.served.version, TOLERANCE[self.subject.packed.dtype])
         return Measured.of(tallies)
 
