@@ -192,7 +192,8 @@ class VllmEngine:
         self._verified_by, self._drafted_by = self._drafted_by, self._strategy
         self._give_drafts()
         outputs = self.link.step()
-        verified, num_tokens = list[tuple[int, int, bool]](), 0  # accepted, drafted, followed
+        num_tokens = 0
+        verified: list[tuple[int, int, bool]] = []  # accepted, drafted, followed
         for name, (token_ids, logprobs) in outputs.items():
             sequence, num_drafted = self._running[name], self.link.num_verified(self._internal_id[name])
             num_kept, num_accepted = self._commit(sequence, token_ids, logprobs), len(token_ids) - 1
