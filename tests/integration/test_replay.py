@@ -143,7 +143,6 @@ def test_a_resumed_run_keeps_what_counts_and_drafts_from_what_was_before(
         (("--replay", "large"), "token id 99999 is outside the vocabulary of 24"),
         (("--replay", "other"), "answers none of this run's prompts"),
         (("--replay", "first", "--rollout.speculation", "off"), "nothing would draft from that run's responses"),
-        (("--replay", "first", "--rollout.engine", "vllm"), "nothing would draft from that run's responses"),
         (("--replay", "first", "--rollout.references_mib", "0"), "nothing would draft from that run's responses"),
     ],
 )

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, make_engine, make_policy
+from tests.reference_kinds import KINDS, reference_of
 from tlt.drafter.drafting.ahead import AheadDrafter, Follower
 from tlt.drafter.drafting.references import REPLAY, Reference, References
 from tlt.engine import reading
@@ -23,7 +24,6 @@ from tlt.tuning.tuner import Fixed, default_arms
 from tlt.types import Request, Rollout, SamplingParams, Strategy, StrategyTuner
 
 PARAMS = (SamplingParams(1.0), SamplingParams(0.0), SamplingParams(0.8, top_k=9, top_p=0.95, min_p=0.02))
-KINDS = ("right", "wrong", "one differs", "shifted", "truncated", "empty", "too long", "of another sample", "none")
 ARMS = ("ahead:8x1x8", "ahead:100x1x100", "ahead+learned:64x1x64", "ahead+learned:5x1x5")
 
 
@@ -47,25 +47,11 @@ def by_key(rollouts: Iterable[Rollout]) -> dict[tuple[str, int], Rollout]:
     return {(rollout.problem_id, rollout.sample_index): rollout for rollout in rollouts}
 
 
-def reference_of(kind: str, right: Sequence[int], rng: random.Random) -> list[int] | None:
-    middle, noise = len(right) // 2, [rng.randrange(8, VOCAB) for _ in range(300)]
-    return {
-        "right": list(right),
-        "wrong": noise[: len(right)],
-        "one differs": [*right[:middle], (right[middle] + 1) % VOCAB, *right[middle + 1 :]],
-        "shifted": [*right[:middle], *noise[:3], *right[middle:]],
-        "truncated": list(right[:middle]),
-        "empty": [],
-        "too long": [*right, *noise],
-        "of another sample": list(plain()["p0", 0].token_ids),
-        "none": None,
-    }[kind]
-
-
 def follow(tuner: StrategyTuner, kinds: Sequence[str], dtype: torch.dtype = torch.float64) -> RolloutEngine:
     rng, references = random.Random(1), References(None)
     for request, kind in zip(requests_for(), kinds, strict=True):
-        reference = reference_of(kind, plain()[request.problem_id, request.sample_index].token_ids, rng)
+        right, other = (plain()[key].token_ids for key in ((request.problem_id, request.sample_index), ("p0", 0)))
+        reference = reference_of(kind, right, other, rng, range(8, VOCAB))
         if reference is not None:
             references.keep(request.key, reference)
     engine = make_engine(make_policy(), tuner, dtype=dtype)

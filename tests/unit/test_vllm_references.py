@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.lossless.helpers import VOCAB
+from tests.reference_kinds import KINDS, reference_of
 from tests.unit.test_vllm_engine import EXPECTED, REQUESTS, SLOTS, WINDOW, Pretended, PretendLink, Told, texts
 from tlt.config.load import load_config
 from tlt.drafter.drafting.ahead import ahead_kinds
@@ -28,7 +29,6 @@ from tlt.vllm.inside.given import LOGITS_BYTES, NoDrafts, Room
 from tlt.vllm.link import VllmSettings
 from tlt.vllm.strategies import check_references, depths_of, kinds_of
 
-KINDS = ("right", "wrong", "one differs", "shifted", "truncated", "empty", "too long", "of another sample", "none")
 LONG = [replace(r, params=replace(r.params, stop_ids=(), max_tokens=60)) for r in REQUESTS[:9]]
 AHEAD, BESIDE = Strategy.parse("ahead:64x1x64"), Strategy.parse("ahead+ngram:64x1x64")
 NGRAM = Strategy.parse("ngram:4x1x4")
@@ -43,26 +43,13 @@ def answered(requests: Sequence[Request]) -> dict[tuple[str, int], tuple[int, ..
     return texts(list(VllmEngine(PretendLink(), max_batch_size=SLOTS, window=WINDOW).generate(requests)))  # type: ignore[arg-type]  # the pretend one
 
 
-def reference_of(kind: str, right: Sequence[int], rng: random.Random) -> list[int] | None:
-    middle, noise = len(right) // 2, [rng.randrange(8, VOCAB) for _ in range(90)]
-    return {
-        "right": list(right),
-        "wrong": noise[: len(right)],
-        "one differs": [*right[:middle], (right[middle] + 1) % VOCAB, *right[middle + 1 :]],
-        "shifted": [*right[:middle], *noise[:3], *right[middle:]],
-        "truncated": list(right[:middle]),
-        "empty": [],
-        "too long": [*right, *noise],
-        "of another sample": list(EXPECTED["p0", 0]),
-        "none": None,
-    }[kind]
-
-
 def references_for(requests: Sequence[Request], kinds: Sequence[str], version: int | str = 0) -> References:
     rng, references, right = random.Random(1), References(None), answered(requests)
     for index, request in enumerate(requests):
         tokens = right[request.problem_id, request.sample_index]
-        if (reference := reference_of(kinds[index % len(kinds)], tokens, rng)) is not None:
+        if (
+            reference := reference_of(kinds[index % len(kinds)], tokens, EXPECTED["p0", 0], rng, range(8, VOCAB), 90)
+        ) is not None:
             references.keep(request.key, reference, version)
     return references
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from benchmarks.side_by_side import answers
+from tests.reference_kinds import KINDS, reference_of
 from tests.unit.cli.parts import read_lines, succeed, write_lines
 from tests.vllm.parts import BASE, DRAFTER, assert_equal, in_vllm
 from tlt.build.engine import EngineSettings, load_engine
@@ -27,7 +28,6 @@ MODEL = load_model(BASE, torch.float32)
 VOCAB = MODEL.config.vocab_size
 WINDOW = 240
 PARAMS = (SamplingParams(1.0), SamplingParams(0.0), SamplingParams(0.8, top_k=9, top_p=0.95, min_p=0.02))
-KINDS = ("right", "wrong", "one differs", "shifted", "truncated", "empty", "beyond the window", "of another sample", "none")
 ARMS: dict[str, tuple[str, Path | None, dict[str, Any]]] = {
     "nothing else": ("ahead:256x1x256", None, {}),
     "EAGLE beside": ("ahead+learned:64x1x64", DRAFTER, {"max_draft_tokens": 4}),
@@ -75,21 +75,6 @@ def followed(request: pytest.FixtureRequest) -> Iterator[Any]:
     engine.close()
 
 
-def reference_of(kind: str, right: Sequence[int], rng: random.Random) -> list[int] | None:
-    middle, noise = len(right) // 2, [rng.randrange(3, VOCAB) for _ in range(300)]
-    return {
-        "right": list(right),
-        "wrong": noise[: len(right)],
-        "one differs": [*right[:middle], (right[middle] + 1) % VOCAB, *right[middle + 1 :]],
-        "shifted": [*right[:middle], *noise[:3], *right[middle:]],
-        "truncated": list(right[:middle]),
-        "empty": [],
-        "beyond the window": [*right, *noise],
-        "of another sample": list(right[::-1]),
-        "none": None,
-    }[kind]
-
-
 def fill(engine: Any, right: dict[tuple[str, int], Rollout], kinds: Sequence[str]) -> None:
     """Gives the engine references of these kinds, in turn."""
     references, rng = engine.following.references, random.Random(2)
@@ -97,7 +82,7 @@ def fill(engine: Any, right: dict[tuple[str, int], Rollout], kinds: Sequence[str
     for index, request in enumerate(REQUESTS):
         references.drop(request.key)
         tokens = right[request.problem_id, request.sample_index].token_ids
-        if (reference := reference_of(kinds[index % len(kinds)], tokens, rng)) is not None:
+        if (reference := reference_of(kinds[index % len(kinds)], tokens, tokens[::-1], rng, range(3, VOCAB))) is not None:
             references.keep(request.key, reference)
 
 
@@ -162,7 +147,8 @@ def test_with_few_blocks_and_prefixes_in_the_cache_nothing_changes(cramped: Any,
     requests = [replace(r, prompt_ids=prompt) for r, prompt in zip(REQUESTS, shared, strict=True)]
     expected, rng = answers(own, requests), random.Random(3)
     for index, request in enumerate(requests):
-        reference = reference_of(KINDS[index % 4], expected[request.problem_id, 0].token_ids, rng)
+        right = expected[request.problem_id, 0].token_ids
+        reference = reference_of(KINDS[index % 4], right, right[::-1], rng, range(3, VOCAB))
         cramped.following.references.keep(request.key, reference or [])
     for _ in range(2):
         assert_equal(requests, own, answers(cramped, requests), BASE)
