@@ -37,18 +37,21 @@ class Looks:
         self.has_unseen = [False] * len(engines)
 
     def tell_idle(self) -> None:
+        """Lets all idle replicas look: a unit was added, or none is open any more."""
         for index, is_idle in enumerate(self.is_idle):
             if is_idle:
                 self.has_unseen[index] = True
                 self.time.wake(index)
 
     def tell_busy(self) -> None:
+        """Lets some of those look that could hand something over: help was offered."""
         busy = [index for index, is_idle in enumerate(self.is_idle) if not is_idle]
         self._random.shuffle(busy)
         for index in itertools.islice(filter(self.has_to_share, busy), _CALLED):
             self.time.wake(index)
 
     def has_to_share(self, index: int) -> bool:
+        """Returns whether a busy replica has anything that is worth handing over."""
         engine = self.engines[index]
         if len(engine.running) + engine.num_waiting < 2:
             return False
