@@ -246,11 +246,23 @@ class Lead:
 
 
 @dataclass(frozen=True)
+class Hindsight:
+    """A chain that retrieval would have drafted for a sequence, and how many of its tokens were committed there since.
+
+    Whoever drafts, the tokens are the same: so many would a verification of this chain have accepted.
+    """
+
+    drafted: int
+    accepted: int
+
+
+@dataclass(frozen=True)
 class BatchState:
     """The running batch, and the versions of policy and drafter: all that a tuner may choose by.
 
     mean_length: committed tokens per sequence, prompt included.  num_admitted: sequences that are new in this step; a drafter
-    may have to read their prompts.  leads: one for each sequence that has a reference to follow.
+    may have to read their prompts.  leads: one for each sequence that has a reference to follow.  hindsight: what retrieval
+    would have drafted before, as far as it is known by now what was accepted of it.
     """
 
     num_running: int
@@ -259,6 +271,7 @@ class BatchState:
     drafter_version: int
     num_admitted: int = 0
     leads: tuple[Lead, ...] = ()
+    hindsight: tuple[Hindsight, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,9 @@ class ArtificialDrafter:
     def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[()]:
         return ()
 
+    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[()]:
+        return ()
+
     def admit(self, slot: int, request: Request) -> None: ...
 
     def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None: ...

@@ -14,14 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.lossless.helpers import make_engine, make_policy
-from tlt.drafter.drafting import ngram, suffix_index
+from tlt.drafter.drafting import continuations, ngram, suffix_index
+from tlt.drafter.drafting.ahead import AheadDrafter
 from tlt.drafter.drafting.hybrid import HybridDrafter, HybridProposal
-from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal, match_bucket
+from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal
+from tlt.drafter.drafting.references import References
 from tlt.drafter.drafting.suffix_index import ANCHORS, SuffixIndex
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed, make_tuner
-from tlt.types import DraftTree, Request, Rollout, SamplingParams, Strategy, Verdict
+from tlt.types import BatchState, DraftTree, Hindsight, Request, Rollout, SamplingParams, StepOutcome, Strategy, Verdict
 
 SHORT = ANCHORS[-1]
 CHAIN = Strategy("ngram", 4, 1, 4)
@@ -305,8 +307,8 @@ def test_a_text_leads_down_a_retrieved_tree_as_far_as_it_agrees() -> None:
         ((11,), (1, False)),
         ((99, 11), (0, True)),
     ):
-        assert ngram._walk(nodes, said) == expected
-    assert ngram._Retrieved(1, nodes).depth == 3
+        assert continuations.walk(nodes, said) == expected
+    assert continuations.Retrieved(1, nodes).depth == 3
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -349,8 +351,80 @@ def test_rows_of_a_hybrid_batch_draft_each_in_their_own_way(width: int, threshol
             assert lengths[1 - row] == (5 if threshold == 0 else 2)
 
 
+class Watching(Fixed):
+    """Remembers what it was told of verifications: those that were, and those of retrieval in hindsight."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self.verified: list[tuple[int, int]] = []
+        self.hindsight: list[tuple[int, int]] = []
+
+    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
+        self.verified += zip(outcome.drafted, outcome.accepted, strict=True)
+        self.hindsight += [(chain.drafted, chain.accepted) for chain in batch.hindsight]
+
+
+def watch(strategy: Strategy, requests: Sequence[Request], drafter: str = "ngram", threshold: float = 0.4) -> Watching:
+    tuner = Watching(strategy)
+    inner = "learned" if drafter == "ahead" else drafter
+    engine = make_engine(make_policy(std=0.05), tuner, inner, confidence_threshold=threshold)
+    if drafter == "ahead":
+        assert engine.drafter is not None
+        engine.load_drafter(AheadDrafter(engine.drafter, References(), 8))
+    for _ in engine.generate(requests):
+        pass
+    return tuner
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "learned", "ahead"])
+@pytest.mark.parametrize(("temperature", "threshold"), [(0.0, 0.0), (0.0, 0.4), (0.05, 0.4)])
+def test_in_hindsight_retrieval_is_judged_as_if_it_had_drafted(temperature: float, threshold: float, drafter: str) -> None:
+    """A sequence decoded plainly has the tokens that it has with retrieval, so the verifications that retrieval would have had
+    are those that it has. The last one, or two, may be unfinished when the response ends."""
+    asked = [Request("p", 0, (3, 4, 5), SamplingParams(temperature=temperature, max_tokens=150, seed=2))]
+    deep = Strategy("ngram", Strategy.MAX_DEPTH, 1, Strategy.MAX_DEPTH)
+    real, plain = (watch(*how, threshold=threshold) for how in ((deep, asked), (Strategy.OFF, asked, drafter)))
+    assert len(plain.verified) == 0
+    assert len(real.verified) > 15
+    num = len(plain.hindsight)
+    assert len(real.verified) - 2 <= num
+    assert plain.hindsight == real.verified[:num]
+    assert max(accepted for _, accepted in plain.hindsight) > 5
+
+
+def test_a_chain_that_is_watched_stays_with_its_sequence() -> None:
+    """Two of three sequences are watched; the third when it takes the slot of one that has left."""
+    texts = [[10 * row + i % 7 for i in range(7 * 9)] for row in range(3)]
+    drafter, depth = whole_drafts(3), Strategy.MAX_DEPTH
+    for slot in range(3):
+        drafter.admit(slot, request(f"p{slot}"))
+    grown = [[*text, *text[: depth + 1]] for text in texts]
+    assert drafter.hindsight(texts) == (), "nothing was committed since"
+    assert drafter.hindsight([text[:-1] for text in grown]) == (), "one more token belongs to a verification"
+    drafter.withdraw(0)
+    drafter.move(2, 0)
+    assert drafter.hindsight([grown[2], grown[1]]) == (Hindsight(depth, depth),), "of the one that stayed"
+    drafter.withdraw(0)
+    drafter.move(1, 0)
+    as_drafted = grown[1][depth + 1]
+    assert drafter.hindsight([[*grown[1], as_drafted, 0]]) == (Hindsight(depth, 1),), "one came as drafted"
+    drafter.withdraw(0)
+    drafter.admit(0, request("p1", 1))
+    assert drafter.hindsight([[99] * 200]) == (), "another sequence"
+
+
+def test_nobody_asks_in_hindsight_what_verdicts_have_told() -> None:
+    drafter, text = whole_drafts(), [i % 7 for i in range(7 * 9)]
+    drafter.admit(0, request("p0"))
+    assert drafter.hindsight([text]) == ()
+    propose(drafter, [text], CHAIN)
+    assert drafter.hindsight([[*text, 0]]) == (), "the verdict of this chain has told"
+    assert drafter.hindsight([[*text, 0]]) == (), "from here on nobody else tells"
+    assert drafter.hindsight([[*text, 0, 1, 9]]) == (Hindsight(Strategy.MAX_DEPTH, 1),)
+
+
 def test_longer_matches_lie_in_later_buckets() -> None:
-    buckets = [match_bucket(length) for length in range(49)]
+    buckets = [continuations.match_bucket(length) for length in range(49)]
     assert buckets == sorted(buckets)
     assert buckets[0] == buckets[SHORT - 1] == 0 < buckets[SHORT]
     assert buckets[-1] < len(NgramDrafter(1).hits)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from tlt.tuning.acceptance import Acceptance, Curve
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.step_costs import StepCosts
 from tlt.tuning.tuner import BegMab, Fixed, default_arms, default_groups, make_tuner
-from tlt.types import BatchState, Lead, StepOutcome, Strategy, StrategyTuner, UserError
+from tlt.types import BatchState, Hindsight, Lead, StepOutcome, Strategy, StrategyTuner, UserError
 
 ALL = ("learned", "ngram", "hybrid")
 ARMS = default_arms(ALL)
@@ -239,11 +241,47 @@ def test_the_hybrid_is_expected_to_accept_what_the_learned_drafter_does_until_it
     assert expected(acceptance, hybrid)[0] < 1.5
 
 
+def test_the_hybrid_is_expected_to_accept_what_the_better_of_its_drafters_does_at_each_depth() -> None:
+    """Learned chains: two of four at any depth beyond the first. Retrieval: nothing for every second sequence, else all."""
+    acceptance = Acceptance()
+    for _ in range(100):
+        acceptance.observe(Strategy("learned", 4, 1, 4), [1, 2, 1, 4])
+        acceptance.observe_in_hindsight([Hindsight(0, 0), Hindsight(15, 15)], 4)
+    survivals = list(accumulate(acceptance.rates(Curve("hybrid", 1, None, 2)).accepted, operator.mul))
+    assert survivals[:4] == pytest.approx([1.0, 0.5, 0.5, 0.5], abs=0.06)
+    assert survivals[14] == pytest.approx(0.5, abs=0.06)
+
+
+@pytest.mark.parametrize("half_rows", [25.0, 200.0])
+def test_a_text_that_begins_to_repeat_itself_is_noticed_while_another_drafter_drafts(half_rows: float) -> None:
+    """A long response, alone: for 400 steps nothing repeats, for 400 everything does, and so on."""
+    shares = []
+    for seed in range(4):
+        machine, tuner, arms = Machine({}, half_rows, seed), CostModel(ARMS), list[Strategy]()
+        ideal = seconds = 0.0
+        hindsight: tuple[Hindsight, ...] = ()
+        for step in range(2400):
+            repeats = step // 400 % 2
+            machine.hazard = (
+                {"learned": 0.55, "ngram": 0.93, "hybrid": 0.93} if repeats else {"learned": 0.3, "ngram": 0.1, "hybrid": 0.3}
+            )
+            batch = BatchState(1, 200.0, 0, 0, hindsight=hindsight)
+            arm = tuner.choose(batch)
+            tuner.observe(arm, batch, machine.run(arm, 1))
+            hindsight = tuple(Hindsight(15, accepted) for accepted in machine.run(Strategy("ngram", 15, 1, 15), 1).accepted)
+            ideal += machine.tokens(arm) / machine.best(ARMS, 1)
+            seconds += machine.seconds(arm, 1)
+            arms.append(arm)
+        shares.append(ideal / seconds)
+    assert min(shares) > 0.8, "0.56 without hindsight"
+
+
 def test_a_tree_is_not_expected_to_stop_where_chains_do() -> None:
     """Chains of eight that stopped after two, both tokens accepted: as a chain worth three tokens, as a tree more."""
     acceptance, chain = Acceptance(), Strategy("learned", 8, 1, 8)
     for _ in range(50):
         acceptance.observe(chain, [2, 2, 2, 2], drafted=[2, 2, 2, 2])
+        acceptance.observe_in_hindsight([Hindsight(0, 0)], 4)
     assert expected(acceptance, chain)[0] == pytest.approx(3.0, rel=0.1)
     assert expected(acceptance, Strategy("hybrid", 8, 1, 8))[0] == pytest.approx(3.0, rel=0.1)
     assert expected(acceptance, Strategy("learned", 5, 2, 10))[0] > 4.5

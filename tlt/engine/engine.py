@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -41,7 +42,6 @@ from tlt.types import (
     BatchState,
     DraftTree,
     Finished,
-    Lead,
     Request,
     Rollout,
     StepOutcome,
@@ -260,11 +260,13 @@ class RolloutEngine:
 
     def _batch_state(self, num_admitted: int) -> BatchState:
         running = self.scheduler.running
-        version, leads = 0, tuple[Lead, ...]()
-        if self.drafter is not None:
-            version, leads = self.drafter.version, self.drafter.leads([s.tokens for s in running])
         mean_length = sum(len(s.tokens) for s in running) / len(running)
-        return BatchState(len(running), mean_length, self.model.version, version, num_admitted, leads)
+        batch = BatchState(len(running), mean_length, self.model.version, 0, num_admitted)
+        if (drafter := self.drafter) is None:
+            return batch
+        tokens = [sequence.tokens for sequence in running]
+        leads, hindsight = drafter.leads(tokens), drafter.hindsight(tokens)
+        return replace(batch, drafter_version=drafter.version, leads=leads, hindsight=hindsight)
 
     def _choose(self, batch: BatchState) -> Strategy:
         self._predicted_speed = self._speed_otherwise = None

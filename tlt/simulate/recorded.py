@@ -17,8 +17,8 @@ from typing import Any
 from tlt.accounts import IdleUse
 from tlt.config.schema import Config
 from tlt.drafter.drafting.ahead import AHEAD, ahead_kinds
+from tlt.drafter.drafting.continuations import match_bucket
 from tlt.drafter.drafting.hybrid import drafter_kinds
-from tlt.drafter.drafting.ngram import match_bucket
 from tlt.drafter.drafting.suffix_index import ANCHORS
 from tlt.files import read_jsonl
 from tlt.report.metrics import StepRecord, read_metrics

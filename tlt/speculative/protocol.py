@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from tlt.speculative.sampling import BatchParams
-from tlt.types import DraftTree, Lead, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,11 @@ class Drafter(Protocol[P]):
 
     def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
         """Says how far these sequences, by slot, can be drafted from references: responses drawn before with their noise."""
+        ...
+
+    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
+        """Says what retrieval would have drafted for some of these sequences, by slot, while it was not asked to: each chain
+        once, when what came tells how far it was right. () of a drafter that retrieves nothing."""
         ...
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()) -> P:

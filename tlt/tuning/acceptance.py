@@ -10,13 +10,13 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tlt.types import Lead, Strategy
+from tlt.types import Hindsight, Lead, Strategy
 
 Array = NDArray[np.float64]
 
@@ -24,6 +24,7 @@ _PRIOR_RATE = 0.7
 """The acceptance rate that is assumed at depth 1 before anything was verified."""
 _PRIOR_COUNT = 1.5
 """The verifications that this assumption counts as, and at deeper levels the rate of the level before."""
+_RETRIEVED = Strategy("ngram", Strategy.MAX_DEPTH, 1, Strategy.MAX_DEPTH)
 _MEMORY = 100.0
 """Engine steps that a curve of one octave spans. A text changes its character, and in the tail few texts are left."""
 _MEMORY_EVERYWHERE = 4000.0
@@ -60,16 +61,16 @@ class Curve(NamedTuple):
         return Curve(self.drafter, self.width, self.budget, None, self.where_drafted)
 
     @property
-    def prior(self) -> Curve | None:
-        """The curve that this one resembles until it has evidence of its own. None: no other curve does.
+    def priors(self) -> tuple[Curve, ...]:
+        """The curves of which this one resembles the better until it has evidence of its own. (): no other curve tells.
 
-        The hybrid keeps what it can of the learned drafter's chains. A tree, which never stops, resembles the chains of its
-        drafter at the depths that they drafted.
+        The hybrid takes the better of two drafters' chains. A tree, which never stops, resembles the chains of its drafter at
+        the depths that they drafted.
         """
         if self.width == 1 and self.drafter != "hybrid":
-            return None
-        drafter = "learned" if self.drafter == "hybrid" else self.drafter
-        return Curve(drafter, 1, None, self.octave, where_drafted=self.width > 1)
+            return ()
+        drafters = ("learned", "ngram") if self.drafter == "hybrid" else (self.drafter,)
+        return tuple(Curve(drafter, 1, None, self.octave, where_drafted=self.width > 1) for drafter in drafters)
 
 
 @dataclass(frozen=True)
@@ -145,6 +146,11 @@ class Acceptance:
         if rows and not strategy.elsewhere.is_off:
             self.observe(strategy.elsewhere, [accepted[i] for i in rows], [drafted[i] for i in rows], len(followed))
 
+    def observe_in_hindsight(self, chains: Sequence[Hindsight], batch_size: int) -> None:
+        """Counts what retrieval would have had of sequences for which another drafter drafted, or none."""
+        if chains:
+            self.observe(_RETRIEVED, [c.accepted for c in chains], [c.drafted for c in chains], batch_size)
+
     def age(self, worth: float = _WORTH_AT_NEW_VERSION) -> None:
         """Lets each curve's evidence count as `worth` verifications at most."""
         self._rates.clear()
@@ -198,16 +204,15 @@ class Acceptance:
 
     def _estimate(self, curve: Curve) -> Rates:
         """Returns posterior means under a chain of priors: at all batch sizes, then at the curve's own octave."""
-        prior_curve = curve.prior
-        prior = None if prior_curve is None else self.rates(prior_curve)
+        prior = _better([self.rates(prior).accepted for prior in curve.priors])
         here, everywhere = self.counts.get(curve, _NOTHING), self.counts.get(curve.everywhere, _NOTHING)
         tried, survived = here.tried.tolist(), here.survived.tolist()
         all_tried, all_survived = everywhere.tried.tolist(), everywhere.survived.tolist()
         rate, num_chances = _PRIOR_RATE, math.sqrt(curve.width)  # further candidates are worth less than the first (DESIGN §2)
         accepted, counts = [], []
         for d in range(Strategy.MAX_DEPTH):
-            if prior is not None:
-                rate = 1.0 - (1.0 - prior.accepted[d]) ** num_chances
+            if prior:
+                rate = 1.0 - (1.0 - prior[d]) ** num_chances
             worth = all_tried[d] + _PRIOR_COUNT
             rate = (all_survived[d] + _PRIOR_COUNT * rate) / worth
             worth = min(worth, _WORTH_ELSEWHERE)
@@ -218,6 +223,14 @@ class Acceptance:
 
 
 _NOTHING = _Counts()
+
+
+def _better(rates: Sequence[Sequence[float]]) -> Sequence[float]:
+    """Returns the rates of a drafter that survives to each depth as often as the best of these do."""
+    if len(rates) < 2:
+        return rates[0] if rates else ()
+    survivals = [max(at_depth) for at_depth in zip(*(accumulate(one, operator.mul) for one in rates), strict=True)]
+    return [there / here for here, there in pairwise([1.0, *survivals])]
 
 
 def octave_of(batch_size: int) -> int:

@@ -100,6 +100,7 @@ class CostModel:
             self.acceptance.observe_elsewhere(strategy, outcome.accepted, outcome.drafted, outcome.followed)
         elif outcome.accepted:
             self.acceptance.observe(strategy, outcome.accepted, outcome.drafted)
+        self.acceptance.observe_in_hindsight(batch.hindsight, batch.num_running)
         if not _switches_on(self._previous, strategy):  # that step also catches up with what was decoded plainly
             weight = _WEIGHT_OF_ADMISSION if batch.num_admitted else 1.0
             expected = self._expected_seconds if strategy == self._choice else None

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
+from tlt.drafter.drafting.continuations import match_bucket
 from tlt.drafter.drafting.hybrid import choose_rows
-from tlt.drafter.drafting.ngram import match_bucket
 from tlt.drafter.drafting.references import Reference, References
 from tlt.drafter.drafting.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.tree import chain
-from tlt.types import Lead, Request, Rollout, Strategy, Verdict
+from tlt.types import Hindsight, Lead, Request, Rollout, Strategy, Verdict
 
 AHEAD = "ahead"
 """The kind that drafts from references alone; `ahead+KIND` lets another drafter draft where there is none."""
@@ -185,6 +185,9 @@ class AheadDrafter:
         self._read(tokens)
         found = [self.leading.lead(follower) for follower in self.followers if follower is not None]
         return tuple(lead for lead in found if lead.length > 0)
+
+    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
+        return self.inner.hindsight(tokens)
 
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
 

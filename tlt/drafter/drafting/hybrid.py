@@ -20,7 +20,7 @@ from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal
 from tlt.drafter.drafting.ngram import DEFAULT_MAX_TOKENS, NgramDrafter, NgramProposal
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.tree import chain
-from tlt.types import DraftTree, Lead, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
 
 
 def drafter_kinds(has_learned: bool) -> tuple[str, ...]:
@@ -75,6 +75,9 @@ class HybridDrafter:
 
     def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
         return ()
+
+    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
+        return self.ngram.hindsight(tokens)
 
     def admit(self, slot: int, request: Request) -> None:
         self.learned.admit(slot, request)

@@ -24,7 +24,7 @@ from tlt.drafter.model import PackedDrafter, training_capture
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Proposal
 from tlt.speculative.tree import chain, chain_mask, tree_mask
-from tlt.types import DraftTree, Lead, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
 
 _MAX_LOG_CONFIDENCE = -1e-4
 """The most that one candidate counts: so a child never outranks its parent, not even at confidence 1."""
@@ -144,6 +144,9 @@ class LearnedDrafter:
             self.calibration.age()
 
     def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
+        return ()
+
+    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
         return ()
 
     def admit(self, slot: int, request: Request) -> None:

@@ -10,62 +10,46 @@ proposal fetches the noise of its candidates.
 
 from __future__ import annotations
 
-import heapq
-import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
-from tlt.drafter.drafting.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
+from tlt.drafter.drafting.continuations import Node, Retrieved, grow, match_bucket, walk
+from tlt.drafter.drafting.suffix_index import MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Proposal
 from tlt.speculative.tree import chain
-from tlt.types import DraftTree, Lead, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
 
-_TAU = 0.7
-"""The coupling temperature of retrieved candidates (see `LearnedSettings.tau`)."""
 _KEEP = 0.99
 """The share of what was learned about acceptance that outlives one more draft."""
+
+_MAX_WATCHED = 2
+"""Sequences that retrieval is judged by in hindsight: few, since looking up is work on the host."""
+_WATCHED_AS = Strategy("ngram", Strategy.MAX_DEPTH, 1, Strategy.MAX_DEPTH)
 
 DEFAULT_MAX_TOKENS = 200_000
 """Indexed tokens over all problems, about 300 bytes each; problems not asked for the longest leave first."""
 
 
-@dataclass
-class _Node:
-    """A candidate in the trie of continuations: the weight of the sources that lead to it."""
-
-    token: int
-    depth: int
-    weight: float = 0.0
-    children: dict[int, _Node] = field(default_factory=dict)
-    noise: float = 0.0
-
-
 @dataclass(frozen=True)
-class _Retrieved:
-    """A tree of (token, parent column), the root (column 0) left out, and the bucket of the match that led to it."""
+class _Watched:
+    """What was found for a sequence of `start` tokens, and how many of these a chain would have had."""
 
-    bucket: int
-    nodes: list[tuple[int, int]]
-
-    @property
-    def depth(self) -> int:
-        depths = [0]
-        for _, parent in self.nodes:
-            depths.append(depths[parent] + 1)
-        return max(depths)
+    start: int
+    retrieved: Retrieved
+    num_drafted: int
 
 
 @dataclass(frozen=True)
 class NgramProposal(Proposal):
     """retrieved: what was found for each row; learned from whether or not the tree still holds it."""
 
-    retrieved: tuple[_Retrieved, ...]
+    retrieved: tuple[Retrieved, ...]
 
 
 class NgramDrafter:
@@ -90,6 +74,8 @@ class NgramDrafter:
         self.max_tokens, self.confidence_threshold = max_tokens, confidence_threshold
         self.problems: OrderedDict[str, SuffixIndex] = OrderedDict()
         self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
+        self.watched: list[_Watched | None] = [None] * min(max_slots, _MAX_WATCHED)
+        self._is_asked = False
         self.hits = [[1.0, 2.0] for _ in range(match_bucket(MAX_MATCH) + 1)]  # drafts accepted, drafts tried: a Beta(1, 1)
 
     @property
@@ -100,6 +86,27 @@ class NgramDrafter:
 
     def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
         return ()
+
+    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
+        """Follows the sequences in the first slots, chain after chain, while other drafters draft, or none does."""
+        if self._is_asked:  # then verdicts tell
+            self._is_asked, self.watched = False, [None] * len(self.watched)
+            return ()
+        found = []
+        for slot, text in enumerate(tokens[: len(self.watched)]):
+            watched = self.watched[slot]
+            if watched is not None:
+                came = text[watched.start :]
+                accepted, has_failed = walk(watched.retrieved.nodes, came)
+                if not has_failed and len(came) <= watched.num_drafted:
+                    continue  # right so far
+                self._count(watched.retrieved, accepted, has_failed)
+                found.append(Hindsight(watched.num_drafted, min(accepted, watched.num_drafted)))
+            trie, length = self._continuations(slot, text, _WATCHED_AS)
+            retrieved = Retrieved(match_bucket(length), grow(trie, _WATCHED_AS))  # ranked without noise
+            num_drafted = self._num_drafted(self.survival(retrieved, _WATCHED_AS.depth))
+            self.watched[slot] = _Watched(len(text), retrieved, num_drafted)
+        return tuple(found)
 
     def admit(self, slot: int, request: Request) -> None:
         index = self.problems.get(request.problem_id)
@@ -114,6 +121,8 @@ class NgramDrafter:
 
     def move(self, source: int, target: int) -> None:
         self.slots[target], self.slots[source] = self.slots[source], None
+        self._watch(target, self.watched[source] if source < len(self.watched) else None)
+        self._watch(source, None)
 
     def recall(self, slot: int, num_positions: int) -> None:
         """Retrieval remembers no feature."""
@@ -140,6 +149,11 @@ class NgramDrafter:
         index, text = place
         index.close(text)
         self.slots[slot] = None
+        self._watch(slot, None)
+
+    def _watch(self, slot: int, watched: _Watched | None) -> None:
+        if slot < len(self.watched):
+            self.watched[slot] = watched
 
     def slot_bytes(self, length: int) -> int:
         """Returns 0: what retrieval keeps does not lie on the device."""
@@ -154,10 +168,12 @@ class NgramDrafter:
     def observe(self, proposal: NgramProposal, verdicts: Sequence[Verdict]) -> None:
         """Learns from what the target said, whether or not it was asked about what was retrieved."""
         for row, verdict in zip(proposal.retrieved, verdicts, strict=True):
-            if row.nodes:
-                successes, has_failed = _walk(row.nodes, verdict.tokens)
-                accepted, tried = self.hits[row.bucket]
-                self.hits[row.bucket] = [_KEEP * accepted + successes, _KEEP * tried + successes + has_failed]
+            self._count(row, *walk(row.nodes, verdict.tokens))
+
+    def _count(self, retrieved: Retrieved, accepted: int, has_failed: bool) -> None:
+        if retrieved.nodes:
+            successes, tried = self.hits[retrieved.bucket]
+            self.hits[retrieved.bucket] = [_KEEP * successes + accepted, _KEEP * tried + accepted + has_failed]
 
     # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -179,10 +195,11 @@ class NgramDrafter:
 
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def survival(self, retrieved: _Retrieved, depth: int) -> list[float]:
+    def survival(self, retrieved: Retrieved, depth: int) -> list[float]:
         """Returns how likely this row's draft is to be accepted to depth 1, 2, ... `depth`."""
         accepted, tried = self.hits[retrieved.bucket]
-        return [(accepted / tried) ** d if d <= retrieved.depth else 0.0 for d in range(1, depth + 1)]
+        num_found = min(retrieved.depth, depth)
+        return [(accepted / tried) ** d for d in range(1, num_found + 1)] + [0.0] * (depth - num_found)
 
     def propose(
         self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()
@@ -196,15 +213,18 @@ class NgramDrafter:
         root."""
         if not found.tree.is_chain:
             return found
-        depths = [sum(p >= self.confidence_threshold and p > 0 for p in row) or int(row[0] > 0) for row in survival]
-        return replace(found, tree=chain(found.tree.tokens_BN, [1 + depth for depth in depths]))
+        return replace(found, tree=chain(found.tree.tokens_BN, [1 + self._num_drafted(row) for row in survival]))
+
+    def _num_drafted(self, survival: Sequence[float]) -> int:
+        return sum(p >= self.confidence_threshold and p > 0 for p in survival) or int(survival[0] > 0)
 
     def retrieve(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> NgramProposal:
         """Returns whole drafts, however likely they are to be accepted."""
+        self._is_asked = True
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
         self._fetch_noise([trie for trie, _ in tries], noise_BDV)
-        rows = [_grow(trie, strategy) for trie, _ in tries]
-        retrieved = tuple(_Retrieved(match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True))
+        rows = [grow(trie, strategy) for trie, _ in tries]
+        retrieved = tuple(Retrieved(match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True))
         num_nodes = 1 + max(len(nodes) for nodes in rows)
         tokens_BN, parents_BN = [], []
         for committed, nodes in zip(context.tokens, rows, strict=True):
@@ -217,25 +237,25 @@ class NgramDrafter:
             return NgramProposal(chain(nodes_BN), retrieved)  # with filling, which `stop` cuts off
         return NgramProposal(DraftTree(nodes_BN, torch.tensor(parents_BN, device=device)), retrieved)
 
-    def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[_Node, int]:
+    def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[Node, int]:
         """Returns what followed the longest matches, as a trie (its root has no token), and the length of the longest."""
         place = self.slots[slot]
         assert place is not None, f"slot {slot} was never admitted"
         index, text = place
         index.extend(text, tokens)
-        root, longest = _Node(-1, 0), 0
+        root, longest = Node(-1, 0), 0
         for length, source, start in index.sources(tokens):
             longest = max(longest, length)
             node, weight = root, float(length * length)
             for token in index.texts[source][start : start + strategy.depth]:
-                node = node.children.setdefault(token, _Node(token, node.depth + 1))
+                node = node.children.setdefault(token, Node(token, node.depth + 1))
                 node.weight += weight
         return root, longest
 
-    def _fetch_noise(self, tries: Sequence[_Node], noise_BDV: Tensor) -> None:
+    def _fetch_noise(self, tries: Sequence[Node], noise_BDV: Tensor) -> None:
         """The law's noise of every candidate that has a sibling (ranking one alone needs none): one gather, one
         synchronization."""
-        contested: list[tuple[int, _Node]] = []
+        contested: list[tuple[int, Node]] = []
         for row, root in enumerate(tries):
             stack = [root]
             while stack:
@@ -247,56 +267,3 @@ class NgramDrafter:
             where = torch.tensor([(row, node.depth - 1, node.token) for row, node in contested], device=noise_BDV.device)
             for (_, node), value in zip(contested, noise_BDV[where[:, 0], where[:, 1], where[:, 2]].tolist(), strict=True):
                 node.noise = value
-
-
-def _walk(nodes: Sequence[tuple[int, int]], tokens: Sequence[int]) -> tuple[int, bool]:
-    """Returns how far `tokens` lead down a tree of (token, parent column), and whether its nodes, not its end, stopped them."""
-    children: dict[int, dict[int, int]] = {}
-    for column, (token, parent) in enumerate(nodes, start=1):
-        children.setdefault(parent, {})[token] = column
-    node = 0
-    for depth, token in enumerate(tokens):
-        if node not in children:
-            return depth, False
-        if token not in children[node]:
-            return depth, True
-        node = children[node][token]
-    return len(tokens), False
-
-
-def match_bucket(length: int) -> int:
-    """Matches of 0-3, 4-5, 6-7, 8-11, 12-15, 16-23, ... tokens are told apart: two steps per doubling."""
-    if length < ANCHORS[-1]:
-        return 0
-    octave = length.bit_length() - 1
-    return 1 + 2 * (octave - 2) + (length >> (octave - 1) & 1)
-
-
-def _grow(root: _Node, strategy: Strategy) -> list[tuple[int, int]]:
-    """(token, parent column) of the `budget` most confident candidates, parents first; column 0 is the tree's root.
-
-    Best first: a node's confidence is the product of its shares on the way from the root.
-    """
-    nodes: list[tuple[int, int]] = []
-    heap: list[tuple[float, int, int, _Node]] = []
-    order = 0
-
-    def offer(parent: _Node, column: int, confidence: float) -> None:
-        nonlocal order
-        if not parent.children or parent.depth >= strategy.depth:
-            return
-        children = list(parent.children.values())
-        scores = [math.log(child.weight) / _TAU + child.noise for child in children]
-        top = max(scores)
-        total = top + math.log(sum(math.exp(score - top) for score in scores))
-        ranked = sorted(zip(scores, children, strict=True), key=lambda pair: -pair[0])[: strategy.width]
-        for score, child in ranked:
-            order += 1
-            heapq.heappush(heap, (-(confidence + score - total), order, column, child))
-
-    offer(root, 0, 0.0)
-    while heap and len(nodes) < strategy.budget:
-        negative, _, column, node = heapq.heappop(heap)
-        nodes.append((node.token, column))
-        offer(node, len(nodes), -negative)
-    return nodes
