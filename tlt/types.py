@@ -247,13 +247,14 @@ class Lead:
 
 @dataclass(frozen=True)
 class Hindsight:
-    """A chain that retrieval would have drafted for a sequence, and how many of its tokens were committed there since.
+    """A chain that retrieval would have drafted for a sequence by `STRATEGY`, and how many of its tokens were committed since.
 
     Whoever drafts, the tokens are the same: so many would a verification of this chain have accepted.
     """
 
     drafted: int
     accepted: int
+    STRATEGY: ClassVar[Strategy] = Strategy("ngram", Strategy.MAX_DEPTH, 1, Strategy.MAX_DEPTH)
 
 
 @dataclass(frozen=True)

@@ -150,8 +150,8 @@ def generate(phase: RolloutPhase, problems: Sequence[Problem], spot: Any = None)
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
     phase.coordinator.begin("rollout", len(problems))
     ended = Ended(problems, phase.receivers, drafter)
-    spare = phase._idle_time(NO_WORK, drafter)
-    last_token, _ = phase._generate(Work(phase.coordinator, requests), ended, drafter, spare)
+    spare = phase.idle_time(NO_WORK, drafter)
+    last_token, _ = phase.generate(Work(phase.coordinator, requests), ended, drafter, spare)
     return ended.rollouts, last_token, spare.drafter_report
 
 

@@ -64,8 +64,8 @@ def test_a_replica_that_runs_dry_takes_over_running_responses(speculates: bool, 
 
         works[index].take = take_back_only_when_idle
         ended = Ended(problems, phase.receivers, DrafterSide())
-        spare = phase._idle_time(NO_WORK, DrafterSide())
-        return lambda: (ended.rollouts, phase._generate(works[index], ended, DrafterSide(), spare))
+        spare = phase.idle_time(NO_WORK, DrafterSide())
+        return lambda: (ended.rollouts, phase.generate(works[index], ended, DrafterSide(), spare))
 
     with running(replica(0), replica(1)) as results:
         pass

@@ -164,8 +164,8 @@ class Replicas:
         idle.ahead.begin(SharedAheadQueue(coordinator.store, self.done_ahead))
         work = Work(coordinator, requests)
         ended = Ended(problems, receivers, drafter)
-        spare = phase._idle_time(idle, drafter)
-        last_token, steps = phase._generate(work, ended, drafter, spare)
+        spare = phase.idle_time(idle, drafter)
+        last_token, steps = phase.generate(work, ended, drafter, spare)
         report = ReplicaReport(
             start,
             last_token,

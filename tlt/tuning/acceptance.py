@@ -24,7 +24,6 @@ _PRIOR_RATE = 0.7
 """The acceptance rate that is assumed at depth 1 before anything was verified."""
 _PRIOR_COUNT = 1.5
 """The verifications that this assumption counts as, and at deeper levels the rate of the level before."""
-_RETRIEVED = Strategy("ngram", Strategy.MAX_DEPTH, 1, Strategy.MAX_DEPTH)
 _MEMORY = 100.0
 """Engine steps that a curve of one octave spans. A text changes its character, and in the tail few texts are left."""
 _MEMORY_EVERYWHERE = 4000.0
@@ -149,7 +148,7 @@ class Acceptance:
     def observe_in_hindsight(self, chains: Sequence[Hindsight], batch_size: int) -> None:
         """Counts what retrieval would have had of sequences for which another drafter drafted, or none."""
         if chains:
-            self.observe(_RETRIEVED, [c.accepted for c in chains], [c.drafted for c in chains], batch_size)
+            self.observe(Hindsight.STRATEGY, [c.accepted for c in chains], [c.drafted for c in chains], batch_size)
 
     def age(self, worth: float = _WORTH_AT_NEW_VERSION) -> None:
         """Lets each curve's evidence count as `worth` verifications at most."""

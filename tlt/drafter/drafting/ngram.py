@@ -30,7 +30,6 @@ _KEEP = 0.99
 
 _MAX_WATCHED = 2
 """Sequences that retrieval is judged by in hindsight: few, since looking up is work on the host."""
-_WATCHED_AS = Strategy("ngram", Strategy.MAX_DEPTH, 1, Strategy.MAX_DEPTH)
 
 DEFAULT_MAX_TOKENS = 200_000
 """Indexed tokens over all problems, about 300 bytes each; problems not asked for the longest leave first."""
@@ -55,8 +54,8 @@ class NgramProposal(Proposal):
 class NgramDrafter:
     """Retrieval over a problem's own responses. Of use from the first response on, before any drafter is trained.
 
-    Candidates are ranked by log(weight share) / _TAU + the law's noise, like those of a learned drafter. How likely a draft is
-    to be accepted is learned by length of the match (`survival`).
+    Candidates are ranked by log(weight share) / tau + the law's noise, like those of a learned drafter (continuations.py). How
+    likely a draft is to be accepted is learned by length of the match (`survival`).
 
     confidence_threshold: as of `LearnedDrafter`.
     """
@@ -102,9 +101,9 @@ class NgramDrafter:
                     continue  # right so far
                 self._count(watched.retrieved, accepted, has_failed)
                 found.append(Hindsight(watched.num_drafted, min(accepted, watched.num_drafted)))
-            trie, length = self._continuations(slot, text, _WATCHED_AS)
-            retrieved = Retrieved(match_bucket(length), grow(trie, _WATCHED_AS))  # ranked without noise
-            num_drafted = self._num_drafted(self.survival(retrieved, _WATCHED_AS.depth))
+            trie, length = self._continuations(slot, text, Hindsight.STRATEGY)
+            retrieved = Retrieved(match_bucket(length), grow(trie, Hindsight.STRATEGY))  # ranked without noise
+            num_drafted = self._num_drafted(self.survival(retrieved, Hindsight.STRATEGY.depth))
             self.watched[slot] = _Watched(len(text), retrieved, num_drafted)
         return tuple(found)
 

@@ -166,8 +166,8 @@ class RolloutPhase:
         work = Work(self.coordinator, recalled.requests)
         ended = Ended((draw.problem for draw in draws), self.receivers, drafter)
         ended.recall(recalled, self.world.rank, self.world.world_size)
-        spare = self._idle_time(idle, drafter)
-        last_token, steps = self._generate(work, ended, drafter, spare)
+        spare = self.idle_time(idle, drafter)
+        last_token, steps = self.generate(work, ended, drafter, spare)
         if any_rank(self.world, self.should_stop()):
             self.receivers.journal.note_running(self.engine.running, at_once=True)
             self.engine.abort()
@@ -207,7 +207,7 @@ class RolloutPhase:
             own = sums_of([step.shifted(epoch.to_rank_0) for step in steps], beside)
             self._slowdown = add_up([self._slowdown, *gather_objects(self.world, own)])
 
-    def _generate(self, work: Work, ended: Ended, drafter: DrafterSide, spare: IdleTime) -> tuple[float, list[TimedStep]]:
+    def generate(self, work: Work, ended: Ended, drafter: DrafterSide, spare: IdleTime) -> tuple[float, list[TimedStep]]:
         """Runs the part of a phase in which a replica waits for nobody. Returns (time of the last token, engine steps)."""
         last_token = self.timeline.clock()
         steps: list[TimedStep] = []
@@ -245,7 +245,8 @@ class RolloutPhase:
         spare.leave()
         return last_token, steps
 
-    def _idle_time(self, idle: IdleWork, drafter: DrafterSide) -> IdleTime:
+    def idle_time(self, idle: IdleWork, drafter: DrafterSide) -> IdleTime:
+        """Returns how this replica spends the time in which it has no work."""
         return IdleTime(idle, drafter, self._has_better_to_do, self.coordinator.rest, self.timeline)
 
     def _room(self, num_samples: int) -> int:
