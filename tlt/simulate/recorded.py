@@ -103,7 +103,7 @@ def assume_recorded(run: RecordedRun, config: Config, interference: float = 0.0)
         seed=config.run.seed,
         lines=(
             lengths_line,
-            f"costs and acceptance: as the {len(run.ranks)} tuner(s) of the run had measured them after {len(run.steps)} steps;"
+            f"costs and acceptance: as the {len(run.ranks)} tuner(s) of the run had measured them in {len(run.steps)} steps;"
             f" what it never ran is extrapolated; it has made {num_measured(run, Strategy.OFF):.0f} steps without speculation,"
             f" and with fewer than {ENOUGH_STEPS} nothing is said of off",
             f"a replica at work takes {overhead:.3f} s for each second of its engine's steps, as in the run",
@@ -125,6 +125,7 @@ def measured_by(rank: dict[str, Any], config: Config, overhead: float = 1.0) -> 
     """Returns the engine of a rank as its tuner knew it, without the bonus for what is uncertain: nothing is learned here."""
     model = CostModel(default_arms(ahead_kinds(drafter_kinds(config.drafter.path is not None))), bonus=0.0)
     model.restore(rank["tuner"])
+    model.acceptance.forget_the_latest()
     return Measured(model, FittedSeconds(model, overhead))
 
 

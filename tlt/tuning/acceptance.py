@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
@@ -26,8 +27,8 @@ _PRIOR_COUNT = 1.5
 """The verifications that this assumption counts as, and at deeper levels the rate of the level before."""
 _MEMORY = 100.0
 """Engine steps that a curve of one octave spans. A text changes its character, and in the tail few texts are left."""
-_MEMORY_EVERYWHERE = 4000.0
-"""Verifications that the curve over all batch sizes spans."""
+_MEMORY_LONG = 4000.0
+"""Verifications that the curve over all batch sizes spans, and that every lasting one does."""
 _WORTH_ELSEWHERE = 16.0
 """Verifications that the evidence of all batch sizes counts as, at most, at any one of them."""
 _WORTH_AT_NEW_VERSION = 16.0
@@ -58,18 +59,6 @@ class Curve(NamedTuple):
     def everywhere(self) -> Curve:
         """Returns the same curve over all batch sizes."""
         return Curve(self.drafter, self.width, self.budget, None, self.where_drafted)
-
-    @property
-    def priors(self) -> tuple[Curve, ...]:
-        """The curves of which this one resembles the better until it has evidence of its own. (): no other curve tells.
-
-        The hybrid takes the better of two drafters' chains. A tree, which never stops, resembles the chains of its drafter at
-        the depths that they drafted.
-        """
-        if self.width == 1 and self.drafter != "hybrid":
-            return ()
-        drafters = ("learned", "ngram") if self.drafter == "hybrid" else (self.drafter,)
-        return tuple(Curve(drafter, 1, None, self.octave, where_drafted=self.width > 1) for drafter in drafters)
 
 
 @dataclass(frozen=True)
@@ -111,7 +100,9 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        self.counts: dict[Curve, _Counts] = {}
+        self.counts: dict[Curve, _Counts] = defaultdict(_Counts)
+        self.lasting: dict[Curve, _Counts] = defaultdict(_Counts)
+        """The same, but slow to fade and whatever the version: what a run was like on the whole. Nothing is decided by it."""
         self._rates: dict[Curve, Rates] = {}
 
     def observe(
@@ -129,13 +120,13 @@ class Acceptance:
         tried_D, survived_D = came_BD[:, :-1].sum(0), came_BD[:, 1:].sum(0)
         was_drafted_BD = np.asarray(drafted or [depth] * len(accepted))[:, None] > np.arange(depth)
         drafted_D = (came_BD[:, :-1] & was_drafted_BD).sum(0)
-        spans = ((None, len(accepted) / _MEMORY_EVERYWHERE), (octave_of(batch_size or len(accepted)), 1 / _MEMORY))
-        for octave, span in spans:
-            fade = math.exp(-span)
-            self._counts_of(Curve.of(strategy, octave)).add(tried_D, survived_D, fade)
+        octave, slowly = octave_of(batch_size or len(accepted)), math.exp(-len(accepted) / _MEMORY_LONG)
+        spans = ((self.counts, None, slowly), (self.counts, octave, math.exp(-1 / _MEMORY)))
+        for counts, where, fade in (*spans, (self.lasting, None, slowly), (self.lasting, octave, slowly)):
+            counts[Curve.of(strategy, where)].add(tried_D, survived_D, fade)
             if strategy.width == 1:
-                curve = Curve(strategy.drafter, 1, None, octave, where_drafted=True)
-                self._counts_of(curve).add(drafted_D, survived_D, fade)
+                curve = Curve(strategy.drafter, 1, None, where, where_drafted=True)
+                counts[curve].add(drafted_D, survived_D, fade)
 
     def observe_elsewhere(
         self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int], followed: Sequence[bool]
@@ -187,23 +178,37 @@ class Acceptance:
             variance_A[i] = variance / tokens_A[i] ** 2
         return tokens_A, variance_A
 
-    def counters(self) -> list[Any]:
-        """Returns (curve, verifications tried, survived) of every curve, as JSON."""
-        return [[list(curve), c.tried.tolist(), c.survived.tolist()] for curve, c in self.counts.items()]
+    def counters(self) -> list[list[Any]]:
+        """Returns (curve, verifications tried, survived) of every curve, then of every lasting one, as JSON."""
+        kinds = (self.counts, self.lasting)
+        return [[[list(curve), c.tried.tolist(), c.survived.tolist()] for curve, c in kind.items()] for kind in kinds]
 
-    def restore(self, counters: Sequence[Any]) -> None:
+    def restore(self, counters: Sequence[Sequence[Any]]) -> None:
         """Takes up what `counters` returned."""
         self._rates.clear()
-        self.counts = {Curve(*curve): _Counts(np.array(tried), np.array(survived)) for curve, tried, survived in counters}
+        for counts, known in zip((self.counts, self.lasting), counters, strict=True):
+            counts.clear()
+            counts.update((Curve(*curve), _Counts(np.array(tried), np.array(survived))) for curve, tried, survived in known)
 
-    def _counts_of(self, curve: Curve) -> _Counts:
-        if curve not in self.counts:
-            self.counts[curve] = _Counts()
-        return self.counts[curve]
+    def forget_the_latest(self) -> None:
+        """Estimates from what lasts alone, for whoever asks what a whole run was like."""
+        self._rates.clear()
+        self.counts = self.lasting
+
+    def _prior(self, curve: Curve) -> Sequence[float]:
+        """Returns the rates that a curve has, as far as others tell, until it has evidence of its own. (): none tells.
+
+        A tree, which never stops, resembles the chains of its drafter at the depths that they drafted.
+        """
+        is_tree = curve.width > 1
+        if curve.drafter == "hybrid":
+            resembled = (("learned", is_tree), ("ngram", is_tree), ("ngram", True))
+            return _mixture(*(self.rates(Curve(kind, 1, None, curve.octave, where)).accepted for kind, where in resembled))
+        return self.rates(Curve(curve.drafter, 1, None, curve.octave, where_drafted=True)).accepted if is_tree else ()
 
     def _estimate(self, curve: Curve) -> Rates:
         """Returns posterior means under a chain of priors: at all batch sizes, then at the curve's own octave."""
-        prior = _better([self.rates(prior).accepted for prior in curve.priors])
+        prior = self._prior(curve)
         here, everywhere = self.counts.get(curve, _NOTHING), self.counts.get(curve.everywhere, _NOTHING)
         tried, survived = here.tried.tolist(), here.survived.tolist()
         all_tried, all_survived = everywhere.tried.tolist(), everywhere.survived.tolist()
@@ -224,12 +229,13 @@ class Acceptance:
 _NOTHING = _Counts()
 
 
-def _better(rates: Sequence[Sequence[float]]) -> Sequence[float]:
-    """Returns the rates of a drafter that survives to each depth as often as the best of these do."""
-    if len(rates) < 2:
-        return rates[0] if rates else ()
-    survivals = [max(at_depth) for at_depth in zip(*(accumulate(one, operator.mul) for one in rates), strict=True)]
-    return [there / here for here, there in pairwise([1.0, *survivals])]
+def _mixture(learned: Sequence[float], retrieved: Sequence[float], where_retrieved: Sequence[float]) -> Sequence[float]:
+    """Returns the rates of a drafter that retrieves where there is something to retrieve, and elsewhere drafts as the learned
+    one does; or always as that one does, if it survives more often."""
+    nothing = 1 - min(retrieved[0] / where_retrieved[0], 1.0)
+    survivals = zip(accumulate(learned, operator.mul), accumulate(retrieved, operator.mul), strict=True)
+    mixed = [max(alone, found + nothing * alone) for alone, found in survivals]
+    return [there / here for here, there in pairwise([1.0, *mixed])]
 
 
 def octave_of(batch_size: int) -> int:
