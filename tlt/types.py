@@ -254,7 +254,7 @@ class Hindsight:
 
     drafted: int
     accepted: int
-    STRATEGY: ClassVar[Strategy] = Strategy("ngram", Strategy.MAX_DEPTH, 1, Strategy.MAX_DEPTH)
+    STRATEGY: ClassVar[Strategy] = Strategy("ngram", 15, 1, 15)
 
 
 @dataclass(frozen=True)

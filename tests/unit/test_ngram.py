@@ -22,7 +22,7 @@ from tlt.drafter.drafting.references import References
 from tlt.drafter.drafting.suffix_index import ANCHORS, SuffixIndex
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.sampling import BatchParams
-from tlt.tuning.tuner import Fixed, make_tuner
+from tlt.tuning.tuner import Fixed, default_arms, make_tuner
 from tlt.types import BatchState, DraftTree, Hindsight, Request, Rollout, SamplingParams, StepOutcome, Strategy, Verdict
 
 SHORT = ANCHORS[-1]
@@ -366,51 +366,61 @@ class Watching(Fixed):
 
 def watch(strategy: Strategy, requests: Sequence[Request], drafter: str = "ngram", threshold: float = 0.4) -> Watching:
     tuner = Watching(strategy)
-    inner = "learned" if drafter == "ahead" else drafter
-    engine = make_engine(make_policy(std=0.05), tuner, inner, confidence_threshold=threshold)
+    engine = make_engine(
+        make_policy(std=0.05), tuner, "learned" if drafter == "ahead" else drafter, confidence_threshold=threshold
+    )
     if drafter == "ahead":
+        references = References()
+        for rollout in make_engine(make_policy(std=0.05)).generate(requests):
+            references.keep(requests[0].key, rollout.token_ids)
         assert engine.drafter is not None
-        engine.load_drafter(AheadDrafter(engine.drafter, References(), 8))
+        engine.load_drafter(AheadDrafter(engine.drafter, references, 8))
     for _ in engine.generate(requests):
         pass
     return tuner
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "learned", "ahead"])
+@pytest.mark.parametrize("other", ["off", "learned:4x1x4", "learned:3x2x6", "oracle"])
 @pytest.mark.parametrize(("temperature", "threshold"), [(0.0, 0.0), (0.0, 0.4), (0.05, 0.4)])
-def test_in_hindsight_retrieval_is_judged_as_if_it_had_drafted(temperature: float, threshold: float, drafter: str) -> None:
-    """A sequence decoded plainly has the tokens that it has with retrieval, so the verifications that retrieval would have had
-    are those that it has. The last one, or two, may be unfinished when the response ends."""
+def test_in_hindsight_retrieval_is_judged_as_if_it_had_drafted(temperature: float, threshold: float, other: str) -> None:
+    """A sequence has the same tokens whoever drafts, so the verifications that retrieval would have had are those that it has.
+    The last ones may be unfinished when the response ends. oracle: a reference is followed, 32 tokens a step, of which some
+    are left out."""
     asked = [Request("p", 0, (3, 4, 5), SamplingParams(temperature=temperature, max_tokens=150, seed=2))]
-    deep = Strategy("ngram", Strategy.MAX_DEPTH, 1, Strategy.MAX_DEPTH)
-    real, plain = (watch(*how, threshold=threshold) for how in ((deep, asked), (Strategy.OFF, asked, drafter)))
-    assert len(plain.verified) == 0
+    real = watch(Hindsight.STRATEGY, asked, threshold=threshold)
+    if other == "oracle":
+        watched = watch(Strategy("ahead", 32, 1, 32), asked, "ahead", threshold)
+    else:
+        watched = watch(Strategy.parse(other), asked, "learned", threshold)
     assert len(real.verified) > 15
-    num = len(plain.hindsight)
-    assert len(real.verified) - 2 <= num
-    assert plain.hindsight == real.verified[:num]
-    assert max(accepted for _, accepted in plain.hindsight) > 5
+    num = ngram._MAX_LOOKS if other == "oracle" else len(watched.hindsight)
+    assert num >= (ngram._MAX_LOOKS if other == "oracle" else len(real.verified) - 5)
+    assert watched.hindsight[:num] == real.verified[:num]
+    assert max(accepted for _, accepted in watched.hindsight) > 5
+
+
+def test_retrieval_is_judged_by_chains_as_deep_as_any_that_is_tried() -> None:
+    assert max(arm.depth for arm in default_arms(("ngram",))) == Hindsight.STRATEGY.depth
 
 
 def test_a_chain_that_is_watched_stays_with_its_sequence() -> None:
-    """Two of three sequences are watched; the third when it takes the slot of one that has left."""
     texts = [[10 * row + i % 7 for i in range(7 * 9)] for row in range(3)]
-    drafter, depth = whole_drafts(3), Strategy.MAX_DEPTH
+    drafter, depth = whole_drafts(3), Hindsight.STRATEGY.depth
     for slot in range(3):
         drafter.admit(slot, request(f"p{slot}"))
     grown = [[*text, *text[: depth + 1]] for text in texts]
     assert drafter.hindsight(texts) == (), "nothing was committed since"
     assert drafter.hindsight([text[:-1] for text in grown]) == (), "one more token belongs to a verification"
-    drafter.withdraw(0)
-    drafter.move(2, 0)
-    assert drafter.hindsight([grown[2], grown[1]]) == (Hindsight(depth, depth),), "of the one that stayed"
+    drafter.withdraw(1)
+    drafter.move(2, 1)
+    assert drafter.hindsight([grown[0], grown[2]]) == (Hindsight(depth, depth),), "the others come and go"
     drafter.withdraw(0)
     drafter.move(1, 0)
-    as_drafted = grown[1][depth + 1]
-    assert drafter.hindsight([[*grown[1], as_drafted, 0]]) == (Hindsight(depth, 1),), "one came as drafted"
+    assert drafter.hindsight([grown[2]]) == (), "another sequence"
+    assert drafter.hindsight([[*grown[2], grown[2][depth + 1], 0]]) == (Hindsight(depth, 1),), "one came as drafted"
     drafter.withdraw(0)
     drafter.admit(0, request("p1", 1))
-    assert drafter.hindsight([[99] * 200]) == (), "another sequence"
+    assert drafter.hindsight([[99] * 200]) == (), "and another one"
 
 
 def test_nobody_asks_in_hindsight_what_verdicts_have_told() -> None:
@@ -420,7 +430,17 @@ def test_nobody_asks_in_hindsight_what_verdicts_have_told() -> None:
     propose(drafter, [text], CHAIN)
     assert drafter.hindsight([[*text, 0]]) == (), "the verdict of this chain has told"
     assert drafter.hindsight([[*text, 0]]) == (), "from here on nobody else tells"
-    assert drafter.hindsight([[*text, 0, 1, 9]]) == (Hindsight(Strategy.MAX_DEPTH, 1),)
+    assert drafter.hindsight([[*text, 0, 1, 9]]) == (Hindsight(Hindsight.STRATEGY.depth, 1),)
+
+
+def test_where_a_step_brings_more_than_is_looked_up_the_rest_is_left_out() -> None:
+    drafter, text, novel = whole_drafts(), list(range(9)), list(range(100, 150))
+    drafter.admit(0, request("p0"))
+    assert drafter.hindsight([text]) == ()
+    found = drafter.hindsight([[*text, *novel]])
+    assert found == (Hindsight(0, 0),) * ngram._MAX_LOOKS
+    assert drafter.hindsight([[*text, *novel]]) == (), "from its end on"
+    assert drafter.hindsight([[*text, *novel, 5]]) == (Hindsight(0, 0),)
 
 
 def test_longer_matches_lie_in_later_buckets() -> None:

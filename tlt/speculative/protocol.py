@@ -74,8 +74,8 @@ class Drafter(Protocol[P]):
         ...
 
     def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        """Says what retrieval would have drafted for some of these sequences, by slot, while it was not asked to: each chain
-        once, when what came tells how far it was right. () of a drafter that retrieves nothing."""
+        """Returns the chains that retrieval would have drafted, one after the other, for some of these sequences while it was
+        not asked to: each once, as soon as what came tells how much of it was right. (): none, or nothing retrieves."""
         ...
 
     def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()) -> P:

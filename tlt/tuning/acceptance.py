@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -27,8 +27,10 @@ _PRIOR_COUNT = 1.5
 """The verifications that this assumption counts as, and at deeper levels the rate of the level before."""
 _MEMORY = 100.0
 """Engine steps that a curve of one octave spans. A text changes its character, and in the tail few texts are left."""
-_MEMORY_LONG = 4000.0
-"""Verifications that the curve over all batch sizes spans, and that every lasting one does."""
+_MEMORY_EVERYWHERE = 4000.0
+"""Verifications that the curve over all batch sizes spans."""
+_MEMORY_OF_RUN = 4000.0
+"""Engine steps that a lasting curve spans, at its batch sizes."""
 _WORTH_ELSEWHERE = 16.0
 """Verifications that the evidence of all batch sizes counts as, at most, at any one of them."""
 _WORTH_AT_NEW_VERSION = 16.0
@@ -120,9 +122,11 @@ class Acceptance:
         tried_D, survived_D = came_BD[:, :-1].sum(0), came_BD[:, 1:].sum(0)
         was_drafted_BD = np.asarray(drafted or [depth] * len(accepted))[:, None] > np.arange(depth)
         drafted_D = (came_BD[:, :-1] & was_drafted_BD).sum(0)
-        octave, slowly = octave_of(batch_size or len(accepted)), math.exp(-len(accepted) / _MEMORY_LONG)
-        spans = ((self.counts, None, slowly), (self.counts, octave, math.exp(-1 / _MEMORY)))
-        for counts, where, fade in (*spans, (self.lasting, None, slowly), (self.lasting, octave, slowly)):
+        batch_size = batch_size or len(accepted)
+        octave, share = octave_of(batch_size), len(accepted) / batch_size
+        here, whole_run = math.exp(-share / _MEMORY), math.exp(-share / _MEMORY_OF_RUN)
+        spans = ((self.counts, None, math.exp(-len(accepted) / _MEMORY_EVERYWHERE)), (self.counts, octave, here))
+        for counts, where, fade in (*spans, (self.lasting, None, whole_run), (self.lasting, octave, whole_run)):
             counts[Curve.of(strategy, where)].add(tried_D, survived_D, fade)
             if strategy.width == 1:
                 curve = Curve(strategy.drafter, 1, None, where, where_drafted=True)
@@ -137,7 +141,7 @@ class Acceptance:
             self.observe(strategy.elsewhere, [accepted[i] for i in rows], [drafted[i] for i in rows], len(followed))
 
     def observe_in_hindsight(self, chains: Sequence[Hindsight], batch_size: int) -> None:
-        """Counts what retrieval would have had of sequences for which another drafter drafted, or none."""
+        """Counts what retrieval would have had of a sequence for which another drafter drafted, or none."""
         if chains:
             self.observe(Hindsight.STRATEGY, [c.accepted for c in chains], [c.drafted for c in chains], batch_size)
 
@@ -178,15 +182,18 @@ class Acceptance:
             variance_A[i] = variance / tokens_A[i] ** 2
         return tokens_A, variance_A
 
-    def counters(self) -> list[list[Any]]:
-        """Returns (curve, verifications tried, survived) of every curve, then of every lasting one, as JSON."""
-        kinds = (self.counts, self.lasting)
-        return [[[list(curve), c.tried.tolist(), c.survived.tolist()] for curve, c in kind.items()] for kind in kinds]
+    def counters(self) -> dict[str, list[Any]]:
+        """Returns (curve, verifications tried, survived) of every curve, the latest and the lasting ones, as JSON."""
+        kinds = {"latest": self.counts, "lasting": self.lasting}
+        return {
+            name: [[list(curve), c.tried.tolist(), c.survived.tolist()] for curve, c in kind.items()]
+            for name, kind in kinds.items()
+        }
 
-    def restore(self, counters: Sequence[Sequence[Any]]) -> None:
+    def restore(self, counters: Mapping[str, Sequence[Any]]) -> None:
         """Takes up what `counters` returned."""
         self._rates.clear()
-        for counts, known in zip((self.counts, self.lasting), counters, strict=True):
+        for counts, known in ((self.counts, counters["latest"]), (self.lasting, counters["lasting"])):
             counts.clear()
             counts.update((Curve(*curve), _Counts(np.array(tried), np.array(survived))) for curve, tried, survived in known)
 
@@ -196,15 +203,16 @@ class Acceptance:
         self.counts = self.lasting
 
     def _prior(self, curve: Curve) -> Sequence[float]:
-        """Returns the rates that a curve has, as far as others tell, until it has evidence of its own. (): none tells.
+        """Returns the rates that are assumed for a curve before it has evidence, by the curves that it resembles. (): by none.
 
-        A tree, which never stops, resembles the chains of its drafter at the depths that they drafted.
+        The hybrid resembles retrieval, and the learned drafter where nothing is retrieved. A tree, which never stops, resembles
+        the chains of its drafter at the depths that they drafted.
         """
-        is_tree = curve.width > 1
         if curve.drafter == "hybrid":
-            resembled = (("learned", is_tree), ("ngram", is_tree), ("ngram", True))
+            resembled = (("learned", False), ("ngram", False), ("ngram", True))
             return _mixture(*(self.rates(Curve(kind, 1, None, curve.octave, where)).accepted for kind, where in resembled))
-        return self.rates(Curve(curve.drafter, 1, None, curve.octave, where_drafted=True)).accepted if is_tree else ()
+        is_chain = curve.width == 1
+        return () if is_chain else self.rates(Curve(curve.drafter, 1, None, curve.octave, where_drafted=True)).accepted
 
     def _estimate(self, curve: Curve) -> Rates:
         """Returns posterior means under a chain of priors: at all batch sizes, then at the curve's own octave."""
@@ -231,7 +239,7 @@ _NOTHING = _Counts()
 
 def _mixture(learned: Sequence[float], retrieved: Sequence[float], where_retrieved: Sequence[float]) -> Sequence[float]:
     """Returns the rates of a drafter that retrieves where there is something to retrieve, and elsewhere drafts as the learned
-    one does; or always as that one does, if it survives more often."""
+    one does; at depths where the learned one alone survives more often, those of that one."""
     nothing = 1 - min(retrieved[0] / where_retrieved[0], 1.0)
     survivals = zip(accumulate(learned, operator.mul), accumulate(retrieved, operator.mul), strict=True)
     mixed = [max(alone, found + nothing * alone) for alone, found in survivals]

@@ -1,6 +1,6 @@
-"""What followed the last time these words were said: a trie of candidates, the most confident of them as a draft tree.
+"""Ranks what followed these words before, and makes a draft tree of the most confident candidates.
 
-    texts ─▶ sources (suffix_index.py) ─▶ trie: who said this token next, and how far did they agree with us ─▶ tree
+    sources (suffix_index.py) ─▶ trie: who said this token next, and how far they agree with us ─▶ tree
 
 Pure functions of what was found: no drafter, no tensors.
 """
@@ -69,7 +69,7 @@ def match_bucket(length: int) -> int:
 
 
 def grow(root: Node, strategy: Strategy) -> list[tuple[int, int]]:
-    """(token, parent column) of the `budget` most confident candidates, parents first; column 0 is the tree's root.
+    """Returns (token, parent column) of the `budget` most confident candidates, parents first; column 0 is the tree's root.
 
     Best first: a node's confidence is the product of its shares on the way from the root.
     """

@@ -28,8 +28,8 @@ from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Ve
 _KEEP = 0.99
 """The share of what was learned about acceptance that outlives one more draft."""
 
-_MAX_WATCHED = 2
-"""Sequences that retrieval is judged by in hindsight: few, since looking up is work on the host."""
+_MAX_LOOKS = 8
+"""Chains that are looked up in hindsight at a time. Where a step brings more tokens than they cover, the rest is left out."""
 
 DEFAULT_MAX_TOKENS = 200_000
 """Indexed tokens over all problems, about 300 bytes each; problems not asked for the longest leave first."""
@@ -37,7 +37,7 @@ DEFAULT_MAX_TOKENS = 200_000
 
 @dataclass(frozen=True)
 class _Watched:
-    """What was found for a sequence of `start` tokens, and how many of these a chain would have had."""
+    """What was found for a sequence of `start` tokens.  num_drafted: how many of it would have been drafted."""
 
     start: int
     retrieved: Retrieved
@@ -73,7 +73,7 @@ class NgramDrafter:
         self.max_tokens, self.confidence_threshold = max_tokens, confidence_threshold
         self.problems: OrderedDict[str, SuffixIndex] = OrderedDict()
         self.slots: list[tuple[SuffixIndex, int] | None] = [None] * max_slots
-        self.watched: list[_Watched | None] = [None] * min(max_slots, _MAX_WATCHED)
+        self.watched: _Watched | None = None
         self._is_asked = False
         self.hits = [[1.0, 2.0] for _ in range(match_bucket(MAX_MATCH) + 1)]  # drafts accepted, drafts tried: a Beta(1, 1)
 
@@ -87,25 +87,31 @@ class NgramDrafter:
         return ()
 
     def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        """Follows the sequences in the first slots, chain after chain, while other drafters draft, or none does."""
+        """Judges retrieval by the sequence in the first slot, chain after chain, while neither it nor the hybrid drafts. Where
+        sources disagree they are ranked without the law's noise, so what is found is a little too low."""
         if self._is_asked:  # then verdicts tell
-            self._is_asked, self.watched = False, [None] * len(self.watched)
+            self._is_asked, self.watched = False, None
             return ()
-        found = []
-        for slot, text in enumerate(tokens[: len(self.watched)]):
-            watched = self.watched[slot]
-            if watched is not None:
-                came = text[watched.start :]
-                accepted, has_failed = walk(watched.retrieved.nodes, came)
-                if not has_failed and len(came) <= watched.num_drafted:
-                    continue  # right so far
-                self._count(watched.retrieved, accepted, has_failed)
-                found.append(Hindsight(watched.num_drafted, min(accepted, watched.num_drafted)))
-            trie, length = self._continuations(slot, text, Hindsight.STRATEGY)
-            retrieved = Retrieved(match_bucket(length), grow(trie, Hindsight.STRATEGY))  # ranked without noise
-            num_drafted = self._num_drafted(self.survival(retrieved, Hindsight.STRATEGY.depth))
-            self.watched[slot] = _Watched(len(text), retrieved, num_drafted)
+        text, found = tokens[0], []
+        watched = self.watched or self._watch(text)
+        for _ in range(_MAX_LOOKS):
+            came = text[watched.start : watched.start + watched.num_drafted + 1]
+            accepted, has_failed = walk(watched.retrieved.nodes, came)
+            if not has_failed and len(came) <= watched.num_drafted:
+                self.watched = watched  # right so far
+                break
+            self._count(watched.retrieved, accepted, has_failed)
+            found.append(Hindsight(watched.num_drafted, min(accepted, watched.num_drafted)))
+            watched = self._watch(text[: watched.start + found[-1].accepted + 1])
+        else:
+            self.watched = None
         return tuple(found)
+
+    def _watch(self, text: Sequence[int]) -> _Watched:
+        """Returns what a verification would draft after this text of the first slot."""
+        trie, length = self._continuations(0, text, Hindsight.STRATEGY)
+        retrieved = Retrieved(match_bucket(length), grow(trie, Hindsight.STRATEGY))
+        return _Watched(len(text), retrieved, self._num_drafted(self.survival(retrieved, Hindsight.STRATEGY.depth)))
 
     def admit(self, slot: int, request: Request) -> None:
         index = self.problems.get(request.problem_id)
@@ -120,8 +126,7 @@ class NgramDrafter:
 
     def move(self, source: int, target: int) -> None:
         self.slots[target], self.slots[source] = self.slots[source], None
-        self._watch(target, self.watched[source] if source < len(self.watched) else None)
-        self._watch(source, None)
+        self.watched = None if 0 in (source, target) else self.watched
 
     def recall(self, slot: int, num_positions: int) -> None:
         """Retrieval remembers no feature."""
@@ -148,11 +153,7 @@ class NgramDrafter:
         index, text = place
         index.close(text)
         self.slots[slot] = None
-        self._watch(slot, None)
-
-    def _watch(self, slot: int, watched: _Watched | None) -> None:
-        if slot < len(self.watched):
-            self.watched[slot] = watched
+        self.watched = self.watched if slot else None
 
     def slot_bytes(self, length: int) -> int:
         """Returns 0: what retrieval keeps does not lie on the device."""
