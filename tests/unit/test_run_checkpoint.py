@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.unit.saved_parts import (
 )
 from tlt.distributed import shards
 from tlt.distributed.shards import digest_of
-from tlt.training.saved import checkpoint
+from tlt.training.saved import checkpoint, manifest
 from tlt.training.saved.checkpoint import CheckpointWriter, find_checkpoint, go_back_to, load_checkpoint
 from tlt.training.saved.manifest import latest_checkpoint, read_manifest
 from tlt.types import LAW_VERSION, UserError
@@ -210,6 +211,13 @@ def test_a_first_checkpoint_that_fails_does_not_promise_an_earlier_one(tmp_path:
 
 def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "none", ALONE) is None
+
+
+def test_a_checkpoint_of_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
+    with patch.object(manifest, "FORMAT", 1), patch.object(checkpoint, "FORMAT", 1):
+        save(tmp_path, 3)
+    expected = "has format 1, not 2; go on with the version of TLT that wrote it"
+    assert refusal(find_checkpoint, tmp_path, ALONE).endswith(expected)
 
 
 def test_a_checkpoint_of_an_older_version_is_named_and_never_unpickled(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ class StepSeconds(Protocol):
 
 
 class FittedSeconds:
-    """Step costs as a tuner has measured them. overhead: seconds of a replica at work for each second of its engine's steps."""
+    """Step costs as a tuner has measured them. overhead: seconds of a replica at work for each that it expects of a step."""
 
     def __init__(self, model: CostModel, overhead: float = 1.0) -> None:
         self.model, self.overhead = model, overhead
@@ -39,13 +39,14 @@ class FittedSeconds:
 
 
 class Measured:
-    """model: whoever chooses; without a bonus, for there is nothing to find out.  seconds: of a step.
+    """model: whoever chooses; without a bonus, for there is nothing to find out.  seconds: of a step.  optimism: tokens per
+    second that the model expects of its choice, for each that comes.
 
     For what is remembered, a lead's length counts in powers of two, and the batch's mean length in quarters of an octave.
     """
 
-    def __init__(self, model: CostModel, seconds: StepSeconds) -> None:
-        self.model, self.seconds = model, seconds
+    def __init__(self, model: CostModel, seconds: StepSeconds, optimism: float = 1.0) -> None:
+        self.model, self.seconds, self.optimism = model, seconds, optimism
         self._decided: dict[tuple[Any, ...], tuple[Strategy, float | None]] = {}
         self._reached: dict[tuple[Strategy, int], NDArray[Any]] = {}
 
@@ -58,8 +59,8 @@ class Measured:
             leads = tuple(Lead(rate, length) for rate, length in rough)
             known = replace(batch, mean_length=_length(place), leads=leads)
             strategy = self.model.decide(known).strategy
-            others = [p.speed for p in self.model.predict(known) if not p.strategy.follows] if strategy.follows else ()
-            found = self._decided[key] = strategy, max(others, default=None)
+            others = [p.speed for p in self.model.predict(known) if not p.strategy.follows]
+            found = self._decided[key] = strategy, max(others) / self.optimism if strategy.follows else None
         return found
 
     def draw(self, arm: Strategy, batch_size: int, uniform: NDArray[np.float64]) -> Ints:

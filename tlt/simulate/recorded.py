@@ -8,6 +8,7 @@ checkpoints/, by rank    the tuner's step costs and acceptance, how far referenc
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -84,10 +85,10 @@ def assume_recorded(run: RecordedRun, config: Config, interference: float = 0.0)
     agreement, agreement_line = agreement_of(run)
     spot, spot_line = spot_of(run)
     other = [step.step_seconds - step.rollout_seconds for step in run.steps]
-    rollout, overhead = config.rollout, overhead_of(run)
+    rollout, overhead, optimism = config.rollout, overhead_of(run), optimism_of(run)
     return Assumptions(
         lengths=lengths,
-        engines=[measured_by(rank, run.config, overhead) for rank in run.ranks],
+        engines=[measured_by(rank, run.config, overhead, optimism) for rank in run.ranks],
         agreement=agreement,
         spot=spot,
         num_samples=rollout.samples_per_problem,
@@ -106,7 +107,8 @@ def assume_recorded(run: RecordedRun, config: Config, interference: float = 0.0)
             f"costs and acceptance: as the {len(run.ranks)} tuner(s) of the run had measured them in {len(run.steps)} steps;"
             f" what it never ran is extrapolated; it has made {num_measured(run, Strategy.OFF):.0f} steps without speculation,"
             f" and with fewer than {ENOUGH_STEPS} nothing is said of off",
-            f"a replica at work takes {overhead:.3f} s for each second of its engine's steps, as in the run",
+            f"a replica at work takes {overhead:.3f} s for each second of its engine's steps, and these {optimism:.2f} times"
+            " as long as the tuners expected of what they chose, as in the run",
             agreement_line,
             spot_line,
             f"a step outside of the rollout: {statistics.mean(other):.2f} s on average, the same for any number of replicas",
@@ -121,12 +123,24 @@ def overhead_of(run: RecordedRun) -> float:
     return max(at_work / sum(sum(step.strategy_seconds.values()) for step in run.steps), 1.0)
 
 
-def measured_by(rank: dict[str, Any], config: Config, overhead: float = 1.0) -> Measured:
+def optimism_of(run: RecordedRun) -> float:
+    """Returns how many times as many tokens a second the tuners expected of their choices as came: what looks best of many is
+    seldom as good as it looks."""
+    expected = came = 0.0
+    for step in run.steps:
+        for strategy, speed in step.strategy_predicted.items():
+            if math.isfinite(speed):
+                expected += speed * step.strategy_seconds[strategy]
+                came += step.strategy_speed[strategy] * step.strategy_seconds[strategy]
+    return expected / came if came else 1.0
+
+
+def measured_by(rank: dict[str, Any], config: Config, overhead: float = 1.0, optimism: float = 1.0) -> Measured:
     """Returns the engine of a rank as its tuner knew it, without the bonus for what is uncertain: nothing is learned here."""
     model = CostModel(default_arms(ahead_kinds(drafter_kinds(config.drafter.path is not None))), bonus=0.0)
     model.restore(rank["tuner"])
     model.acceptance.forget_the_latest()
-    return Measured(model, FittedSeconds(model, overhead))
+    return Measured(model, FittedSeconds(model, overhead * optimism), optimism)
 
 
 def num_measured(run: RecordedRun, arm: Strategy) -> float:

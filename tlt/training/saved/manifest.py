@@ -24,7 +24,7 @@ from tlt.distributed.shards import FileDigest, StoredTensor, digest_of, read_hea
 from tlt.types import LAW_VERSION, UserError
 
 MANIFEST = "manifest.json"
-FORMAT = 1
+FORMAT = 2
 _NAME = re.compile(r"step-(\d{8})")
 _FILES = re.compile(r"rank-\d{5}\.(safetensors|json)")
 _OLD_FORMAT = "training.pt"
