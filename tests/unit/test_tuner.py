@@ -308,7 +308,7 @@ def test_one_sequence_that_is_judged_in_hindsight_does_not_outweigh_what_64_have
     for _ in range(100):
         acceptance.observe(Hindsight.STRATEGY, [2] * 64)
     before = expected(acceptance, Hindsight.STRATEGY, 64)[0]
-    for _ in range(100):
+    for _ in range(300):
         acceptance.observe_in_hindsight([Hindsight(0, 0)], 64)
     assert expected(acceptance, Hindsight.STRATEGY, 64)[0] == pytest.approx(before, rel=0.05)
 

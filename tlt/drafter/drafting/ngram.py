@@ -126,7 +126,6 @@ class NgramDrafter:
 
     def move(self, source: int, target: int) -> None:
         self.slots[target], self.slots[source] = self.slots[source], None
-        self.watched = None if 0 in (source, target) else self.watched
 
     def recall(self, slot: int, num_positions: int) -> None:
         """Retrieval remembers no feature."""
