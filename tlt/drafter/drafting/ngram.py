@@ -87,8 +87,8 @@ class NgramDrafter:
         return ()
 
     def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        """Judges retrieval by the sequence in the first slot, chain after chain, while neither it nor the hybrid drafts. Where
-        sources disagree they are ranked without the law's noise, so what is found is a little too low."""
+        """Watches the sequence in the first slot alone, while neither retrieval nor the hybrid drafts. Where sources disagree,
+        candidates are ranked without the law's noise, which makes retrieval look a little worse than it is."""
         if self._is_asked:  # then verdicts tell
             self._is_asked, self.watched = False, None
             return ()
