@@ -129,6 +129,18 @@ def test_of_equal_scores_the_lowest_token_wins_within_a_block_and_across_blocks(
     assert logprobs_R[3].item() == pytest.approx(-math.log(5000), abs=2e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("num_rows", [1, 7, 40])
+def test_where_every_token_is_doubled_the_first_of_both_is_drawn(interpreted: Call, dtype: torch.dtype, num_rows: int) -> None:
+    """1,003 tokens, and so cold that beside the logits the noise is less than a unit in the last place: all scores are tied."""
+    laws = (SamplingParams(temperature=0), SamplingParams(temperature=1e-35))
+    rows = make_rows(1003, tuple(laws[row % 2] for row in range(num_rows)), dtype)
+    rows.logits[:, 501:1002] = rows.logits[:, :501]
+    tokens_R, _ = interpreted(draw_rows, SOURCE, rows, 1003)
+    assert torch.equal(tokens_R, expected(rows)[0])
+    assert not bool(((501 <= tokens_R) & (tokens_R < 1002)).any())
+
+
 def masked() -> Rows:
     """Tokens that grammar or a penalty forbids: some, whole blocks, all but one."""
     rows = make_rows(5000, (SamplingParams(),) * 3)

@@ -1,0 +1,111 @@
+"""Of equal scores the lowest token id wins: in every dtype, batch and strategy, at temperature 0 and above.
+
+    token     0 … 500 │ 501 … 1001 │ 1002          logits and noise of 501 … 1001 are those of 0 … 500, bit for bit,
+              ▲ wins    its twin     alone         so a twin is never drawn. 1,003 is no multiple of any kernel's width.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lossless.helpers import Switching, make_engine, make_policy, tokens_of
+from tlt.engine import noise as noise_module
+from tlt.engine.engine import RolloutEngine
+from tlt.models.decoder import ModelConfig
+from tlt.speculative import rows
+from tlt.speculative.rows import draw
+from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
+from tlt.tuning.tuner import Fixed
+from tlt.types import Request, SamplingParams, Strategy
+
+VOCAB, TWINS = 1003, 501
+POLICY = make_policy(config=ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=64))
+STRATEGIES = [
+    Strategy.OFF,
+    *(Strategy("learned", *shape) for shape in [(4, 1, 4), (3, 2, 6)]),
+    *(Strategy(kind, 4, 1, 4) for kind in ("ngram", "hybrid")),
+]
+LAWS = (SamplingParams(0.0, max_tokens=8), SamplingParams(1.0, max_tokens=8), SamplingParams(1.0, top_p=0.9, max_tokens=8))
+DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def requests(num: int) -> list[Request]:
+    """Prompts that repeat themselves, so that retrieval has something to draft from."""
+    return [Request(f"p{i // 2}", i % 2, (5, 9, 3, 5, 9, 3, i), LAWS[i % len(LAWS)]) for i in range(num)]
+
+
+def doubled(values: Tensor) -> Tensor:
+    return torch.cat([values[..., :TWINS], values[..., :TWINS], values[..., -1:]], dim=-1)
+
+
+@pytest.fixture(autouse=True)
+def _noise_of_twins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without it ties hardly occur above temperature 0, where only greedy rows would prove anything."""
+    for module in (noise_module, rows):
+        monkeypatch.setattr(module, "gumbel_noise", lambda *args: doubled(gumbel_noise(*args)))
+
+
+def engine_with_twins(strategies: list[Strategy], dtype: torch.dtype, batch: int, *, is_ahead: bool = True) -> RolloutEngine:
+    tuner = Fixed(strategies[0]) if len(strategies) == 1 else Switching(strategies, seed=batch)
+    engine = make_engine(POLICY, tuner, dtype=dtype, max_batch_size=batch)
+    logits = engine.model.logits
+    engine.model.logits = lambda features: doubled(logits(features))
+    if not is_ahead:  # as on a GPU: who draws makes the noise
+        engine.noise.is_ahead, engine.noise.max_blocks = False, 0
+    return engine
+
+
+def twins_among(found: dict[tuple[str, int], tuple[int, ...]]) -> list[int]:
+    return [token for tokens in found.values() for token in tokens if TWINS <= token < 2 * TWINS]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("batch", "is_ahead"), [(1, True), (7, True), (7, False), (40, True)])
+def test_the_lowest_of_equal_scores_is_drawn_in_every_dtype_and_batch(dtype: torch.dtype, batch: int, is_ahead: bool) -> None:
+    engine = engine_with_twins(STRATEGIES, dtype, batch, is_ahead=is_ahead)
+    found = tokens_of(engine, requests(max(batch, 3)))
+    assert len({token for tokens in found.values() for token in tokens}) > 8, "many tokens were drawn"
+    assert twins_among(found) == []
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_ties_fall_alike_whatever_drafts(strategy: Strategy) -> None:
+    engine = engine_with_twins([strategy], torch.float64, batch=7)
+    found = tokens_of(engine, requests(7))
+    assert found == tokens_of(engine_with_twins([Strategy.OFF], torch.float64, batch=3), requests(7))
+    assert twins_among(found) == []
+    assert strategy.is_off or engine.stats.num_verifications > 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 7, 40])
+@pytest.mark.parametrize("vocab_size", [1000, VOCAB])
+def test_of_many_tied_scores_the_first_is_drawn(dtype: torch.dtype, num_rows: int, vocab_size: int) -> None:
+    """Scores of five values, so that some two hundred tokens share the largest. Python's `index` is the referee."""
+    generator = torch.Generator().manual_seed(num_rows)
+    logits_RV = torch.randint(-2, 3, (num_rows, vocab_size), generator=generator).to(dtype)
+    noise_RV = torch.randint(0, 2, (num_rows, vocab_size), generator=generator).float()
+    noise_RV[:, 0] = 0.0  # or the first token would win most of them
+    params = [LAWS[row % 2] for row in range(num_rows)]
+    is_sampled_R1 = torch.tensor([[p.temperature] for p in params], dtype=torch.float64)
+    scores = (logits_RV.double() + is_sampled_R1 * noise_RV).tolist()
+    expected = [row.index(max(row)) for row in scores]
+    assert sample(logits_RV[:, None], noise_RV[:, None], BatchParams(params))[0][:, 0].tolist() == expected
+    keys_R4, positions_R = keys_tensor([(row, 0, 0, 0) for row in range(num_rows)]), torch.arange(num_rows)
+    assert draw(logits_RV, keys_R4, positions_R, BatchParams(params), noise_RV)[0].tolist() == expected
+
+
+@pytest.mark.parametrize("top_k", [1, 40, 333])
+def test_of_tokens_tied_at_the_border_of_top_k_the_lowest_ids_stay(top_k: int) -> None:
+    logits_V = torch.randint(0, 4, (VOCAB,), generator=torch.Generator().manual_seed(top_k)).float()
+    best_first = sorted(range(VOCAB), key=lambda v: (-logits_V[v].item(), v))
+    noise_V = torch.zeros(VOCAB)
+    for excluded in range(3):  # what stays is drawn when its noise is large, what does not stay never is
+        for token in (best_first[top_k - 1 - excluded % top_k], best_first[top_k + excluded]):
+            one = noise_V.clone()
+            one[token] = 20.0
+            params = BatchParams([SamplingParams(top_k=top_k)])
+            drawn = sample(logits_V[None, None], one[None, None], params)[0].item()
+            assert (drawn == token) == (token in best_first[:top_k])
