@@ -6,7 +6,9 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -43,6 +45,18 @@ def law_probabilities(logits_V: Tensor, params: SamplingParams) -> Tensor:
     scaled = batch.scale(logits_V.double()[None, None])
     kept = truncate(scaled, batch) if batch.truncates else scaled
     return kept[0, 0].softmax(dim=-1)
+
+
+def fit(tokens: Tensor, expected: np.ndarray) -> float:
+    """Returns the p-value of a chi-square test; 0 when a token appears that cannot. Tokens that are expected fewer than 5 times
+    share a bin."""
+    counts = np.bincount(tokens.numpy(), minlength=len(expected))
+    if counts[expected == 0].any():
+        return 0.0
+    often = expected * len(tokens) >= 5
+    observed = np.append(counts[often], counts[~often].sum())
+    wanted = np.append(expected[often], expected[~often].sum()) * len(tokens)
+    return float(stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue) if (wanted > 0).sum() > 1 else 1.0
 
 
 def make_engine(

@@ -1,6 +1,6 @@
 """The law draws the truncated softmax and nothing else, and verification walks the tree exactly as it says.
 
-References here are brute force in plain Python, written from DESIGN §2, and transformers' own logit processors.
+References here are brute force in plain Python, written from DESIGN §2; test_warpers.py holds the law to transformers'.
 Error rate: 10 chi-square tests with fixed seeds, each failing a correct law with probability ALPHA = 1e-6; together 1e-5.
 """
 
@@ -13,18 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from tests.lossless.helpers import law_probabilities
-from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample, truncate
+from tests.lossless.helpers import fit, law_probabilities
+from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
 from tlt.speculative.tree import ancestors, chain, chain_mask, layout, tree_mask
 from tlt.speculative.verify import verify
 from tlt.types import DraftTree, Request, SamplingParams
@@ -72,18 +64,6 @@ def probabilities(logits: list[float], params: SamplingParams) -> np.ndarray:
     return found
 
 
-def transformers_mask(logits_V: Tensor, params: SamplingParams) -> Tensor:
-    """bool[V]: what transformers' processors leave, in generate()'s order."""
-    warpers = LogitsProcessorList([TemperatureLogitsWarper(params.temperature)])
-    if params.top_k:
-        warpers.append(TopKLogitsWarper(params.top_k))
-    if params.top_p < 1:
-        warpers.append(TopPLogitsWarper(params.top_p))
-    if params.min_p:
-        warpers.append(MinPLogitsWarper(params.min_p))
-    return warpers(torch.zeros(1, 1, dtype=torch.int64), logits_V[None])[0] > -math.inf
-
-
 def brute_force_walk(tokens: list[int], parents: list[int], chosen: list[int], node: int = 0) -> tuple[list[int], list[int]]:
     """(columns visited, tokens committed) by recursion from the root."""
     for child, parent in enumerate(parents):
@@ -111,17 +91,6 @@ def draw(params: list[SamplingParams], dtype: torch.dtype = torch.float64) -> Te
     keys = keys_tensor([Request("law", i, (0,), p).key for i, p in enumerate(params)])
     noise = gumbel_noise(keys, torch.arange(NUM_DRAWS).expand(len(params), -1), VOCAB)
     return sample(torch.tensor(LOGITS, dtype=dtype).expand(len(params), NUM_DRAWS, -1), noise, BatchParams(params))[0]
-
-
-def fit(tokens: Tensor, expected: np.ndarray) -> float:
-    """p-value of chi-square; 0 when a token appears that cannot. Tokens expected fewer than 5 times share a bin."""
-    counts = np.bincount(tokens.numpy(), minlength=VOCAB)
-    if counts[expected == 0].any():
-        return 0.0
-    often = expected * len(tokens) >= 5
-    observed = np.append(counts[often], counts[~often].sum())
-    wanted = np.append(expected[often], expected[~often].sum()) * len(tokens)
-    return float(stats.chisquare(observed[wanted > 0], wanted[wanted > 0]).pvalue) if (wanted > 0).sum() > 1 else 1.0
 
 
 def test_tokens_of_a_mixed_batch_have_each_rows_exact_probabilities() -> None:
@@ -175,16 +144,6 @@ def test_the_laws_probabilities_are_those_of_brute_force(logits: list[float], pa
             return
     found = law_probabilities(torch.tensor(logits, dtype=torch.float64), params).numpy()
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-12)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(finite, min_size=2, max_size=20, unique_by=lambda x: round(x, 3)), any_params)
-def test_truncation_keeps_what_transformers_keeps(logits: list[float], params: SamplingParams) -> None:
-    logits_V = torch.tensor(logits, dtype=torch.float64)
-    batch = BatchParams([params])
-    scaled = batch.scale(logits_V[None, None])
-    kept = (truncate(scaled, batch) if batch.truncates else scaled)[0, 0] > -math.inf
-    assert kept.tolist() == transformers_mask(logits_V, params).tolist()
 
 
 @settings(max_examples=50, deadline=None)

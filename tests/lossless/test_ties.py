@@ -1,7 +1,10 @@
 """Of equal scores the lowest token id wins: in every dtype, batch and strategy, at temperature 0 and above.
 
-    token     0 … 500 │ 501 … 1001 │ 1002          logits and noise of 501 … 1001 are those of 0 … 500, bit for bit,
-              ▲ wins    its twin     alone         so a twin is never drawn. 1,003 is no multiple of any kernel's width.
+    token     0 … 500 │ 501 … 1001 │ 1002
+              ▲ wins    its twin     alone
+
+Logits and noise of a token and of its twin are the same bit for bit, so a twin is never drawn. 1,003 is no multiple of any
+kernel's width. The law's own kernel is held to the same in tests/vllm/test_fused_law.py.
 """
 
 from __future__ import annotations
