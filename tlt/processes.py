@@ -47,9 +47,9 @@ class Helper:
         self.pipe, theirs = Pipe()
         _bound(self.pipe)
         self._lock = threading.Lock()  # of the process's end: only one thread may reap it
+        words = [str(theirs.fileno()), str(os.getpid()), function, *arguments]
         self._process = subprocess.Popen(
-            [sys.executable, "-c", "from tlt.processes import begin; begin()"]
-            + [str(theirs.fileno()), str(os.getpid()), function, *arguments],
+            [sys.executable, "-c", "from tlt.processes import begin; begin()", *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

@@ -59,7 +59,7 @@ class Worker:
         self.is_ready = self.is_killed = False
 
     def score(self, response: Response, timeout_seconds: float) -> Reward:
-        """Has the worker score a response. Raises WorkerLost. A worker that cannot import its task says why, and is killed: that
+        """Has the worker score a response. Raises WorkerLost. A worker that cannot import its task is killed and says why: this
         is the response's reason, as the next worker could not either."""
         if not self.is_ready and (reason := self._await_start()):
             self.kill()
@@ -107,7 +107,8 @@ class Worker:
 
     def _died(self, had_response: bool) -> WorkerLost:
         code = self._helper.end(EXIT_SECONDS)
-        return self._lost("the worker closed its pipe" if code is None else f"the worker died: {how_it_ended(code)}", had_response)
+        how = "the worker closed its pipe" if code is None else f"the worker died: {how_it_ended(code)}"
+        return self._lost(how, had_response)
 
     def _spoke(self, message: object, had_response: bool) -> WorkerLost:
         what = f"an answer to request {message.number}" if isinstance(message, Answer) else f"a {type(message).__name__}"

@@ -239,12 +239,13 @@ class _Closed(Exception):
 
 
 class _Place:
-    """The worker of one thread, started ahead of its first response and replaced when it was killed. The first such death starts
-    a spare one, too: a task that imports much takes longer to start than to score."""
+    """The worker of one thread, started ahead of its first response and replaced when it was killed. The first such death
+    starts a spare one, too: a task that imports much takes longer to start than to score."""
 
     def __init__(self, start: Callable[[], Worker]) -> None:
         self._start = start
-        self._worker, self._spare = self._start_ahead(), None
+        self._worker = self._start_ahead()
+        self._spare: Worker | None = None
 
     def score(self, response: Response, timeout_seconds: float) -> Reward:
         """Has the worker score a response. Raises WorkerLost; the next one is another. Raises what `start` does."""
