@@ -62,9 +62,10 @@ class TimedWorker(Worker):
             self.pipe.poll(60)
             self.waited.append(time.perf_counter() - began)
             began = time.perf_counter()
-        reward = super().score(response, timeout_seconds)
-        self.held.append((response.text, time.perf_counter() - began))
-        return reward
+        try:
+            return super().score(response, timeout_seconds)
+        finally:
+            self.held.append((response.text, time.perf_counter() - began))
 
 
 def make_texts(num: int, share: float, seed: int) -> list[str]:

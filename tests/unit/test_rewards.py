@@ -147,8 +147,8 @@ def test_a_hung_scorer_is_killed_at_its_time_out_while_others_go_on(task: str) -
         for i in range(10):
             pool.submit(("fine", i), {"worth": 1.0}, "fine")
         rewards = pool.drain()
-        assert rewards.pop(("hung", 0)) == Reward(0.0, False, "time-out: not scored within 2 s")
-        assert rewards.pop(("dead", 0)) == Reward(0.0, False, "the worker died: exit code 3")
+        assert rewards.pop(("hung", 0)) == Reward(0.0, False, "time-out: not scored within 2 s; tried twice")
+        assert rewards.pop(("dead", 0)) == Reward(0.0, False, "the worker died: exit code 3; tried twice")
         assert rewards == {("fine", i): Reward(1.0, True) for i in range(10)}
 
 
@@ -158,7 +158,7 @@ def test_a_scorer_that_allocates_too_much_costs_its_own_response_and_goes_before
             pool.submit((verb, 0), {}, verb)
         rewards = pool.drain()
     assert rewards["allocate", 0].error.startswith("MemoryError")
-    assert rewards["kernel", 0] == Reward(0.0, False, "the worker died: killed by SIGKILL (out of memory?)")
+    assert rewards["kernel", 0] == Reward(0.0, False, "the worker died: killed by SIGKILL (out of memory?); tried twice")
     assert rewards["score", 0] == Reward(1000.0, False), "the kernel ends this process first"
 
 
@@ -180,7 +180,7 @@ def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: 
     finally:
         is_over.set()
         busy.join()
-    died = Reward(0.0, False, "the worker died: exit code 3")
+    died = Reward(0.0, False, "the worker died: exit code 3; tried twice")
     assert rewards == {("p", i): died if i % 3 == 1 else Reward(1.0, True) for i in range(12)}
 
 

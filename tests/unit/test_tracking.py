@@ -161,8 +161,8 @@ REASONS = {
     "fail": "RuntimeError: server gone",
     "leave": "SystemExit: enough",
     "hang": "no answer within 1 s",
-    "die": "its process ended with exit code 7",
-    "be_killed": "its process ended with exit code -9",
+    "die": "its process ended: exit code 7",
+    "be_killed": "its process ended: killed by SIGKILL (out of memory?)",
 }
 
 

@@ -27,7 +27,8 @@ class RewardsSection(Section):
     num_workers: NonNegativeInt = 1
     """Worker processes of each rank that score responses; 0: the rank scores itself, without time-out, as in a notebook."""
     timeout_seconds: PositiveFloat = 10.0
-    """Time limit of scoring one response; past it the response has no score, and the reason is recorded."""
+    """Time limit of scoring one response; past it another worker tries once more, and then the response has no score, for a
+    reason that is recorded."""
 
     @model_validator(mode="after")
     def _a_weight_for_each(self) -> RewardsSection:

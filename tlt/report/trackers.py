@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from tlt.plugins import describe, get_object
-from tlt.processes import begin
 from tlt.types import UserError
 
 
@@ -167,16 +165,14 @@ class Answer(NamedTuple):
     text: str = ""
 
 
-def work() -> None:
+def work(pipe: Connection[Answer, Message], name: str) -> None:
     """Runs in the tracker's process: does and answers what the pipe says until it ends."""
-    pipe: Connection[Answer, Message] = begin()
     tracker: Tracker | None = None
     with contextlib.suppress(EOFError):
         while True:
             message = pipe.recv()
             try:
                 if tracker is None:
-                    name = sys.argv[2]
                     tracker = LIBRARIES[name].make() if name in LIBRARIES else get_object(name, name)()
                 pipe.send(Answer(True, _obey(tracker, message)))
             except (Exception, SystemExit) as error:

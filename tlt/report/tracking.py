@@ -26,7 +26,7 @@ from typing import IO, Any, Final
 
 from tlt.files import write_json
 from tlt.plugins import describe
-from tlt.processes import Helper
+from tlt.processes import Helper, how_it_ended
 from tlt.report.metrics import StepRecord
 from tlt.report.trackers import Answer, Message, Point, TrackedRun
 from tlt.types import UserError
@@ -189,8 +189,7 @@ class _Feed(threading.Thread):
             self._say(f"tracking: {self._tracker}: {why}; the run goes on, and its metrics.jsonl has all figures")
         if self._helper is not None:
             self._helper.pipe.close()  # the process sees its end
-            self._helper.exit_code(self._patience.exit)
-            self._helper.kill()
+            self._helper.end(self._patience.exit)
         if self._num_missed:
             self._say(f"tracking: {self._tracker}: {self._num_missed} steps are missing there; metrics.jsonl has them")
 
@@ -222,7 +221,7 @@ class _Feed(threading.Thread):
             return f"could not be started: {describe(error)}"
         if not isinstance(error, OSError | EOFError):
             return describe(error)
-        return f"its process ended with exit code {self._helper.exit_code(self._patience.exit)}"
+        return f"its process ended: {how_it_ended(self._helper.end(self._patience.exit))}"
 
 
 def _open_log(path: Path) -> IO[bytes]:

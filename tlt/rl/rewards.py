@@ -3,7 +3,7 @@
     submit ─▶ jobs ─▶ one thread per worker ─▶ done ─▶ drain
                          │ ▲
                          ▼ │
-                   worker process        killed at the time-out; a spare one, started after the first such death, steps in
+                   worker process        killed at the time-out; a spare one, started after the first such death, tries again
 
 A response that cannot be scored says why in `Reward.error`. The update leaves it out, `summarize` counts it for the step's
 record, and `check_scorable` ends a run in which none can be scored.
@@ -16,18 +16,23 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
-from tlt.rl.reward_worker import Worker
+from tlt.rl.reward_worker import Worker, WorkerLost
 from tlt.rl.scoring import Response, RewardSpec, Scorer
 from tlt.types import Reward, UserError
 
 Key = tuple[str, int]
 """(problem id, sample index)"""
+
+MAX_LOST_WITH = 2
+"""Workers that are lost with a response before it has no score: the first may have been killed by anybody."""
+MAX_LOST_BEFORE = 3
+"""Workers that are lost before they take the response up, until it has none, either: one may have died at its start."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +135,8 @@ class RewardPool:
         return rewards
 
     def drain(self, patience: float = math.inf) -> dict[Key, Reward]:
-        """Waits for everything submitted and returns the rewards not returned before. One response takes its time-out at most,
-        and the start of a worker where one has died; many take many times that, divided by the number of workers.
+        """Waits for everything submitted and returns the rewards not returned before. One response takes its time-out at most
+        twice, and the start of a worker where one has died; many take many times that, divided by the number of workers.
 
         patience: seconds after which it raises UserError, naming the task and the responses that are being scored.
         """
@@ -152,7 +157,7 @@ class RewardPool:
         )
 
     def abandon(self) -> None:
-        """Forgets all that was submitted. What a worker is scoring right now goes on, to its time-out at most."""
+        """Forgets all that was submitted. What a worker is scoring right now goes on, to its second time-out at most."""
         self._pending.clear()
         while True:
             try:
@@ -191,39 +196,72 @@ class RewardPool:
         return {job.key: result}
 
     def _serve(self) -> None:
-        """Serves jobs in a thread with a worker of its own, started ahead of the first job, and replaced when it was killed.
-        The first such death starts a spare worker, too: a task that imports much takes longer to start than to score."""
-        worker, spare = self._start_ahead(), None
+        """Serves jobs in a thread with workers of its own."""
+        place = _Place(self._start)
         while (job := self._jobs.get()) is not None:
             try:
-                worker = worker or self._start()
-            except OSError as error:  # the system has no room for a process; the next response tries again
-                self._done.put((job, Reward(0.0, False, f"no worker could be started: {error}")))
-                continue
-            if worker is None:
+                result: Reward | Exception = self._score(job.response, place)
+            except _Closed:
                 return
-            try:
-                result: Reward | Exception = worker.score(job.response, self.timeout_seconds)
             except Exception as error:  # ours, or an unpicklable problem: raised where rewards are asked for
                 result = error
             self._done.put((job, result))
-            if worker.is_killed:
-                with self._lock:
-                    self._workers.discard(worker)
-                worker, spare = spare or self._start_ahead(), self._start_ahead()
-        for left in filter(None, (worker, spare)):
-            left.kill()
+        place.leave()
 
-    def _start_ahead(self) -> Worker | None:
-        with contextlib.suppress(OSError):  # then the next response asks for it, and says why not
-            return self._start()
-        return None
+    def _score(self, response: Response, place: _Place) -> Reward:
+        """Returns the reward of a response, which is tried again where its worker was lost."""
+        lost_with = lost_before = 0
+        while True:
+            try:
+                return place.score(response, self.timeout_seconds)
+            except OSError as error:  # the system has no room for a process; the next response tries again
+                return Reward(0.0, False, f"no worker could be started: {error}")
+            except WorkerLost as loss:
+                lost_with += loss.had_response
+                lost_before += not loss.had_response
+                if lost_with == MAX_LOST_WITH:
+                    return Reward(0.0, False, f"{loss}; tried twice")
+                if lost_before == MAX_LOST_BEFORE:
+                    return Reward(0.0, False, f"{loss}; the last of {lost_before} workers lost before they took it up")
 
-    def _start(self) -> Worker | None:
-        """Starts a worker; None once the pool is closed."""
+    def _start(self) -> Worker:
+        """Starts a worker. Raises _Closed once the pool is closed, and OSError."""
         with self._lock:
             if self._is_closed:
-                return None
+                raise _Closed
             worker = Worker(self.spec)
-            self._workers.add(worker)
+            self._workers = {worker, *(other for other in self._workers if not other.is_killed)}
             return worker
+
+
+class _Closed(Exception):
+    """The pool is closed."""
+
+
+class _Place:
+    """The worker of one thread, started ahead of its first response and replaced when it was killed. The first such death
+    starts a spare one, too: a task that imports much takes longer to start than to score."""
+
+    def __init__(self, start: Callable[[], Worker]) -> None:
+        self._start = start
+        self._worker = self._start_ahead()
+        self._spare: Worker | None = None
+
+    def score(self, response: Response, timeout_seconds: float) -> Reward:
+        """Has the worker score a response. Raises WorkerLost; the next one is another. Raises what `start` does."""
+        worker = self._worker = self._worker or self._start()
+        try:
+            return worker.score(response, timeout_seconds)
+        finally:
+            if worker.is_killed:
+                self._worker, self._spare = self._spare or self._start_ahead(), self._start_ahead()
+
+    def leave(self) -> None:
+        """Ends its workers."""
+        for worker in filter(None, (self._worker, self._spare)):
+            worker.kill()
+
+    def _start_ahead(self) -> Worker | None:
+        with contextlib.suppress(OSError, _Closed):  # then the next response asks for it, and says why not
+            return self._start()
+        return None

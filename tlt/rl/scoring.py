@@ -142,7 +142,9 @@ class Scorer:
             return self._score_by_functions(response, task)
         except Failure as failure:
             return Reward(0.0, False, str(failure), task=task)
-        except Exception as error:  # what the user's code returned does not bear being looked at
+        except KeyboardInterrupt:  # Ctrl-C, unless this is a worker, which sees to it
+            raise
+        except BaseException as error:  # the user's code may raise anything, also when what it returned is looked at
             return Reward(0.0, False, describe(error), task=task)
 
     def warm_up(self) -> None:
@@ -250,7 +252,7 @@ async def _gather(awaitables: list[Awaitable[Any]]) -> list[Any]:
     async def settle(awaitable: Awaitable[Any]) -> Any:
         try:
             return await awaitable
-        except (Exception, SystemExit) as error:  # a SystemExit would end the loop
+        except BaseException as error:  # a SystemExit would end the loop
             return error
 
     return await asyncio.gather(*map(settle, awaitables))

@@ -38,7 +38,7 @@ def test_a_run_and_its_continuation_are_one_run_to_a_tracker_and_outlive_one_tha
     folder = workspace / "tracked"
     own = ("--tracking.use", "own_trackers:Diary,own_trackers:Dies", "--rollout.speculation", "4x1x4")
     printed = run(workspace, str(workspace / "run.toml"), "--run.out_dir", str(folder), "--run.num_steps", "2", *own)
-    assert printed.count("own_trackers:Dies: its process ended with exit code 9; the run goes on") == 1, printed
+    assert printed.count("own_trackers:Dies: its process ended: exit code 9; the run goes on") == 1, printed
     run(workspace, "--resume", str(folder), "--run.num_steps", "3")
     lines = [json.loads(line) for line in (folder / "diary.jsonl").read_text().splitlines()]
     begins = [line for line in lines if line[0] == "begin"]
