@@ -54,7 +54,7 @@ class NonFiniteUpdate(UserError):
 @dataclass(frozen=True)
 class UpdateMetrics:
     """One update in numbers. Means are over the tokens of all ranks' scored responses; `loss`, `grad_norm` (before clipping),
-    `clip_fraction` and `kl` also over the optimizer steps. NaN: there are none of these. `entropy` and the gaps are those of the
+    `clip_fraction` and `kl` also over the optimizer steps; NaN where there are none. `entropy` and the gaps are those of the
     policy before the update, estimated without bias where more than `SAMPLED_TOKENS` tokens have no advantage.
 
     kl: None when there is no reference policy (its coefficient is 0); before the update where it is in the reward.
