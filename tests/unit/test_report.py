@@ -11,11 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import rich.console
 import torch
 
 from tlt.files import dumps, write_jsonl
-from tlt.report.console import WIDTH, Console, Gain, duration
+from tlt.report.console import WIDTH, Console, duration
 from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test, percentile, read_metrics
+from tlt.report.outcome import Gain, Outcome, summary_rows
 from tlt.report.timeline import Epoch, Timeline, critical_path_share, merge_timelines, rank_path, read_spans, shared_epoch
 from tlt.spans import Span
 from tlt.types import UserError
@@ -300,10 +302,62 @@ def show(stream: io.StringIO, environ: dict[str, str], **options: object) -> str
                 "accept_length": math.nan,
             }
             console.step(record(step, **(extreme if step == 1 else {})))
-        console.evaluation(3, 0.483, 21.0)
+        console.evaluation(3, 0.483, 21.0, is_best=True)
         products = {"policy": Path("/somewhere/far") / ("long-" * 30), "metrics.jsonl": Path.cwd() / "runs" / "metrics.jsonl"}
-        console.summary(products, Gain(0.402, 0.483, 3e-5), 3, 561.0, ["tlt generate runs/policy"])
+        outcome = Outcome(Gain((0, 3), (0.402, 0.483), None, 3e-5), [], 3, 561.0)
+        console.summary([*summary_rows(outcome, products)], ["tlt generate runs/policy"])
     return stream.getvalue()
+
+
+def rows_of(outcome: Outcome) -> dict[str, str]:
+    """Values by name; lines without a name go on with the one before."""
+    rows: dict[str, str] = {}
+    for name, value in summary_rows(outcome, {}):
+        rows[name or [*rows][-1]] = f"{rows.get(name or [*rows][-1], '')} {value.plain}".strip()
+    return rows
+
+
+def test_a_summary_says_reward_and_solve_rate_where_functions_alone_score_and_what_was_left_out() -> None:
+    gain = Gain((0, 8), (0.008, 0.0), (0.585, 0.642), 0.013)
+    rows = rows_of(Outcome(gain, ["the evaluation after 9 updates is left out: 2 of its responses have no score"], 9, 60.0))
+    assert rows["reward"] == "0.585 → 0.642 on held-out problems, before → after paired sign-flip test, one-sided: p = 0.013"
+    assert rows["solved"].startswith("0.8% → 0.0% the evaluation after 9 updates is left out: 2 of its")
+    later = rows_of(Outcome(Gain((4, 8), (0.5, 0.75), None, 0.25), [], 9, 60.0))
+    assert later["solved"].startswith("50.0% → 75.0% of held-out problems, after 4 → 8 updates")
+
+
+def test_the_time_of_a_resumed_run_is_that_of_all_steps_and_what_this_command_took_is_said_beside_it() -> None:
+    assert rows_of(Outcome(None, [], 38, 560.0))["time"] == "9 min 20 s, 38 steps"
+    resumed = Outcome(None, [], 38, 80.0, recorded_seconds=560.0)
+    assert rows_of(resumed)["time"] == "9 min 20 s for 38 steps and the evaluations; 1 min 20 s since this command began"
+
+
+def test_while_something_else_than_steps_goes_on_the_live_line_says_no_time_left() -> None:
+    stream = Terminal()
+    with Console(num_steps=2, stream=stream, environ={"TERM": "xterm"}) as console:
+        for step in range(2):
+            console.step(record(step, step_seconds=100.0))
+            with console.status("evaluating on 256 held-out problems"):
+                assert "left" not in drawn(console)
+            assert ("1 min 40 s left" in drawn(console)) == (step == 0)
+
+
+def drawn(console: Console) -> str:
+    """The live line, as plain text."""
+    paper = io.StringIO()
+    rich.console.Console(file=paper, width=WIDTH).print(console._status_line())
+    return paper.getvalue()
+
+
+def test_an_evaluation_without_any_score_says_so() -> None:
+    stream = io.StringIO()
+    with Console(stream=stream, environ={}) as console:
+        console.evaluation(4, None, 21.0)
+        console.evaluation(5, 0.25, 21.0, reward=0.375)
+    assert stream.getvalue().splitlines() == [
+        "      ◆ held-out problems after 4 updates: no score  21 s",
+        "      ◆ held-out problems after 5 updates: reward 0.375, 25.0% solved  21 s",
+    ]
 
 
 def test_in_a_notebook_the_lines_go_to_the_stream_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,9 +261,9 @@ def test_means_are_over_the_responses_that_could_be_scored() -> None:
 def test_a_step_without_any_score_is_the_users_mistake_and_says_the_first_error() -> None:
     failed = [Reward(0.0, False, "KeyError: 'target'"), Reward(0.0, False, "time-out")]
     with pytest.raises(UserError, match=r"^task mine: .*KeyError: 'target'.*") as caught:
-        check_scorable(failed, "mine", step=0)
+        check_scorable(failed, "mine", "step 1")
     assert "\n" not in str(caught.value)
-    check_scorable([*failed, Reward(0.0, False)], "mine", step=0)
+    check_scorable([*failed, Reward(0.0, False)], "mine", "step 1")
 
 
 def test_workers_import_nothing_heavy(task: str) -> None:

@@ -91,15 +91,6 @@ def _row_width(columns: Sequence[Column]) -> int:
     return sum(column.width + 1 for column in columns) - 1
 
 
-@dataclass(frozen=True)
-class Gain:
-    """Solve rates on held-out problems at the first and at the last evaluation, and the p value of their paired difference."""
-
-    before: float
-    after: float
-    p_value: float
-
-
 class Console:
     """Prints a run, on the rank where it is `enabled`; elsewhere every method does nothing. `close` it (or use `with`).
 
@@ -133,7 +124,6 @@ class Console:
         self._num_steps = num_steps
         self._clock = clock
         self._num_rows = 0
-        self._best = float("-inf")
         self._what = ""
         self._step: int | None = None
         self._recent: deque[float] = deque(maxlen=8)
@@ -207,15 +197,19 @@ class Console:
             counts = f"{record.reward_errors} of {record.num_responses} responses"
             self.note(f"step {record.step + 1}: {counts} could not be scored; the first: {record.first_reward_error}")
 
-    def evaluation(self, step: int, solve_rate: float, seconds: float) -> None:
-        """Prints the solve rate on held-out problems after `step` updates, in a form unlike that of the sampled one."""
+    def evaluation(
+        self, step: int, solve_rate: float | None, seconds: float, reward: float | None = None, is_best: bool = False
+    ) -> None:
+        """Prints an evaluation after `step` updates, in a form unlike that of a step. None: there is no such figure to show.
+        is_best: it is better than all before it."""
+        figures = [] if reward is None else [f"reward {reward:.3f}"]
+        figures += [] if solve_rate is None else [f"{solve_rate:.1%} solved"]
         line = Text("      ◆ ", style="yellow")
-        line.append(f"held-out problems {f'after {step} updates' if step else 'before training'}: ", style="default")
-        line.append(f"{solve_rate:.1%} solved", style="bold green")
+        line.append(f"held-out problems {when(step)}: ", style="default")
+        line.append(", ".join(figures) or "no score", style="bold green" if figures else "bold red")
         line.append(f"  {duration(seconds)}", style="dim")
-        if solve_rate > self._best and self._best > float("-inf"):
+        if is_best:
             line.append("  best so far", style="yellow")
-        self._best = max(self._best, solve_rate)
         self._print(line)
 
     def drafter(self, step: int, check: DrafterCheck) -> None:
@@ -244,28 +238,20 @@ class Console:
         cells: list[RenderableType] = [self._spinner, Text(text)]
         if self._num_steps and self._step is not None and self._recent:
             seconds_left = (self._num_steps - self._step) * sum(self._recent) / len(self._recent)
+            is_stepping = seconds_left > 0 and not self._what  # how long anything else takes is not known here
             line.add_column(width=16)
             line.add_column(justify="right", no_wrap=True)
             cells.append(ProgressBar(self._num_steps, self._step, complete_style="cyan", finished_style="cyan"))
-            cells.append(Text(f"{duration(seconds_left)} left", style="dim"))
+            cells.append(Text(f"{duration(seconds_left)} left" if is_stepping else "", style="dim"))
         line.add_row(*cells)
         return Padding(line, (1, 0, 0, 0))
 
-    def summary(
-        self,
-        products: Mapping[str, Path],
-        progress: Gain | None,
-        num_steps: int,
-        seconds: float,
-        next_commands: Sequence[str],
-    ) -> None:
+    def summary(self, rows: Sequence[tuple[str, Text]], next_commands: Sequence[str]) -> None:
         """Prints what the run achieved and where it lies: a panel, or plain "name value" lines where there is no terminal.
 
-        products: name → path.  progress: None where there are no two evaluations.
-        next_commands: what one may try with it; lines of their own, so that they can be copied.
+        rows: names and values.  next_commands: what one may try with it; lines of their own, so that they can be copied.
         """
         self.close()
-        rows = list(_summary_rows(products, progress, num_steps, seconds))
         self._rich.print()
         if not self.is_live:
             width = max(len(name) for name, _ in rows)
@@ -293,25 +279,9 @@ def _row(columns: Sequence[Column], cells: Sequence[tuple[str, str]]) -> Text:
     return Text(" ").join(Text(f"{text:>{column.width}}", style) for column, (text, style) in zip(columns, cells, strict=True))
 
 
-def _summary_rows(
-    products: Mapping[str, Path],
-    progress: Gain | None,
-    num_steps: int,
-    seconds: float,
-) -> Iterator[tuple[str, Text]]:
-    if progress is not None:
-        has_risen = progress.after > progress.before
-        solved = Text(f"{progress.before:.1%} → ")
-        solved.append(f"{progress.after:.1%}", style="bold green" if has_risen else "bold")
-        yield "solved", solved.append(" of held-out problems, before → after", style="dim")
-        yield "", Text(f"paired sign-flip test, one-sided: p {_p_value(progress.p_value)}", style="dim")
-    yield "time", Text(f"{duration(seconds)}, {num_steps} steps")
-    for name, path in products.items():
-        yield name, Text(near(path), style="cyan")
-
-
-def _p_value(value: float) -> str:
-    return "< 0.0001" if value < 1e-4 else f"= {value:.2g}"
+def when(step: int) -> str:
+    """Returns how one says that so many updates are done."""
+    return f"after {step} updates" if step else "before training"
 
 
 def near(path: Path) -> str:

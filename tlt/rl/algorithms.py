@@ -26,23 +26,18 @@ STD_FLOOR = 1e-6
 # ── advantages ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def group_advantages(
-    rewards_R: Tensor, group_R: Tensor, advantage: Advantage = "group-std", is_scored_R: Tensor | None = None
-) -> Tensor:
+def group_advantages(rewards_R: Tensor, group_R: Tensor, advantage: Advantage = "group-std") -> Tensor:
     """Returns advantages_R, float64, over the responses to one prompt:
 
     group-std      (r_i - mean(r)) / std(r), the sample standard deviation (GRPO, arXiv 2402.03300, section 4.1.2)
     group-mean     r_i - mean(r) (Dr. GRPO, arXiv 2503.20783, section 3.2)
     leave-one-out  r_i - mean of the others' r (RLOO, arXiv 2402.14740, section 2.3), which is n / (n - 1) (r_i - mean(r))
 
-    They are exactly 0 where rewards are equal, or fewer than two responses were scored.
+    They are exactly 0 where rewards are equal, as that of a response alone is.
     rewards_R: any float dtype; computed in float64.   group_R: int64[R], numbers from 0; groups may differ in size.
-    is_scored_R: bool[R]; a response without a score counts in no mean and has advantage 0. None: all have one.
     """
     num_groups = int(group_R.max()) + 1
-    all_R = torch.zeros(len(rewards_R), dtype=torch.float64)
-    is_scored_R = torch.ones(len(rewards_R), dtype=torch.bool) if is_scored_R is None else is_scored_R
-    rewards_R, group_R = rewards_R[is_scored_R].double(), group_R[is_scored_R]
+    rewards_R = rewards_R.double()
 
     def per_group(values_R: Tensor, reduce: str) -> Tensor:
         return torch.zeros(num_groups, dtype=torch.float64).scatter_reduce(0, group_R, values_R, reduce, include_self=False)
@@ -57,17 +52,16 @@ def group_advantages(
         advantages_R = advantages_R * (size_G.double() / others_G)[group_R]
     # The mean of equal rewards can differ from them by rounding; their advantage is 0 all the same.
     is_flat_G = per_group(rewards_R, "amax") == per_group(rewards_R, "amin")
-    all_R[is_scored_R] = torch.where(is_flat_G[group_R], 0.0, advantages_R)
-    return all_R
+    return torch.where(is_flat_G[group_R], 0.0, advantages_R)
 
 
 def whitened_advantages(returns: Sequence[Tensor]) -> list[Tensor]:
     """Returns (return - mean) / std of every token, mean and standard deviation over all tokens of the step (REINFORCE++, arXiv
     2501.03262, section 3). They are exactly 0 where all returns are equal.
 
-    returns: float64, for each scored response one per token.
+    returns: float64, for each response one per token.
     """
-    all_N = torch.cat(list(returns)) if returns else torch.zeros(1)
+    all_N = torch.cat(list(returns))
     if bool((all_N == all_N[0]).all()):
         return [torch.zeros_like(returns_T) for returns_T in returns]
     mean, std = all_N.mean(), all_N.std(correction=0)

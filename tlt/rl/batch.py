@@ -1,6 +1,6 @@
 """What the update learns from: rollouts and rewards become responses with advantages. Knows no model and no tensors of logits.
 
-rewards ─ minus overlong penalty ─ minus β KL, if it is in the reward ─▶ returns ─ advantage ─▶ one per token
+rewards ─ those there are ─ minus overlong penalty ─ minus β KL, if it is in the reward ─▶ returns ─ advantage ─▶ one per token
 (of all ranks, in canonical order)
 """
 
@@ -74,6 +74,16 @@ def in_order(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[li
     return [rollout for rollout, _ in pairs], [reward for _, reward in pairs]
 
 
+def num_problems(rollouts: Sequence[Rollout]) -> int:
+    """Counts the problems that these are responses to."""
+    return len({rollout.problem_id for rollout in rollouts})
+
+
+def scored_ones(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[list[Rollout], list[Reward]]:
+    """Returns the responses that have a score, and their rewards: an update is that of the batch without the others."""
+    return [r for r, w in zip(rollouts, rewards, strict=True) if w.is_scored], [w for w in rewards if w.is_scored]
+
+
 def make_responses(
     rollouts: Sequence[Rollout],
     rewards: Sequence[Reward],
@@ -83,9 +93,11 @@ def make_responses(
 ) -> tuple[list[Response], int]:
     """Returns the responses with their advantages, in the same order, and how many problems have none but 0.
 
-    rollouts, rewards: in canonical order.
+    rollouts, rewards: in canonical order, all of them scored; there may be none.
     kl: for each response its estimate at every token, float64, where the KL is in the reward; None: it is not.
     """
+    if not rollouts:
+        return [], 0
     penalties = None if kl is None else [settings.kl_coefficient * kl_T for kl_T in kl]
     rewards = [
         replace(reward, value=reward.value - settings.overlong_penalty * _overlong(rollout, algorithm))
@@ -101,7 +113,7 @@ def make_responses(
         else:
             responses.append(Response(rollout, of_tokens, needs_grad=has_kl_loss or any(of_tokens)))
     with_advantage = {rollout.problem_id for rollout, of_tokens in zip(rollouts, advantages, strict=True) if any(of_tokens)}
-    return responses, len({rollout.problem_id for rollout in rollouts}) - len(with_advantage)
+    return responses, num_problems(rollouts) - len(with_advantage)
 
 
 def _overlong(rollout: Rollout, algorithm: Algorithm) -> float:
@@ -117,19 +129,14 @@ def _grouped(
         values = [value - float(penalties_T.sum()) for value, penalties_T in zip(values, penalties, strict=True)]
     group_of = {problem_id: i for i, problem_id in enumerate(dict.fromkeys(rollout.problem_id for rollout in rollouts))}
     group_R = torch.tensor([group_of[rollout.problem_id] for rollout in rollouts])
-    is_scored_R = torch.tensor([reward.is_scored for reward in rewards])
-    advantages_R = group_advantages(torch.tensor(values, dtype=torch.float64), group_R, algorithm.advantage, is_scored_R)
+    advantages_R = group_advantages(torch.tensor(values, dtype=torch.float64), group_R, algorithm.advantage)
     return [(advantage,) * len(r.token_ids) for r, advantage in zip(rollouts, advantages_R.tolist(), strict=True)]
 
 
 def _whitened(
     rollouts: Sequence[Rollout], rewards: Sequence[Reward], algorithm: Algorithm, penalties: Sequence[Tensor] | None
 ) -> list[tuple[float, ...]]:
-    """Returns advantages over all tokens of the step; 0 for a response without a score."""
+    """Returns advantages over all tokens of the step."""
     penalties = penalties or [torch.zeros(len(rollout.token_ids), dtype=torch.float64) for rollout in rollouts]
-    scored = [i for i, reward in enumerate(rewards) if reward.is_scored]
-    whitened = whitened_advantages([rewards_to_go(rewards[i].value, penalties[i]) for i in scored])
-    advantages = [(0.0,) * len(rollout.token_ids) for rollout in rollouts]
-    for i, advantages_T in zip(scored, whitened, strict=True):
-        advantages[i] = tuple(advantages_T.tolist())
-    return advantages
+    returns = [rewards_to_go(reward.value, penalties_T) for reward, penalties_T in zip(rewards, penalties, strict=True)]
+    return [tuple(advantages_T.tolist()) for advantages_T in whitened_advantages(returns)]

@@ -6,7 +6,7 @@
                    worker process        killed at the time-out; a spare one, started after the first such death, tries again
 
 A response that cannot be scored says why in `Reward.error`. The update leaves it out, `summarize` counts it for the step's
-record, and `check_scorable` ends a run in which none can be scored.
+record, and `check_scorable` ends a run at whose beginning none can be scored.
 """
 
 from __future__ import annotations
@@ -80,12 +80,13 @@ def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
 
 
-def check_scorable(rewards: Sequence[Reward], task: str, step: int) -> None:
-    """Raises UserError where not one response of a step could be scored: the task is at fault, and nothing can be learned."""
+def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
+    """Raises UserError where not one response of `where`, a run's first step or evaluation, could be scored: the task is at
+    fault, and nothing can be learned."""
     summary = summarize(rewards)
     if rewards and summary.num_errors == len(rewards):
         raise UserError(
-            f"task {task}: none of the {len(rewards)} responses of step {step} could be scored; the first says "
+            f"task {task}: none of the {len(rewards)} responses of {where} could be scored; the first says "
             f"{summary.first_error!r}; correct the task's score, or rewards.functions"
         )
 

@@ -1,6 +1,6 @@
 """The policy update: a pure function of (tokens, rewards, weights). Knows no engine, no files and no loop around it.
 
-    all rollouts ─ sort by (problem id, sample index) ─ advantages ─▶ minibatch 0 ─ plan ─▶ rank 0: [micro-batch] [micro-batch]
+    scored rollouts ─ sort by (problem, sample index) ─ advantages ─▶ minibatch 0 ─ plan ─▶ rank 0: [micro-batch] [micro-batch]
     (every rank has them all)                                         minibatch 1           rank 1: [micro-batch]
                                                                                               │ forward, backward
                                       AdamW ◀─ clip ◀─ sum over the ranks (gradients.py) ◀────┘
@@ -9,7 +9,8 @@ Logprobs are recomputed here, log-softmax(logits / temperature); the engine's se
 importance correction alone. Who computes what follows from the lengths (and from which responses need a gradient), so
 neither the order in which rollouts arrive nor the rank that generated them can change a weight. What the loss is divided by
 counts the tokens or responses of all ranks, known before the first forward: partial gradients only have to be added up. A
-response lies in one micro-batch, whole, and with it what is a mean over it. A KL in the reward is measured beforehand.
+response lies in one micro-batch, whole, and with it what is a mean over it. A KL in the reward is measured beforehand. Where no
+token of a minibatch is in the loss, its optimizer step is not taken: the moments of earlier ones would move the weights.
 
 Axes: T response tokens of a flat batch
 """
@@ -33,7 +34,7 @@ from tlt.models.adam import trained_tensors
 from tlt.models.decoder import Transformer
 from tlt.models.lora import BaseOf, bit_sum
 from tlt.rl.algorithms import importance_ratio, importance_weights, kl_estimate, loss_divisor, loss_weight, policy_loss
-from tlt.rl.batch import check_batch, in_order, key_of, make_responses
+from tlt.rl.batch import check_batch, in_order, key_of, make_responses, num_problems, scored_ones
 from tlt.rl.gradients import gradients_of
 from tlt.rl.logprobs import response_logprobs
 from tlt.rl.plan import MicroBatch, Response, plan_equal_share, plan_share, sample_flat
@@ -52,12 +53,13 @@ class NonFiniteUpdate(UserError):
 
 @dataclass(frozen=True)
 class UpdateMetrics:
-    """One update in numbers. Means are over all response tokens of all ranks; `loss`, `grad_norm` (before clipping),
-    `clip_fraction` and `kl` also over the optimizer steps. `entropy` and the gaps are those of the policy before the update,
-    estimated without bias where more than `SAMPLED_TOKENS` tokens have no advantage.
+    """One update in numbers. Means are over the tokens of all ranks' scored responses; `loss`, `grad_norm` (before clipping),
+    `clip_fraction` and `kl` also over the optimizer steps; NaN where there are none. `entropy` and the gaps are those of the
+    policy before the update, estimated without bias where more than `SAMPLED_TOKENS` tokens have no advantage.
 
     kl: None when there is no reference policy (its coefficient is 0); before the update where it is in the reward.
-    zero_variance_groups: problems all of whose responses have advantage 0.
+    zero_variance_groups: problems all of whose responses have advantage 0, or no score.
+    num_skipped: optimizer steps that were not taken, as no token was in their loss.
     engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|; `_max` the largest computed.
     """
 
@@ -71,6 +73,7 @@ class UpdateMetrics:
     engine_trainer_logprob_gap_max: float
     num_tokens: int
     zero_variance_groups: int
+    num_skipped: int
     seconds: float
 
 
@@ -151,7 +154,9 @@ class PolicyTrainer:
         start = time.perf_counter()
         a = self.settings
         check_batch(rollouts, rewards, a.minibatches, f"policy update of step {step + 1}")
-        rollouts, rewards = in_order(rollouts, rewards)
+        num_groups = num_problems(rollouts)
+        rollouts, rewards = scored_ones(*in_order(rollouts, rewards))
+        num_unscored_groups = num_groups - num_problems(rollouts)
         kl = None if self.reference is None or self.has_kl_loss else self._estimate_kl(rollouts, self.reference)
         responses, num_flat_groups = make_responses(rollouts, rewards, a, self.algorithm, kl)
         lr = self._set_learning_rate(step)
@@ -174,17 +179,19 @@ class PolicyTrainer:
                     for batch in share:
                         totals.add(self._accumulate(batch, divisor, old.get(batch), reference.get(batch), batch is last))
                     totals = self._reduce(totals)
-                    grad_norms.append(self._optimizer_step(totals.loss, step))
+                    if any(lengths):
+                        grad_norms.append(self._optimizer_step(totals.loss, step))
                 sums.add(totals)
         self.next_step = step + 1
 
         num_tokens = sum(r.num_tokens for r in responses)
-        num_passes = num_tokens * a.epochs
+        num_passes = num_tokens * a.epochs or math.nan
+        num_steps = len(grad_norms) or math.nan
         if kl is not None:
             sums.kl = a.epochs * float(sum(kl_T.sum() for kl_T in kl))
         return UpdateMetrics(
-            loss=sums.loss / len(grad_norms),
-            grad_norm=sum(grad_norms) / len(grad_norms),
+            loss=sums.loss / num_steps,
+            grad_norm=sum(grad_norms) / num_steps,
             entropy=sums.entropy / num_passes,
             clip_fraction=sums.clipped / num_passes,
             kl=None if self.reference is None else sums.kl / num_passes,
@@ -192,7 +199,8 @@ class PolicyTrainer:
             engine_trainer_logprob_gap=sums.gap / num_passes,
             engine_trainer_logprob_gap_max=sums.gap_max,
             num_tokens=num_tokens,
-            zero_variance_groups=num_flat_groups,
+            zero_variance_groups=num_unscored_groups + num_flat_groups,
+            num_skipped=a.epochs * a.minibatches - len(grad_norms),
             seconds=time.perf_counter() - start,
         )
 
@@ -250,7 +258,7 @@ class PolicyTrainer:
             for r, part in zip(batch.responses, kl_T.split([r.num_tokens for r in batch.responses]), strict=True):
                 if not batch.is_dummy:
                     places[key_of(r.rollout)].copy_(part)
-        if self.group is not None:
+        if self.group is not None and lengths:
             dist.all_reduce(flat, op=dist.ReduceOp.SUM, group=self.group)
         return list(flat.cpu().split(lengths))
 

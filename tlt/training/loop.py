@@ -1,4 +1,4 @@
-"""THE loop: rollout phase → update → publish → record → checkpoint. What it drives is made in run.py.
+"""THE loop: rollout phase → update → publish → record → evaluate → checkpoint. What it drives is made in run.py.
 
     for step in steps:      problems ─▶ phase (responses, rewards; idle ranks train the drafter) ─▶ policy update
                                ▲                                                                      │
@@ -23,10 +23,12 @@ from tlt.distributed.waiting import lead, naming_who_is_awaited
 from tlt.distributed.world import Rendezvous, gather_objects, shutdown, tell
 from tlt.models.hf_weights import StoredTensors, content_hash
 from tlt.report.console import near
+from tlt.report.metrics import read_metrics
+from tlt.report.outcome import Outcome, summary_rows
 from tlt.report.timeline import merge_timelines
 from tlt.rl.rewards import check_scorable
 from tlt.spans import SpanName
-from tlt.training.evaluate import evaluate
+from tlt.training.evaluate import evaluate, settle_best
 from tlt.training.lock import forget_journal
 from tlt.training.problems import data_source, problems_of_step, spare_problems
 from tlt.training.record import record
@@ -76,11 +78,12 @@ def train(run: Run) -> None:
     """Goes from where the last checkpoint left off to the last step, or to the user's stop."""
     config = run.config
     try:
-        if run.step == 0:
+        settle_best(run)
+        if is_evaluation_due(run):
             evaluate(run)
         while run.step < config.run.num_steps and not is_out_of_time(run):
             advance(run)
-            if is_due(run, config.evaluation.every):
+            if is_evaluation_due(run):
                 evaluate(run)
             if is_due(run, config.run.checkpoint_every):
                 run.checkpoint()
@@ -97,8 +100,8 @@ def advance(run: Run) -> PhaseResult:
     """Takes one step; `tlt bench train` measures this very function."""
     started, cpu_started = time.perf_counter(), time.process_time()
     phase = sample(run)
-    if run.step == run.first_step:
-        check_scorable(phase.rewards, run.config.task.name, run.step + 1)
+    if run.step == 0:
+        check_scorable(phase.rewards, run.config.task.name, "step 1")
     with run.timeline.span(SpanName.UPDATE):
         update = run.trainer.update(*phase.for_update, run.step)
     run.publish(run.step + 1)
@@ -131,6 +134,13 @@ def is_due(run: Run, every: int) -> bool:
     return bool(every) and run.step % every == 0 and run.step < run.config.run.num_steps
 
 
+def is_evaluation_due(run: Run) -> bool:
+    """Whether to evaluate now, unless that has been done: a resumed run may begin where a stop has kept it from that, or where
+    an evaluation is incomplete."""
+    was_begun = any(evaluation.step == run.step for evaluation in run.evaluations.all)
+    return run.step == 0 or was_begun or is_due(run, run.config.evaluation.every)
+
+
 def is_out_of_time(run: Run) -> bool:
     """Whether another step could make the run, its last evaluation included, exceed its limit. The leader's clock decides."""
     limit = run.config.run.time_limit_minutes
@@ -160,7 +170,15 @@ def write_products(run: Run) -> None:
     names = ["policy", "adapter", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json"]
     names += [RESPONSES] if run.responses is not None else []
     products = {name: folder / name for name in names if (folder / name).exists()}
-    run.console.summary(products, run.evaluations.progress(), run.step, run.seconds, next_commands(run.config, products))
+    recorded = recorded_seconds(run) if run.first_step else None
+    outcome = Outcome(run.evaluations.progress(), run.evaluations.left_out(), run.step, run.seconds, recorded)
+    run.console.summary([*summary_rows(outcome, products)], next_commands(run.config, products))
+
+
+def recorded_seconds(run: Run) -> float:
+    """Returns what all steps and evaluations of the run took, whichever attempt did them."""
+    steps = (record.step_seconds for record in read_metrics(run.out_dir / "metrics.jsonl"))
+    return sum(steps) + sum(evaluation.seconds for evaluation in run.evaluations.all)
 
 
 def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:

@@ -30,6 +30,10 @@ def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, 
         run.metrics.write(line)
     run.tracking.log(run.step + 1, step_values(line))
     run.console.step(line)
+    if update.num_skipped:
+        num_steps = run.config.algorithm.epochs * run.config.algorithm.minibatches
+        skipped = f"{update.num_skipped} of {num_steps} optimizer steps are not taken"
+        run.console.note(f"step {run.step + 1}: {skipped}, for no response counts in them")
     if phase.check is not None and phase.check.has_switched:
         run.console.drafter(run.step + 1, phase.check)
     run.timeline.flush()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ from tlt.report.trackers import TrackedRun
 from tlt.report.tracking import NO_TRACKING, Tracking, keep_run_id, run_id, track
 from tlt.rl.rewards import RewardPool
 from tlt.spans import SpanName
-from tlt.training.evaluate import Evaluations
+from tlt.training.evaluate import Evaluations, is_judged_by_reward
 from tlt.training.lock import FolderLock
 from tlt.training.problems import check_same_problems, load_problems
 from tlt.training.rollout.drafter_side import DrafterSide, watch_drafter
@@ -140,7 +140,8 @@ class Run:
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)
         self.step = self.first_step = self._resume()
         self.publish(self.step)
-        self.evaluations = Evaluations(self.out_dir / "evaluations.jsonl", self.step, world.is_leader, partial(tell, world))
+        kept, by_reward = self.out_dir / "evaluations.jsonl", is_judged_by_reward(config.rewards.functions)
+        self.evaluations = Evaluations(kept, self.step, world.is_leader, partial(tell, world), by_reward)
         self.metrics = MetricsWriter(self.out_dir / "metrics.jsonl", self.step) if world.is_leader else None
         if world.is_leader:
             forget_responses(self.out_dir, self.step, {evaluation.step for evaluation in self.evaluations.all})
@@ -266,13 +267,14 @@ class Run:
             identity = run_id(self.out_dir) if self.world.is_leader else ""
             self.checkpoints.save(Checkpoint(self.step, identity, self._tensors(), counters, own))
 
-    def save_policy(self, folder: Path) -> None:
-        """Writes the policy as a checkpoint that transformers loads; every rank calls it, and rank 0 writes."""
+    def save_policy(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
+        """Writes the policy as a checkpoint that transformers loads; every rank calls it, and rank 0 writes. extra: further
+        keys of its config.json."""
         config, tensors = self.policy.config, Gathered(self.policy)
         if self.is_sharded and not self.world.is_leader:
             for _ in tensors.values():  # rank 0 gathers every tensor, and all take part
                 pass
-        write = partial(save_model, folder, config, tensors, dtype=self.master_dtype, source=self.model_folder)
+        write = partial(save_model, folder, config, tensors, dtype=self.master_dtype, source=self.model_folder, extra=extra)
         lead(self.world, f"{folder} after {self.step} updates", write)
 
     def save_adapter(self, folder: Path) -> None:
