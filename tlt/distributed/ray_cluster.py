@@ -167,7 +167,7 @@ class RankActor:
         except Exception as error:  # whatever it is, the driver has to hear of it in words
             is_mistake = isinstance(error, UserError)
             message = str(error) if is_mistake else traceback.format_exception_only(error)[-1].strip()
-            return asdict(RankFailure(int(environ["RANK"]), is_mistake, message, traceback.format_exc(), time.time()))
+            return asdict(RankFailure(int(environ["RANK"]), is_mistake, message, traceback.format_exc(), time.monotonic()))
         return None
 
     def stop(self, number: int) -> None:

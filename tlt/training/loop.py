@@ -69,6 +69,7 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
         folder, reason = config.run.out_dir, error.strerror
         raise UserError(f"{folder}: cannot be written ({reason}); make room, then tlt train --resume {folder}") from error
     del run
+    stop.signal = next(filter(None, gather_objects(world, stop.signal)), None)  # one rank has heard it, and the run has ended
     shutdown(world)
 
 
