@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any
 
+from tlt.streams import forgive_output
+
 
 class Helper:
     """A process that runs a function of ours. It leads a session of its own: no Ctrl-C of the terminal reaches it."""
@@ -58,6 +60,7 @@ class Helper:
 
 def begin() -> Connection[Any, Any]:
     """Returns the helper's end of the pipe. To be called first in it."""
+    forgive_output(says_so=False)  # that a reward function prints must not be a mistake of it
     if sys.platform == "linux":  # should the parent be killed while the helper hangs, the kernel ends it too
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)

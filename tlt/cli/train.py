@@ -16,6 +16,7 @@ from tlt.config.schema import Config
 from tlt.distributed.place import Place, check_num_ranks, find_place
 from tlt.distributed.signals import say
 from tlt.hub import Repository
+from tlt.streams import forgiving_output
 from tlt.training.lock import can_go_on, forget_journal, refuse_begun
 from tlt.types import UserError
 
@@ -58,7 +59,11 @@ class TrainHelp(Train, Config):
 def run(options: Train) -> int:
     """Checks everything that can be checked, starts the ranks, and returns the exit code of the run. Where this process is a
     rank that somebody else has started, rank 0 does that for all."""
-    started_at = time.time()
+    with forgiving_output():
+        return _run(options, time.time())
+
+
+def _run(options: Train, started_at: float) -> int:
     place = find_place()
     with show_busy():
         from tlt.training.start import go_back, launch_ranks, prepare, run_started_rank

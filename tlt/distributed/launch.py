@@ -41,6 +41,7 @@ from tlt.distributed.failures import (
 from tlt.distributed.place import find_place
 from tlt.distributed.signals import SharedStop, StopRequest, Supervisor, handling_stop_signals, listen_as_rank, say
 from tlt.processes import how_it_ended
+from tlt.streams import forgive_output
 from tlt.types import UserError
 
 Entry = Callable[[str, StopRequest], object]
@@ -123,6 +124,7 @@ def _run_rank(entry: Entry | str, argument: str, report_dir: str, shared_stop: S
     stop = StopRequest(shared_stop)
     is_finished = listen_as_rank(stop, launcher)
     os.environ[REPORTS] = report_dir
+    forgive_output(says_so=os.environ["RANK"] == "0")
     try:
         _resolve(entry)(argument, stop)
         is_finished.set()
