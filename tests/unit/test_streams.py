@@ -70,5 +70,5 @@ def test_a_console_without_any_stdout_prints_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_no_file_takes_the_number_of_a_stdout_that_was_closed() -> None:
-    program = "from tlt.streams import open_standard_streams as o; o(); import os; f = open('/dev/zero'); os._exit(f.fileno())"
+    program = "import os; from tlt.cli.main import main; main(['--version']); os._exit(open('/dev/zero').fileno())"
     assert subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "{program}" >&- 2>&-'], check=False).returncode > 2

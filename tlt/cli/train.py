@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeGuard
@@ -11,6 +10,7 @@ from tyro.conf import Positional, arg
 
 from tlt.cli.engine import show_busy
 from tlt.cli.options import WithOverrides
+from tlt.clock import Moment
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.place import Place, check_num_ranks, find_place
@@ -60,10 +60,10 @@ def run(options: Train) -> int:
     """Checks everything that can be checked, starts the ranks, and returns the exit code of the run. Where this process is a
     rank that somebody else has started, rank 0 does that for all."""
     with forgiving_output():
-        return _run(options, time.time())
+        return _run(options, Moment.now())
 
 
-def _run(options: Train, started_at: float) -> int:
+def _run(options: Train, began: Moment) -> int:
     place = find_place()
     with show_busy():
         from tlt.training.start import go_back, launch_ranks, prepare, run_started_rank
@@ -79,8 +79,8 @@ def _run(options: Train, started_at: float) -> int:
         return config
 
     if place is not None:
-        return run_started_rank(place, resolve, started_at)
-    return launch_ranks(resolve(False), started_at)
+        return run_started_rank(place, resolve, began)
+    return launch_ranks(resolve(False), began)
 
 
 def resolve_config(
