@@ -239,7 +239,7 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
         folder, began = config.run.out_dir, Moment.now()
         begin = partial(_begin, config)
         if (place := find_place()) is not None:
-            is_finished = _is_finished(run_started_rank(place, begin, began), folder)
+            is_finished = _is_finished(run_started_rank(place, begin, began, config.run.timeout_seconds), folder)
         elif config.run.num_ranks == 1 and config.run.launcher == "local":
             is_finished = _run_here(begin(), began)
         else:

@@ -12,7 +12,7 @@ from tlt.cli.engine import show_busy
 from tlt.cli.options import WithOverrides
 from tlt.clock import Moment
 from tlt.config.load import load_config
-from tlt.config.schema import Config
+from tlt.config.schema import Config, RunSection
 from tlt.distributed.place import Place, check_num_ranks, find_place
 from tlt.distributed.signals import say
 from tlt.hub import Repository
@@ -79,8 +79,18 @@ def _run(options: Train, began: Moment) -> int:
         return config
 
     if place is not None:
-        return run_started_rank(place, resolve, began)
+        return run_started_rank(place, resolve, began, patience_of(options, overrides))
     return launch_ranks(resolve(False), began)
+
+
+def patience_of(options: Train, overrides: Sequence[str]) -> float:
+    """Returns the seconds for which a rank waits for the others to come: run.timeout_seconds, as far as this machine knows it. A
+    machine without the configuration, which rank 0 alone needs to have, waits by default; rank 0 says what is wrong with it."""
+    resumed = options.resume.parents[1] if is_checkpoint(options.resume) else Path(options.resume or "")
+    try:
+        return load_config(options.config or resumed / "config.json", overrides).run.timeout_seconds
+    except UserError:
+        return RunSection().timeout_seconds
 
 
 def resolve_config(

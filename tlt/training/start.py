@@ -23,7 +23,7 @@ from tlt.distributed.launch import is_rank, launch, run_here
 from tlt.distributed.place import Place, find_place
 from tlt.distributed.ray_cluster import RankNeeds, launch_on_ray
 from tlt.distributed.store import ABSENT, read_now
-from tlt.distributed.world import TIMEOUT_SECONDS, Rendezvous, meet_ranks
+from tlt.distributed.world import Rendezvous, meet_ranks
 from tlt.drafter.formats.folder import choose_preset, load_drafter
 from tlt.drafter.model import DrafterShape
 from tlt.engine.memory import machine_bytes
@@ -84,13 +84,14 @@ def describe_saved(folder: Path) -> str:
     return ("from the beginning" if latest is None else f"from {near(latest)}") + journal
 
 
-def run_started_rank(place: Place, resolve: Callable[[bool], Config], began: Moment) -> int:
+def run_started_rank(place: Place, resolve: Callable[[bool], Config], began: Moment, patience: float) -> int:
     """Runs one of the ranks that torchrun, srun or Kubernetes has started, with the configuration that the leader resolves, for
     it has the files; returns the exit code.
 
     resolve: checks and returns the configuration, given whether these ranks have been started before.
+    patience: seconds for which this rank waits for the others to come; they agree on nothing before.
     """
-    met = meet_ranks(place, TIMEOUT_SECONDS)
+    met = meet_ranks(place, patience)
     try:
         description = _tell_description(met, lambda: describe_run(resolve(met.is_restart), began))
     except LeaderRefused:
