@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import torch
 
 from tlt.build.engine import EngineSettings, load_engine
 from tlt.build.model import Checkpoint, load_checkpoint, resolve_device
+from tlt.clock import Moment
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.failures import EXIT_OK, EXIT_USER_ERROR
@@ -236,14 +236,14 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
     """
     with _named(task, config) if task is not None else nullcontext(config.task.name) as name:
         config = load_config(config.model_dump(mode="json"), {"task.name": name})
-        folder, started_at = config.run.out_dir, time.time()
+        folder, began = config.run.out_dir, Moment.now()
         begin = partial(_begin, config)
         if (place := find_place()) is not None:
-            is_finished = _is_finished(run_started_rank(place, begin, started_at), folder)
+            is_finished = _is_finished(run_started_rank(place, begin, began, config.run.timeout_seconds), folder)
         elif config.run.num_ranks == 1 and config.run.launcher == "local":
-            is_finished = _run_here(begin(), started_at)
+            is_finished = _run_here(begin(), began)
         else:
-            is_finished = _is_finished(launch_ranks(begin(), started_at), folder)
+            is_finished = _is_finished(launch_ranks(begin(), began), folder)
     return TrainingResult(folder, tuple(read_evaluations(folder / "evaluations.jsonl")), is_finished)
 
 
@@ -259,13 +259,13 @@ def _begin(config: Config, goes_on: bool = False) -> Config:
     return prepare(config)
 
 
-def _run_here(config: Config, started_at: float) -> bool:
+def _run_here(config: Config, began: Moment) -> bool:
     """Runs this process's rank. Errors are the caller's, and torch's threads are again as they were."""
     stop, threads = StopRequest(), torch.get_num_threads()
     hears_signals = threading.current_thread() is threading.main_thread()
     try:
         with handling_stop_signals(stop) if hears_signals else nullcontext():
-            main(describe_run(config, started_at), stop)
+            main(describe_run(config, began), stop)
     finally:
         torch.set_num_threads(threads)
     return not stop.is_set()

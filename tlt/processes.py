@@ -30,6 +30,8 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
+from tlt.streams import forgive_output
+
 MESSAGE_SECONDS = 10
 """Time limit for the rest of a message that has begun; what is longer comes from a process that has stopped, or is none."""
 KEEPER_SECONDS = 10.0
@@ -130,6 +132,7 @@ def begin() -> None:
     _end_with(keeper, signal.SIGKILL)
     signal.signal(signal.SIGINT, lambda *_: None)  # its run says when it ends; what it starts hears SIGINT as others do
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a rank has some blocked, too
+    forgive_output(says_so=False)  # that a reward function prints must not be a mistake of it
     pipe: Connection[Any, Any] = Connection(int(number))
     os.set_inheritable(int(number), False)  # else it would seem to live as long as any program that it has started,
     os.register_at_fork(after_in_child=pipe.close)  # or any fork, which could answer in its place as well

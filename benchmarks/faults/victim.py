@@ -29,6 +29,7 @@ from typing import Any
 
 from torch.distributed.launcher import api as launcher
 
+from tlt.clock import Moment
 from tlt.config.load import load_config
 from tlt.distributed.failures import Restarts
 from tlt.distributed.launch import launch
@@ -90,7 +91,7 @@ def run(folder: Path) -> int:
     kills = read_plan(folder)
     config = load_config(folder.parent / "run.toml", {"run.out_dir": folder / "run"})
     restarts = Restarts(len(kills) + EXTRA_RESTARTS, lambda: describe_saved(config.run.out_dir))
-    argument = json.dumps({"folder": str(folder), "description": loop.describe_run(config, time.time())})
+    argument = json.dumps({"folder": str(folder), "description": loop.describe_run(config, Moment.now())})
     return launch(argument, config.run.num_ranks, "benchmarks.faults.victim:main", restarts=restarts)
 
 

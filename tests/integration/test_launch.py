@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -101,6 +102,18 @@ def entry(scenario, stop):
     elif scenario == "deaf":
         while time.monotonic() < latest:
             time.sleep(0.1)
+    elif scenario == "awaited":
+        from tlt.distributed.waiting import RankAwaited
+
+        while rank == 1 or not stop.is_set():
+            time.sleep(0.02)
+            assert time.monotonic() < latest
+        raise RankAwaited("rank 0 has waited 60 s (run.timeout_seconds) in a collective for rank 1")
+    elif scenario == "silent store" and rank == 1:
+        from tlt.distributed.store import Watch, leave_when_silent
+
+        leave_when_silent(Watch(), 0.5, "127.0.0.1:29500")
+        time.sleep(60)
     elif scenario == "mistake" and rank == 1:
         raise UserError("model.path: '/nowhere' is missing; give a checkpoint folder")
     elif scenario == "fault" and rank == 1:
@@ -214,6 +227,15 @@ def kill_while_it_imports(rank: int) -> Send:
     return send
 
 
+def kill_launcher_while_its_ranks_import(launcher: int, _: list[int]) -> None:
+    """Once it has told them what to do, so that nothing is left for which they would have to wait."""
+    deadline = time.monotonic() + 60
+    while len(spawned_by(launcher)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    os.kill(launcher, signal.SIGKILL)
+
+
 def spawned_by(parent: int) -> list[int]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -257,7 +279,19 @@ SCENARIOS = {
         "deaf", (("ready", 0.0, to_parent(signal.SIGTERM)), ("ready", 0.5, to_rank(1, signal.SIGKILL))), num_restarts=3
     ),
     "sigterm to one rank": Scenario("agree", (("ready", 0.0, to_rank(1, signal.SIGTERM)),)),
+    "sigint to one rank": Scenario("loop", (("ready", 0.0, to_rank(0, signal.SIGINT)),)),
+    "sigterm to a rank, and then a death": Scenario(
+        "deaf", (("ready", 0.0, to_rank(0, signal.SIGTERM)), ("ready", 0.5, to_rank(1, signal.SIGKILL))), num_restarts=3
+    ),
+    "a rank stands still, and then sigterm": Scenario(
+        "agree", (("ready", 0.0, to_rank(1, signal.SIGSTOP)), ("ready", 0.3, to_parent(signal.SIGTERM)))
+    ),
+    "sigterm, and then a rank is awaited": Scenario("awaited", (("ready", 0.0, to_parent(signal.SIGTERM)),)),
+    "a rank leaves a silent store": Scenario("silent store"),
     "parent killed": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGKILL)),), is_spawned=True),
+    "parent killed while the ranks import": Scenario(
+        "loop", (("started", 0.0, kill_launcher_while_its_ranks_import),), is_spawned=True
+    ),
     "ctrl-c while the ranks import": Scenario("loop", (("started", 0.7, CTRL_C),), is_spawned=True),
     "sigterm to the parent": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGTERM)),)),
     "ctrl-c twice": Scenario("deaf", (("ready", 0.0, CTRL_C), ("ready", 0.5, CTRL_C))),
@@ -304,11 +338,24 @@ def play(server: subprocess.Popen[str], folder: Path, name: str, scenario: Scena
         time.sleep(0.02)
     outcome.seconds = time.monotonic() - sent_at
     if code == -signal.SIGKILL:  # then the ranks may take a moment longer
-        while any(map(is_alive, outcome.of("pid"))) and time.monotonic() - sent_at < 30:
+        while (survivors := in_session(pid)) and time.monotonic() - sent_at < 30:
             time.sleep(0.05)
+        outcome.survivors += survivors
     outcome.code, outcome.said, outcome.stderr = code, said(), read("err")
-    outcome.survivors = [pid for pid in outcome.of("pid") if is_alive(pid)]
+    outcome.survivors += [other for other in outcome.of("pid") if is_alive(other)]
+    for other in outcome.survivors:
+        os.kill(other, signal.SIGKILL)
     return outcome
+
+
+def in_session(leader: int) -> list[int]:
+    """Whoever is alive of a session: a scenario has its own."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+            found += [int(folder.name)] if int(session) == leader and state != "Z" else []
+    return found
 
 
 def is_alive(pid: int) -> bool:
@@ -433,19 +480,45 @@ def test_a_users_mistake_is_not_tried_again(outcomes: dict[str, Outcome]) -> Non
     assert (again.code, again.stderr, len(again.of("ready"))) == (2, once.stderr, 2)
 
 
-def test_nothing_is_started_again_once_the_run_was_asked_to_stop(outcomes: dict[str, Outcome]) -> None:
-    outcome = outcomes["sigterm, and then a death"]
+@pytest.mark.parametrize("name", ["sigterm, and then a death", "sigterm to a rank, and then a death"])
+def test_nothing_is_started_again_once_the_run_was_asked_to_stop(outcomes: dict[str, Outcome], name: str) -> None:
+    outcome = outcomes[name]
     assert outcome.code == 1
     assert "restart" not in outcome.stderr
     assert len(outcome.of("ready")) == 2
     assert not outcome.survivors
 
 
-def test_a_sigterm_from_outside_asks_a_rank_to_stop(outcomes: dict[str, Outcome]) -> None:
-    """Only the launcher's own means that another rank has failed."""
-    outcome = outcomes["sigterm to one rank"]
-    assert outcome.code == 0, outcome.stderr
+@pytest.mark.parametrize(("name", "code"), [("sigterm to one rank", 143), ("sigint to one rank", 130)])
+def test_a_signal_from_outside_to_one_rank_asks_the_whole_run_to_stop(
+    outcomes: dict[str, Outcome], name: str, code: int
+) -> None:
+    """Only the launcher's own SIGTERM means that another rank has failed."""
+    outcome = outcomes[name]
+    assert outcome.code == code, outcome.stderr
     assert outcome.of("finished") == [[0, 1], [0, 1]]
+    assert outcome.stderr == "tlt: stopping after the work under way; Ctrl-C again ends at once\n"
+
+
+def test_a_rank_that_stands_still_is_woken_to_finish_its_work(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["a rank stands still, and then sigterm"]
+    assert outcome.code == 143, outcome.stderr
+    assert outcome.of("finished") == [[0, 1], [0, 1]]
+
+
+def test_a_rank_that_is_awaited_in_vain_after_a_signal_does_not_change_how_the_run_ends(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["sigterm, and then a rank is awaited"]
+    assert outcome.code == 143
+    said = "RankAwaited: rank 0 has waited 60 s (run.timeout_seconds) in a collective for rank 1; the step under way is lost\n"
+    assert outcome.stderr.endswith(said)
+    assert outcome.stderr.count("\n") == 2
+    assert not outcome.survivors
+
+
+def test_a_rank_that_leaves_on_anothers_account_is_reported_with_its_reason(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["a rank leaves a silent store"]
+    said = "tlt: error: rank 1 has left: the store of rank 0 at 127.0.0.1:29500 has not answered for 1 s (run.timeout_seconds)\n"
+    assert (outcome.code, outcome.stderr) == (1, said)
 
 
 @pytest.mark.parametrize(("name", "code"), [("ctrl-c while the ranks import", 130), ("sigterm to the parent", 143)])
@@ -484,6 +557,13 @@ def test_when_the_parent_is_killed_the_ranks_finish_and_leave(outcomes: dict[str
     outcome = outcomes["parent killed"]
     assert outcome.code == -signal.SIGKILL
     assert outcome.of("finished") == [[0, 1], [0, 1]]
+    assert not outcome.survivors
+
+
+def test_when_the_parent_is_killed_while_the_ranks_import_they_begin_nothing_and_leave(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["parent killed while the ranks import"]
+    assert outcome.code == -signal.SIGKILL
+    assert not outcome.of("ready")
     assert not outcome.survivors
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tlt.clock import Moment
 from tlt.config.load import load_config
 from tlt.distributed.signals import StopRequest
 from tlt.models.peft_files import PREFIX
@@ -34,7 +34,7 @@ WORDS = {
 def train(workspace: Path, name: str, num_steps: int) -> Path:
     words = {**WORDS, "run.out_dir": str(workspace / name), "run.num_steps": str(num_steps)}
     config = load_config(workspace / "run.toml", [word for key, value in words.items() for word in (f"--{key}", value)])
-    loop.main(loop.describe_run(config, time.time()), StopRequest())
+    loop.main(loop.describe_run(config, Moment.now()), StopRequest())
     return workspace / name
 
 

@@ -119,6 +119,24 @@ def test_one_rank_generates_the_same_responses_as_two(workspace: Path, speculati
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-12)
 
 
+def test_a_run_whose_output_nobody_can_read_is_the_same_run(workspace: Path, speculating_run: Path, tlt_here: Tlt) -> None:
+    """tlt train … 2>&1 | head -1, on two ranks; and on one whose stdout lies on a full disk."""
+    one_step = (str(workspace / "run.toml"), "--run.num_steps", "1", "--run.out_dir")
+    words, environment = command(workspace, *one_step, str(workspace / "headless"), forks=True)
+    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(PATIENCE) == 0
+    with pytest.MonkeyPatch.context() as patch, open("/dev/full", "w", closefd=True) as full:
+        patch.setattr(sys, "stdout", full)
+        assert tlt_here("train", *one_step, str(workspace / "full"), "--run.num_ranks", "1") == 0
+    for name in ("headless", "full"):
+        assert (workspace / name / "policy" / "config.json").exists()
+        one, two = what_the_law_fixes(workspace / name)[0], what_the_law_fixes(speculating_run)[0]
+        assert one["reward_mean"] == two["reward_mean"]
+
+
 def test_a_run_leaves_everything_the_readme_promises(speculating_run: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

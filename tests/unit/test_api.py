@@ -7,6 +7,8 @@ import importlib
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -27,7 +29,7 @@ from tlt.models.hf_weights import save_model
 from tlt.recipes import find_recipe
 from tlt.tasks.base import get_task
 from tlt.tasks.countdown import TASK
-from tlt.types import SamplingParams, Strategy, UserError
+from tlt.types import Reward, SamplingParams, Strategy, UserError
 
 BASE = find_recipe("countdown").parent / "base"
 PROMPTS = ["[2,9,16:5]", "[4,8:12]"]
@@ -314,6 +316,27 @@ def test_a_run_that_cannot_begin_says_what_it_was_doing_and_lets_go_of_its_folde
     (tmp_path / "run" / "evaluations.jsonl").unlink()
     assert train(load_config(sections), task=Digits()).is_finished
     assert kept.tb is not None
+
+
+@pytest.mark.parametrize("hours", [2, -2])
+def test_a_clock_that_is_set_during_a_run_changes_nothing(
+    hours: int, sections: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    time_of_day, is_set = time.time, []
+    monkeypatch.setattr(time, "time", lambda: time_of_day() + 3600 * hours * bool(is_set))
+
+    class SetsTheClock(Digits):
+        def score(self, problem: Mapping[str, Any], response_text: str) -> Reward:
+            is_set.append(True)
+            return super().score(problem, response_text)
+
+    result = train(load_config(sections, {"run.time_limit_minutes": 60.0}), task=SetsTheClock())
+    assert is_set
+    assert result.is_finished
+    assert (result.folder / "metrics.jsonl").read_text().count("\n") == 2
+    (spent,) = (line.split()[1:3] for line in capsys.readouterr().out.splitlines() if line.startswith("time "))
+    assert 0 <= int(spent[0]) < 3600
+    assert spent[1].startswith(("s", "min"))
 
 
 def test_a_run_that_its_time_limit_ends_says_so(

@@ -201,6 +201,14 @@ def test_training_is_refused_on_a_machine_too_small_for_all_its_ranks(tmp_path: 
         preflight(quickstart(tmp_path))
 
 
+def test_a_world_size_that_is_no_number_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "x")
+    assert main(["plan", "memory", "countdown"]) == 2
+    assert capsys.readouterr().err == "tlt: error: WORLD_SIZE: 'x' is no number; give one, or unset it\n"
+
+
 def test_the_command_prints_parts_phases_and_a_line_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = published("Qwen2.5-7B", tmp_path), tmp_path / "plan.json"
     config = str(RECIPES / "paper" / "qwen2.5-7b.toml")

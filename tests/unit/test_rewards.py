@@ -59,6 +59,8 @@ class FaultyTask:
             return {"reward": float(len(signal.pthread_sigmask(signal.SIG_BLOCK, ()))), "solved": False}
         if verb == "nan":
             return {"reward": float("nan"), "solved": False}
+        if verb == "print":
+            print(response_text, flush=True)
         if verb == "lines":
             raise RuntimeError("one\\ntwo")
         if verb == "incomplete":
@@ -248,6 +250,21 @@ def test_a_worker_hears_signals_even_where_its_parent_blocks_them(task: str) -> 
 
 
 # ── what a step's rewards say together ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_a_scorer_prints_changes_no_reward_where_nobody_can_read_it(task: str) -> None:
+    stdout = os.dup(1)
+    full = os.open("/dev/full", os.O_WRONLY)
+    try:
+        os.dup2(full, 1)
+        with RewardPool(RewardSpec(task), num_workers=1, timeout_seconds=30) as pool:
+            pool.submit(0, {"worth": 0.5}, "print something")
+            results = pool.drain()
+    finally:
+        os.dup2(stdout, 1)
+        os.close(full)
+        os.close(stdout)
+    assert results == {0: Reward(0.5, True)}
 
 
 def test_means_are_over_the_responses_that_could_be_scored() -> None:

@@ -1,13 +1,14 @@
 """The command line: finds the command, carries it out, prints its summary or its error. Knows no option and no tensor.
 
 A user's mistake, in an argument or in a file, is one line on stderr, `tlt: error: place: value; remedy`, and exit code 2.
-Ctrl-C is 130. Anything else is our fault and shows its traceback. Everything is imported within `main`, so that Ctrl-C while a
-library is imported is a Ctrl-C too; torch is imported by the commands that need it alone.
+Ctrl-C is 130; 141: whoever read stdout has gone. Anything else is our fault and shows its traceback. Everything is imported
+within `main`, so that Ctrl-C while a library is imported is a Ctrl-C too; torch is imported by the commands that need it alone.
 """
 
 from __future__ import annotations
 
-import os
+import contextlib
+import errno
 import signal
 import sys
 from collections.abc import Sequence
@@ -29,25 +30,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_ours:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        return _run(arguments)
+        from tlt.streams import reporting_stdout
+
+        with reporting_stdout():
+            return _run(arguments)
     except BaseException as error:
         # A library that is being imported may turn the interrupt into an error of its own.
         if was_interrupted or isinstance(error, KeyboardInterrupt):
-            print("tlt: interrupted", file=sys.stderr)
+            _say("interrupted")
             return 130
-        if isinstance(error, BrokenPipeError):  # whoever read our output has gone, such as head
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 141
         from tlt.secrets import hide
+        from tlt.streams import StdoutError
         from tlt.types import UserError
 
+        if isinstance(error, StdoutError):
+            if error.errno == errno.EPIPE:  # whoever read our output has gone, such as head
+                return 141
+            _say(f"error: stdout: cannot be written ({error.strerror}); make room, or send it elsewhere")
+            return 2
         if not isinstance(error, UserError):
             raise
-        print(hide(f"tlt: error: {' '.join(str(error).split())}"), file=sys.stderr)
+        _say(hide(f"error: {' '.join(str(error).split())}"))
         return 2
     finally:
         if is_ours:
             signal.signal(signal.SIGINT, before)
+
+
+def _say(line: str) -> None:
+    with contextlib.suppress(OSError):  # where nobody can read it, the exit code says it
+        print(f"tlt: {line}", file=sys.stderr, flush=True)
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -78,6 +78,7 @@ def find_machine(config: Config, options: PlanMemory) -> Place:
     import torch
 
     from tlt.build.model import local_ranks
+    from tlt.distributed.place import read_number
     from tlt.engine.memory import machine_bytes
     from tlt.plan.subject import Place
 
@@ -90,7 +91,7 @@ def find_machine(config: Config, options: PlanMemory) -> Place:
     else:
         device_bytes = machine_bytes()
     num_local = local_ranks(config)
-    num_ranks = options.ranks or max(int(os.environ.get("WORLD_SIZE", "1")), num_local)
+    num_ranks = options.ranks or max(read_number(os.environ, "WORLD_SIZE", default=1), num_local)
     return Place(num_ranks, num_local, is_gpu, False, device_bytes, options.prompt_tokens)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeGuard
@@ -11,11 +10,13 @@ from tyro.conf import Positional, arg
 
 from tlt.cli.engine import show_busy
 from tlt.cli.options import WithOverrides
+from tlt.clock import Moment
 from tlt.config.load import load_config
-from tlt.config.schema import Config
+from tlt.config.schema import Config, RunSection
 from tlt.distributed.place import Place, check_num_ranks, find_place
 from tlt.distributed.signals import say
 from tlt.hub import Repository
+from tlt.streams import forgiving_output
 from tlt.training.lock import can_go_on, forget_journal, refuse_begun
 from tlt.types import UserError
 
@@ -58,7 +59,11 @@ class TrainHelp(Train, Config):
 def run(options: Train) -> int:
     """Checks everything that can be checked, starts the ranks, and returns the exit code of the run. Where this process is a
     rank that somebody else has started, rank 0 does that for all."""
-    started_at = time.time()
+    with forgiving_output():
+        return _run(options, Moment.now())
+
+
+def _run(options: Train, began: Moment) -> int:
     place = find_place()
     with show_busy():
         from tlt.training.start import go_back, launch_ranks, prepare, run_started_rank
@@ -74,8 +79,18 @@ def run(options: Train) -> int:
         return config
 
     if place is not None:
-        return run_started_rank(place, resolve, started_at)
-    return launch_ranks(resolve(False), started_at)
+        return run_started_rank(place, resolve, began, patience_of(options, overrides))
+    return launch_ranks(resolve(False), began)
+
+
+def patience_of(options: Train, overrides: Sequence[str]) -> float:
+    """Returns the seconds for which a rank waits for the others to come: run.timeout_seconds, as far as this machine knows it. A
+    machine without the configuration, which rank 0 alone needs to have, waits by default; rank 0 says what is wrong with it."""
+    resumed = options.resume.parents[1] if is_checkpoint(options.resume) else Path(options.resume or "")
+    try:
+        return load_config(options.config or resumed / "config.json", overrides).run.timeout_seconds
+    except UserError:
+        return RunSection().timeout_seconds
 
 
 def resolve_config(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import sys
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from tlt.distributed.signals import say
 from tlt.secrets import hide
@@ -16,25 +19,59 @@ EXIT_OK = 0
 EXIT_FAILURE = 1
 EXIT_USER_ERROR = 2
 
+REPORTS = "TLT_REPORTS"
+"""Variable that names the folder in which launched ranks write down why they fail."""
+
+
+class RankAwaited(RuntimeError):
+    """Ranks have waited for others that did not come, or that showed no sign of life."""
+
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a rank failed, as it wrote it down itself; of several, the first in `time` mostly caused the others."""
+    """Why a rank failed, as it wrote it down itself; of several, the first in `time` mostly caused the others.
+
+    traceback: empty where the rank has left by itself.  time: of a clock that only grows.
+    is_awaiting: whether nothing was wrong here: another rank did not come.
+    """
 
     rank: int
     is_user_error: bool
     message: str
     traceback: str
     time: float
+    is_awaiting: bool = False
+
+    @property
+    def line(self) -> str:
+        return f"rank {self.rank} {'failed' if self.traceback else 'has left'}: {self.message}"
+
+    def write(self, folder: Path) -> None:
+        """Writes it down for the launcher, whole."""
+        partial = folder / f".{self.rank}"
+        partial.write_text(json.dumps(asdict(self)))
+        partial.rename(folder / f"rank{self.rank}.json")
+
+
+def leave(message: str) -> NoReturn:
+    """Ends this rank, from whatever thread, on account of another one: says why to whoever collects that, or on stderr."""
+    try:
+        failure = RankFailure(int(os.environ["RANK"]), False, message, "", time.monotonic(), is_awaiting=True)
+        failure.write(Path(os.environ[REPORTS]))
+    except (KeyError, OSError):  # another launcher than ours, or ours is gone
+        say(f"error: {message}; leaving")
+    os._exit(EXIT_FAILURE)
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended. causes: a line for each rank at fault, who and of what.  traceback: empty where nobody left one."""
+    """Why an attempt ended. causes: a line for each rank at fault, who and of what.  traceback: empty where nobody left one.
+    is_awaiting: whether it ended since a rank was awaited in vain."""
 
     causes: tuple[str, ...]
     traceback: str = ""
     is_user_error: bool = False
+    is_awaiting: bool = False
 
     @property
     def place(self) -> str | None:
@@ -57,7 +94,7 @@ def find_cause(reports: Collection[RankFailure], first: Collection[int], how: Ca
     if silent:
         return Failure(tuple(f"rank {rank} ended without a word: {how(rank)}" for rank in silent))
     cause = min((report for report in reports if report.rank in first), key=_time)
-    return Failure((f"rank {cause.rank} failed: {cause.message}",), cause.traceback)
+    return Failure((cause.line,), cause.traceback, is_awaiting=cause.is_awaiting)
 
 
 class Restarts:

@@ -5,15 +5,14 @@
                               ▲                    └─ rank 1: entry(argument, stop)      nothing old is there to be read
                               └─ Supervisor (signals.py): hears SIGINT and SIGTERM, sets `stop` in every rank
 
-The first signal only sets `stop`, which the entry polls; the agent waits. The second Ctrl-C, or the end of the grace period,
-kills the ranks at once. After a signal no attempt follows.
+The first signal, to the launcher or to any rank, only sets `stop`, which the entries poll; the agent waits. The second Ctrl-C,
+or the end of the grace period, kills the ranks at once. After a signal no attempt follows.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 import pkgutil
 import shutil
@@ -25,7 +24,6 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from signal import Signals
 
@@ -33,14 +31,17 @@ from tlt.distributed.failures import (
     EXIT_FAILURE,
     EXIT_OK,
     EXIT_USER_ERROR,
+    REPORTS,
     Failure,
+    RankAwaited,
     RankFailure,
     Restarts,
     find_cause,
 )
 from tlt.distributed.place import find_place
-from tlt.distributed.signals import SharedEvent, StopRequest, Supervisor, handling_stop_signals, listen_as_rank, say
+from tlt.distributed.signals import SharedStop, StopRequest, Supervisor, handling_stop_signals, listen_as_rank, say
 from tlt.processes import how_it_ended
+from tlt.streams import forgive_output
 from tlt.types import UserError
 
 Entry = Callable[[str, StopRequest], object]
@@ -58,8 +59,8 @@ def launch(
     """Runs `entry(argument, stop)` on every rank and returns the exit code of the command.
 
     0: all ranks returned. 2: a rank raised UserError; its one line is on stderr. 1: a rank failed otherwise; its own traceback
-    is on stderr, once, or one line that names the rank that was killed. 130, 143: stopped by SIGINT, SIGTERM, all ranks having
-    returned or the grace period being over.
+    is on stderr, once, or one line that names the rank that was killed. 130, 143: stopped by SIGINT, SIGTERM, which the launcher
+    or a rank has heard, all ranks having returned, one being awaited in vain, or the grace period being over.
 
     argument: any text that `entry` understands: a configuration as JSON, or JSON that holds one and what else the ranks need.
     entry: an importable function, or "package.module:function".
@@ -71,14 +72,16 @@ def launch(
     if is_rank(num_ranks):
         return run_here(argument, entry)
     assert threading.current_thread() is threading.main_thread(), "signals are heard in the main thread only"
-    shared_stop = multiprocessing.get_context("spawn").Event()
     restarts = restarts or Restarts()
-    with _quiet_agent(), _environment(threads_per_rank), Supervisor(shared_stop, num_ranks, grace_seconds) as supervisor:
+    with _quiet_agent(), _environment(threads_per_rank), Supervisor(num_ranks, grace_seconds) as supervisor:
         while True:
-            ending = _attempt(argument, entry, supervisor, shared_stop, monitor_seconds)
+            ending = _attempt(argument, entry, supervisor, monitor_seconds)
             if isinstance(ending, int):
                 return ending
-            if supervisor.first_signal is not None:
+            if supervisor.stop.heard is not None:
+                if ending.is_awaiting:
+                    say(f"{'; '.join(ending.causes)}; the step under way is lost")
+                    return _exit_code(supervisor.stop.heard)
                 restarts.limit = 0
             if not restarts.follows(ending):
                 return EXIT_USER_ERROR if ending.is_user_error else EXIT_FAILURE
@@ -116,10 +119,12 @@ def _resolve(entry: Entry | str) -> Entry:
 # -- several ranks: what each of them runs ---------------------------------------------------------------------------------
 
 
-def _run_rank(entry: Entry | str, argument: str, report_dir: str, shared_stop: SharedEvent) -> None:
+def _run_rank(entry: Entry | str, argument: str, report_dir: str, shared_stop: SharedStop, launcher: int) -> None:
     """Runs one launched rank. It writes a failure down for the launcher; the exit code says the rest."""
     stop = StopRequest(shared_stop)
-    is_finished = listen_as_rank(stop)
+    is_finished = listen_as_rank(stop, launcher)
+    os.environ[REPORTS] = report_dir
+    forgive_output(says_so=os.environ["RANK"] == "0")
     try:
         _resolve(entry)(argument, stop)
         is_finished.set()
@@ -127,10 +132,8 @@ def _run_rank(entry: Entry | str, argument: str, report_dir: str, shared_stop: S
         rank = int(os.environ["RANK"])
         is_user_error = isinstance(error, UserError)
         message = str(error) if is_user_error else traceback.format_exception_only(error)[-1].strip()
-        failure = RankFailure(rank, is_user_error, message, traceback.format_exc(), time.time())
-        partial = Path(report_dir, f".{rank}")
-        partial.write_text(json.dumps(asdict(failure)))
-        partial.rename(Path(report_dir, f"rank{rank}.json"))
+        is_awaiting = isinstance(error, RankAwaited)
+        RankFailure(rank, is_user_error, message, traceback.format_exc(), time.monotonic(), is_awaiting).write(Path(report_dir))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_USER_ERROR if is_user_error else EXIT_FAILURE)
@@ -139,9 +142,7 @@ def _run_rank(entry: Entry | str, argument: str, report_dir: str, shared_stop: S
 # -- several ranks: the launcher ---------------------------------------------------------------------------------------------
 
 
-def _attempt(
-    argument: str, entry: Entry | str, supervisor: Supervisor, shared_stop: SharedEvent, monitor_seconds: float
-) -> int | Failure:
+def _attempt(argument: str, entry: Entry | str, supervisor: Supervisor, monitor_seconds: float) -> int | Failure:
     """Starts all ranks and waits for their end. Returns the exit code of the command, or why they failed."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -164,13 +165,13 @@ def _attempt(
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     try:
-        elastic_launch(config, _run_rank)(entry, argument, report_dir, shared_stop)
-        return _exit_code(supervisor.first_signal)
+        elastic_launch(config, _run_rank)(entry, argument, report_dir, supervisor.stop, os.getpid())
+        return _exit_code(supervisor.stop.heard)
     except SignalException as quit:
         return 128 + int(quit.sigval)
     except ChildFailedError as failed:
         if supervisor.has_killed:
-            return _exit_code(supervisor.first_signal)
+            return _exit_code(supervisor.stop.heard)
         exit_codes = {rank: process.exitcode for rank, process in enumerate(supervisor.processes)}
         exit_codes |= {rank: child.exitcode for rank, child in failed.failures.items()}
         ended = ([rank for rank in group if exit_codes.get(rank) != EXIT_OK] for group in supervisor.deaths)

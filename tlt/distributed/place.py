@@ -14,11 +14,16 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from tlt.types import UserError
 
 ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """Variables in which launchers count how often they have started the same ranks again."""
+MAX_HOSTS = 2**16
+"""As many nodes as Slurm knows at most; a list of more is a mistake, and not to be held in memory."""
+
+_RANGE = "[0-9]{1,18}(?:-[0-9]{1,18})?"
 
 
 @dataclass(frozen=True)
@@ -80,28 +85,36 @@ def _source(environ: Mapping[str, str]) -> str:
     return "RANK, WORLD_SIZE, LOCAL_RANK" if "RANK" in environ else "SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID"
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None, because: str = "RANK is") -> int:
+def read_number(environ: Mapping[str, str], name: str, default: int | None = None, because: str = "RANK is") -> int:
+    """Returns the number that a variable holds. because: why it has to be set, where there is no default."""
     text = environ.get(name)
     if text is None and default is not None:
         return default
     if text is None:
         raise UserError(f"{name}: {because} set, but this is not; set both, or neither")
-    if not text.isdigit():
+    if not re.fullmatch("[0-9]{1,9}", text):
         raise UserError(f"{name}: {text!r} is no number; give one, or unset it")
     return int(text)
 
 
+def _port(environ: Mapping[str, str], default: int | None = None) -> int:
+    port = read_number(environ, "MASTER_PORT", default)
+    if not 0 < port < 2**16:
+        raise UserError(f"MASTER_PORT: {port} is no port; give one in [1, 65535]")
+    return port
+
+
 def _torchrun_place(environ: Mapping[str, str]) -> Place:
-    rank, world_size = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    rank, world_size = read_number(environ, "RANK"), read_number(environ, "WORLD_SIZE")
     local_rank, local_world_size = 0, 1
     if "LOCAL_RANK" in environ or "LOCAL_WORLD_SIZE" in environ:  # neither: a process to a machine, as Kubernetes starts them
-        local_rank = _number(environ, "LOCAL_RANK", because="LOCAL_WORLD_SIZE is")
-        local_world_size = _number(environ, "LOCAL_WORLD_SIZE", because="LOCAL_RANK is")
+        local_rank = read_number(environ, "LOCAL_RANK", because="LOCAL_WORLD_SIZE is")
+        local_world_size = read_number(environ, "LOCAL_WORLD_SIZE", because="LOCAL_RANK is")
     address, port = "127.0.0.1", 0
     if world_size > 1:
         if not (address := environ.get("MASTER_ADDR", "")):
             raise UserError("MASTER_ADDR: RANK is set, but this is not; give the host of rank 0")
-        port = _number(environ, "MASTER_PORT")
+        port = _port(environ)
     return Place(
         rank,
         world_size,
@@ -124,7 +137,7 @@ def _is_restart(environ: Mapping[str, str]) -> bool:
 
 def _slurm_number(environ: Mapping[str, str], *names: str, default: int | None = None) -> int:
     name = next((name for name in names if name in environ), names[-1])
-    return _number(environ, name, default, because="SLURM_PROCID is")
+    return read_number(environ, name, default, because="SLURM_PROCID is")
 
 
 def _slurm_place(environ: Mapping[str, str]) -> Place:
@@ -142,7 +155,7 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
         _slurm_number(environ, "SLURM_LOCALID"),
         _tasks_here(environ, world_size, len(hosts)),
         environ.get("MASTER_ADDR") or hosts[0],
-        _number(environ, "MASTER_PORT", default=15000 + step % 10000),  # below the ports that systems give away themselves
+        _port(environ, default=15000 + step % 10000),  # below the ports that systems give away themselves
         is_server=rank == 0,
         has_own_gpu=len(environ.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1,  # srun --gpus-per-task=1
         is_restart=_is_restart(environ),
@@ -155,8 +168,8 @@ def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> i
     if text is None:
         return num_tasks if num_hosts == 1 else -(-num_tasks // num_hosts)
     counts: list[int] = []
-    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        counts += [int(number)] * int(times or 1)
+    for number, times in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text):
+        counts += [int(number)] * min(int(times or 1), num_tasks + 1)  # more machines than tasks cannot be
     node = _slurm_number(environ, "SLURM_NODEID", default=0)
     if sum(counts) != num_tasks or node >= len(counts):
         raise UserError(f"SLURM_TASKS_PER_NODE: {text} does not make SLURM_NTASKS = {num_tasks}; start the ranks with srun")
@@ -164,18 +177,26 @@ def _tasks_here(environ: Mapping[str, str], num_tasks: int, num_hosts: int) -> i
 
 
 def expand_hosts(nodelist: str) -> list[str]:
-    """Returns the hosts of a list as Slurm writes it: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7 and login."""
+    """Returns the hosts of a list as Slurm writes it: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7 and login. Raises
+    UserError for a list that Slurm would not write."""
+    item = rf"(?:[^,\[\]\s]|\[{_RANGE}(?:,{_RANGE})*\])+"
+    if not re.fullmatch(rf"(?:{item}(?:,{item})*)?", nodelist):
+        raise UserError(f"SLURM_NODELIST: {nodelist!r} is no list of hosts; start the ranks with srun")
     hosts: list[str] = []
-    for item in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodelist):
+    for name in re.findall(item, nodelist):
         names = [""]
-        for text, numbers in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", item):
+        for text, numbers in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", name):
             endings = [text] if text else [number for part in numbers.split(",") for number in _numbers(part)]
-            names = [name + ending for name in names for ending in endings]
+            names = list(islice((first + ending for first in names for ending in endings), MAX_HOSTS + 1))
         hosts += names
+        if not names or len(hosts) > MAX_HOSTS:
+            what = "a range without a host" if not names else f"more than {MAX_HOSTS} hosts"
+            raise UserError(f"SLURM_NODELIST: {nodelist!r} has {what}; start the ranks with srun")
     return hosts
 
 
 def _numbers(part: str) -> list[str]:
-    """Returns the numbers of "01-03", with as many digits as the first, or of "7"."""
+    """Returns the numbers of "01-03", with as many digits as the first, or of "7"; of too many, some."""
     first, _, last = part.partition("-")
-    return [str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1)]
+    numbers = range(int(first), int(last or first) + 1)
+    return [str(number).zfill(len(first)) for number in numbers[: MAX_HOSTS + 1]]

@@ -16,7 +16,7 @@ import socket
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -82,7 +82,7 @@ def num_cluster_gpus() -> int:
 
 
 def launch_on_ray(
-    argument: str,
+    describe: Callable[[], str],
     num_ranks: int,
     entry: str,
     needs: RankNeeds,
@@ -92,6 +92,7 @@ def launch_on_ray(
 ) -> int:
     """Runs `entry(argument, stop)` on every rank and returns the exit code of the command, as `launch` does.
 
+    describe: returns the argument for an attempt that begins now: machines of a cluster do not share a clock.
     patience: seconds for which it waits for room on the cluster, which may have to grow.
     """
     ray = connect()
@@ -100,7 +101,7 @@ def launch_on_ray(
         while True:
             with _actors(ray, num_ranks, needs, patience) as actors:
                 attempt = Attempt(ray, actors, needs.num_gpus > 0)
-                failure = attempt.run(entry, argument, stop, grace_seconds)
+                failure = attempt.run(entry, describe(), stop, grace_seconds)
             if stop.signal is not None:
                 return 128 + stop.signal
             if failure is None:
@@ -167,7 +168,7 @@ class RankActor:
         except Exception as error:  # whatever it is, the driver has to hear of it in words
             is_mistake = isinstance(error, UserError)
             message = str(error) if is_mistake else traceback.format_exception_only(error)[-1].strip()
-            return asdict(RankFailure(int(environ["RANK"]), is_mistake, message, traceback.format_exc(), time.time()))
+            return asdict(RankFailure(int(environ["RANK"]), is_mistake, message, traceback.format_exc(), time.monotonic()))
         return None
 
     def stop(self, number: int) -> None:

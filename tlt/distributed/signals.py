@@ -1,8 +1,8 @@
 """Decent stops: how launcher and ranks react to SIGINT, SIGTERM and the death of a rank. Does not start them.
 
-    terminal, kill ──▶ Supervisor, a thread of the launcher ──▶ sets one shared flag; kills at the second Ctrl-C
-                             ▲ notes in which order the ranks end
-    terminal, kill ──▶ a thread of every rank ────────────────▶ sets its StopRequest, which the entry polls
+    terminal, kill ──▶ Supervisor, a thread of the launcher ──▶ sets SharedStop; kills at the second Ctrl-C
+                             ▲ sees SharedStop set, and in which order the ranks end
+    terminal, kill ──▶ a thread of every rank ────────────────▶ sets SharedStop, which every rank's entry polls
     torch's agent  ──▶ the same thread: another rank has failed ▶ the rank leaves at once
 
 Ctrl-C reaches the whole process group of a terminal. Without this module the agent would pass it on and kill after 30 s, and
@@ -11,6 +11,8 @@ a rank would die of KeyboardInterrupt in the middle of a step.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -24,7 +26,6 @@ from contextlib import contextmanager
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from types import FrameType
-from typing import Protocol
 
 from tlt.distributed.place import find_place
 from tlt.secrets import hide
@@ -34,29 +35,43 @@ REPEAT_SECONDS = 1.0
 """Two signals within this time count as one: torchrun sends its ranks the SIGINT that the terminal has sent them already."""
 
 
-class SharedEvent(Protocol):
-    """A flag that all processes of a launch see (a multiprocessing.Event)."""
+class SharedStop:
+    """The first signal that a process of a launch has heard, in memory that all of them see. It has no lock: a process that is
+    killed would take it along."""
 
-    def is_set(self) -> bool: ...
+    def __init__(self) -> None:
+        self._number = multiprocessing.get_context("spawn").RawValue(ctypes.c_int, 0)
 
-    def set(self) -> None: ...
+    @property
+    def heard(self) -> signal.Signals | None:
+        return signal.Signals(self._number.value) if self._number.value else None
+
+    def set(self, number: signal.Signals) -> None:
+        self._number.value = self._number.value or number
 
 
 class StopRequest:
     """Whether this process was asked to stop. The entry polls `is_set()` (about 1 µs), finishes its step and returns."""
 
-    def __init__(self, shared: SharedEvent | None = None) -> None:
+    def __init__(self, shared: SharedStop | None = None) -> None:
         self.signal: signal.Signals | None = None
         self._shared = shared
 
     def is_set(self) -> bool:
-        return self.signal is not None or (self._shared is not None and self._shared.is_set())
+        return self.signal is not None or (self._shared is not None and self._shared.heard is not None)
+
+    def ask(self, number: signal.Signals) -> None:
+        """Asks this process to stop, and with it all of its launch."""
+        self.signal = number
+        if self._shared is not None:
+            self._shared.set(number)
 
 
 def say(text: str) -> None:
-    """Prints one line of the launcher's to stderr."""
-    sys.stderr.write(hide(f"tlt: {text}\n"))
-    sys.stderr.flush()
+    """Prints one line of the launcher's to stderr. Where nobody can read it (`2>&1 | head`) it is lost, and ends nothing."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(hide(f"tlt: {text}\n"))
+        sys.stderr.flush()
 
 
 # -- one rank, in the process of the command ---------------------------------------------------------------------------------
@@ -91,15 +106,19 @@ def handling_stop_signals(stop: StopRequest) -> Iterator[None]:
 # -- one of several ranks ----------------------------------------------------------------------------------------------------
 
 
-def listen_as_rank(stop: StopRequest) -> threading.Event:
+def listen_as_rank(stop: StopRequest, launcher: int) -> threading.Event:
     """Starts the threads by which a launched rank hears signals and notices that its launcher is gone. The rank sets the event
-    returned here when its entry has returned.
+    returned here when its entry has returned. Where the launcher is gone already, the rank leaves at once: nobody has heard of
+    it, and nothing is under way.
 
+    launcher: the process that has started this rank, as it knows itself: a rank imports for seconds, and would take whoever has
+        inherited it since for its launcher.
     The signals stay blocked, as the rank was born with them (see `Supervisor`): so the thread hears them also while the main
     thread waits inside a collective.
     """
-    launcher = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    if os.getppid() != launcher:
+        os._exit(128 + signal.SIGTERM)
     is_finished = threading.Event()
     threading.Thread(target=_hear_signals, args=(launcher, stop), daemon=True).start()
     threading.Thread(target=_leave_when_orphaned, args=(launcher, stop, is_finished), daemon=True).start()
@@ -112,7 +131,7 @@ def _hear_signals(launcher: int, stop: StopRequest) -> None:
         heard = signal.sigwaitinfo(STOP_SIGNALS)
         if heard.si_signo == signal.SIGTERM and heard.si_pid == launcher:
             os._exit(128 + signal.SIGTERM)
-        stop.signal = signal.Signals(heard.si_signo)
+        stop.ask(signal.Signals(heard.si_signo))
 
 
 def _leave_when_orphaned(launcher: int, stop: StopRequest, is_finished: threading.Event) -> None:
@@ -133,25 +152,25 @@ class Supervisor(threading.Thread):
 
     The main thread blocks both signals, and so the ranks are born with them blocked: a Ctrl-C while they still import waits
     until they listen. The signals are delivered to this thread instead; Python writes their number to a socket (wakeup fd),
-    which works however long the main thread stays inside C++.
+    which works however long the main thread stays inside C++. A signal that one rank alone has heard stops the run as well.
 
     grace_seconds: how long the ranks may take to finish after the first signal; then they are killed.
     deaths: the ranks that have ended, in the order of time; those that ended together are one group. The agent looks ten times
         a second and then ends all others. This thread is woken by the first death: so the first group holds the cause.
     """
 
-    def __init__(self, shared_stop: SharedEvent, num_ranks: int, grace_seconds: float) -> None:
+    def __init__(self, num_ranks: int, grace_seconds: float) -> None:
         super().__init__(name="tlt-supervisor", daemon=True)
-        self.first_signal: signal.Signals | None = None
+        self.stop = SharedStop()
         self.has_killed = False
         self.processes: list[BaseProcess] = []
         self.deaths: list[list[int]] = []
-        self._shared_stop = shared_stop
         self.num_ranks, self._grace_seconds = num_ranks, grace_seconds
         self._others = set(multiprocessing.active_children())
         self._alive: dict[int, int] = {}  # what becomes readable when a rank ends ─▶ its number
         self._lock = threading.Lock()  # of what is known of the ranks
-        self._deadline = float("inf")
+        self._is_stopping = False
+        self._deadline, self._repeats_until = float("inf"), float("-inf")
         self._read, self._write = socket.socketpair()
 
     def __enter__(self) -> Supervisor:
@@ -184,6 +203,9 @@ class Supervisor(threading.Thread):
                 for number in numbers:
                     if number in STOP_SIGNALS:
                         self._hear(signal.Signals(number))
+            if self.stop.heard is not None and not self._is_stopping:
+                self._begin_stop()
+                self._repeats_until = time.monotonic() + REPEAT_SECONDS  # the terminal sends one Ctrl-C to all of us
             if len(self.processes) < self.num_ranks:
                 self._find_ranks()
             if time.monotonic() > self._deadline and not self.has_killed:
@@ -199,6 +221,7 @@ class Supervisor(threading.Thread):
         with self._lock:
             if dead := sorted(self._alive.pop(end) for end in ends if end in self._alive):
                 self.deaths.append(dead)
+                self._wake()
 
     def _find_ranks(self) -> None:
         """Finds the ranks' processes, which the agent keeps to itself: it starts them in order and numbers their names."""
@@ -209,13 +232,26 @@ class Supervisor(threading.Thread):
                 self._alive = {process.sentinel: rank for rank, process in enumerate(self.processes)}
 
     def _hear(self, number: signal.Signals) -> None:
-        if self.first_signal is None:
-            self.first_signal = number
-            self._deadline = time.monotonic() + self._grace_seconds
-            self._shared_stop.set()
-            say("stopping after the work under way; Ctrl-C again ends at once")
-        elif number == signal.SIGINT and not self.has_killed:
+        if not self._is_stopping:
+            self.stop.set(number)
+            self._begin_stop()
+        elif number == signal.SIGINT and not self.has_killed and time.monotonic() > self._repeats_until:
             self._kill("stopped at once; the step under way is lost")
+
+    def _begin_stop(self) -> None:
+        self._is_stopping = True
+        self._deadline = time.monotonic() + self._grace_seconds
+        say("stopping after the work under way; Ctrl-C again ends at once")
+        with self._lock:
+            self._wake()
+
+    def _wake(self) -> None:
+        """Lets ranks go on that somebody has stopped (SIGSTOP): they could neither finish their step nor leave."""
+        for rank in self._alive.values():
+            pid = self.processes[rank].pid
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
 
     def _kill(self, message: str) -> None:
         self.has_killed = True

@@ -10,12 +10,13 @@ from collections.abc import Callable
 
 from torch.distributed import Store
 
+from tlt.distributed.failures import RankAwaited
 from tlt.distributed.store import ABSENT, read_now
 
 WATCH_SECONDS = 1.0
 
 
-class ReplicaTimeout(RuntimeError):
+class ReplicaTimeout(RankAwaited):
     """A replica that others wait for showed no progress for longer than the time-out."""
 
 

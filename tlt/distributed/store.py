@@ -26,6 +26,7 @@ from datetime import timedelta
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
+from tlt.distributed.failures import leave
 from tlt.distributed.place import Place
 from tlt.distributed.signals import say
 from tlt.types import UserError
@@ -145,8 +146,7 @@ def leave_when_over(store: Store, attempt: Attempt) -> Watch:
                 return
             watch.has_answered.set()
             if over:
-                say("a rank was started again; this one leaves, to be started again too")
-                os._exit(1)
+                leave("another rank was started again, which is the end of this attempt")
 
     threading.Thread(target=look, name="tlt-attempt", daemon=True).start()
     return watch
@@ -166,8 +166,7 @@ def leave_when_silent(watch: Watch, timeout_seconds: float, whose: str) -> None:
             silent = 0.0 if watch.has_answered.is_set() else silent + WATCH_SECONDS
             watch.has_answered.clear()
             if silent > timeout_seconds:
-                say(f"error: the store of rank 0 at {whose} has not answered for {silent:g} s (run.timeout_seconds); leaving")
-                os._exit(1)
+                leave(f"the store of rank 0 at {whose} has not answered for {silent:g} s (run.timeout_seconds)")
 
     threading.Thread(target=look, name="tlt-store", daemon=True).start()
 

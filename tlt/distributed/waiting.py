@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store
 
+from tlt.distributed.failures import RankAwaited
 from tlt.distributed.store import ABSENT, read_now
 from tlt.distributed.world import World, gather_objects
 from tlt.types import UserError
@@ -80,10 +81,6 @@ def lead(world: World, name: str, work: Callable[[], None]) -> None:
         raise
     finally:
         waiting.tell(key, outcome)
-
-
-class RankAwaited(RuntimeError):
-    """Ranks have waited in a collective for others that did not come."""
 
 
 ROLL_CALL_SECONDS = 5.0

@@ -30,6 +30,7 @@ from rich.text import Text
 
 from tlt.accounts import DrafterCheck, IdleUse
 from tlt.report.metrics import StepRecord
+from tlt.streams import forgive
 
 WIDTH = 100
 ROWS_PER_HEADER = 25
@@ -105,7 +106,7 @@ class Console:
         environ: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        stream = sys.stdout if stream is None else stream
+        stream = forgive(sys.stdout if stream is None else stream)
         is_terminal = stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
         self.is_live = enabled and is_terminal
         # A fixed width where nobody looks: a log must not depend on the terminal that wrote it.

@@ -11,7 +11,6 @@ Times in these files are Unix seconds of rank 0's clock, so that ranks and resum
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt.clock import machine_name
 from tlt.files import read_appended, write_atomically
 from tlt.spans import Span, SpanName
 
@@ -30,7 +30,6 @@ MERGE_GAP_SECONDS = 0.001
 
 _EPOCH_ROUNDS = 7
 """Exchanges by which ranks on different machines compare their clocks."""
-_BOOT_ID, _TIME_NAMESPACE = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/time"
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
         clock is shared and the answer exact; between machines it is the median over rounds, as exact as the ranks leave
         `gather` together.
     """
-    machine = _machine() or f"rank {rank}"
+    machine = machine_name() or f"rank {rank}"
     rounds = []
     gather(None)
     for _ in range(_EPOCH_ROUNDS):
@@ -132,14 +131,6 @@ def shared_epoch(rank: int, gather: Callable[[Any], list[Any]]) -> Epoch:
         differences = sorted(values[0][1] - values[rank][1] for values in rounds[1:])
         to_rank_0 = differences[len(differences) // 2]
     return Epoch(to_rank_0, float(wall_0 - clock_0 + to_rank_0), machine)
-
-
-def _machine() -> str:
-    """Names what the monotonic clock belongs to: a start of a machine, and in it a namespace; empty where it is unknown."""
-    if not _BOOT_ID.exists():
-        return ""
-    namespace = os.readlink(_TIME_NAMESPACE) if os.path.lexists(_TIME_NAMESPACE) else ""
-    return _BOOT_ID.read_text().strip() + namespace
 
 
 # -- files -------------------------------------------------------------------------------------------------------------

@@ -14,10 +14,12 @@ import json
 import shlex
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlt.accounts import IdleUse
+from tlt.clock import Moment
 from tlt.config.schema import Config
 from tlt.distributed.waiting import lead, naming_who_is_awaited
 from tlt.distributed.world import Rendezvous, gather_objects, shutdown, tell
@@ -48,9 +50,9 @@ if TYPE_CHECKING:
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
-def describe_run(config: Config, started_at: float) -> str:
-    """Returns what the ranks have to know, for `main` to read. started_at: Unix time at which the user's command began."""
-    return json.dumps({"config": config.to_json(), "started_at": started_at})
+def describe_run(config: Config, began: Moment) -> str:
+    """Returns what the ranks have to know, for `main` to read. began: the user's command."""
+    return json.dumps({"config": config.to_json(), "began": asdict(began.told())})
 
 
 def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> None:
@@ -60,7 +62,7 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
     world = join_ranks(config, met)
     try:
         with naming_who_is_awaited(world):
-            run = Run(config, world, stop, started_at=described["started_at"])
+            run = Run(config, world, stop, began=Moment(**described["began"]).here())
             try:
                 train(run)
             finally:
@@ -71,6 +73,7 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
         folder, reason = config.run.out_dir, error.strerror
         raise UserError(f"{folder}: cannot be written ({reason}); make room, then tlt train --resume {folder}") from error
     del run
+    stop.signal = next(filter(None, gather_objects(world, stop.signal)), None)  # one rank has heard it, and the run has ended
     shutdown(world)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,6 +15,7 @@ from torch import Tensor
 from tlt.build.engine import EngineSettings, build_backend, load_stored
 from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder, open_model
 from tlt.build.policy import build_policy_trainer, master_dtype, reward_spec, sampling_params
+from tlt.clock import Moment
 from tlt.config.schema import Config
 from tlt.distributed.place import find_place
 from tlt.distributed.ray_cluster import num_cluster_gpus
@@ -71,7 +71,7 @@ class Run:
     metrics: None but on the leader.
 
     coordinator: one that runs side by side share.  prints: whether the leader shows the run, also to its trackers.
-    started_at: Unix time at which the user's command began; None: now.
+    began: when the user's command did; None: now.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class Run:
         stop: StopRequest,
         coordinator: Coordinator | None = None,
         prints: bool = True,
-        started_at: float | None = None,
+        began: Moment | None = None,
     ) -> None:
         self.config, self.world = config, world
-        self.started_at = time.time() if started_at is None else started_at
+        self.began = began or Moment.now()
         self.lock = FolderLock(self.out_dir) if world.is_leader else None
         if world.is_leader:
             with write_atomically(self.out_dir / "config.json") as file:  # a resumed run writes it again
@@ -111,7 +111,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """Seconds since the user's command began."""
-        return time.time() - self.started_at
+        return self.began.seconds
 
     # ── making ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -16,13 +16,14 @@ import torch
 from tlt.build.drafter import preset_changes
 from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder
 from tlt.build.policy import reward_spec
+from tlt.clock import Moment
 from tlt.config.schema import Config
 from tlt.distributed.failures import EXIT_USER_ERROR, Restarts
 from tlt.distributed.launch import is_rank, launch, run_here
 from tlt.distributed.place import Place, find_place
 from tlt.distributed.ray_cluster import RankNeeds, launch_on_ray
 from tlt.distributed.store import ABSENT, read_now
-from tlt.distributed.world import TIMEOUT_SECONDS, Rendezvous, meet_ranks
+from tlt.distributed.world import Rendezvous, meet_ranks
 from tlt.drafter.formats.folder import choose_preset, load_drafter
 from tlt.drafter.model import DrafterShape
 from tlt.engine.memory import machine_bytes
@@ -61,9 +62,9 @@ class Findings:
     num_adapted: int | None
 
 
-def launch_ranks(config: Config, started_at: float) -> int:
-    """Trains on ranks of their own; returns the exit code. started_at: Unix time at which the user's command began."""
-    description, run = describe_run(config, started_at), config.run
+def launch_ranks(config: Config, began: Moment) -> int:
+    """Trains on ranks of their own; returns the exit code. began: the user's command."""
+    run = config.run
     restarts = Restarts(run.max_restarts, lambda: describe_saved(run.out_dir), run.out_dir / "failures.log")
     on_ray = run.launcher == "ray" and find_place() is None
     if on_ray or not is_rank(run.num_ranks):
@@ -71,8 +72,9 @@ def launch_ranks(config: Config, started_at: float) -> int:
             console.note(f"starting {run.num_ranks} ranks …")  # which import torch, and are silent until they have
     if on_ray:
         needs = RankNeeds(run.threads_per_rank, num_gpus=int(device_of(config).name == "cuda"))
-        return launch_on_ray(description, run.num_ranks, "tlt.training.loop:main", needs, run.timeout_seconds, restarts)
-    return launch(description, run.num_ranks, "tlt.training.loop:main", run.threads_per_rank, restarts=restarts)
+        describe = partial(describe_run, config, began)
+        return launch_on_ray(describe, run.num_ranks, "tlt.training.loop:main", needs, run.timeout_seconds, restarts)
+    return launch(describe_run(config, began), run.num_ranks, "tlt.training.loop:main", run.threads_per_rank, restarts=restarts)
 
 
 def describe_saved(folder: Path) -> str:
@@ -82,15 +84,16 @@ def describe_saved(folder: Path) -> str:
     return ("from the beginning" if latest is None else f"from {near(latest)}") + journal
 
 
-def run_started_rank(place: Place, resolve: Callable[[bool], Config], started_at: float) -> int:
+def run_started_rank(place: Place, resolve: Callable[[bool], Config], began: Moment, patience: float) -> int:
     """Runs one of the ranks that torchrun, srun or Kubernetes has started, with the configuration that the leader resolves, for
     it has the files; returns the exit code.
 
     resolve: checks and returns the configuration, given whether these ranks have been started before.
+    patience: seconds for which this rank waits for the others to come; they agree on nothing before.
     """
-    met = meet_ranks(place, TIMEOUT_SECONDS)
+    met = meet_ranks(place, patience)
     try:
-        description = _tell_description(met, lambda: describe_run(resolve(met.is_restart), started_at))
+        description = _tell_description(met, lambda: describe_run(resolve(met.is_restart), began))
     except LeaderRefused:
         return EXIT_USER_ERROR
     if not place.is_leader:

@@ -49,6 +49,7 @@ def main(description, stop):
     loop.main(description, stop)
 
 if __name__ == "__main__":
+    from tlt.clock import Moment
     from tlt.config.load import load_config
     from tlt.distributed.failures import Restarts
     from tlt.distributed.launch import launch
@@ -56,7 +57,7 @@ if __name__ == "__main__":
 
     config = prepare(load_config(sys.argv[1], sys.argv[2:]))
     restarts = Restarts(config.run.max_restarts, lambda: describe_saved(config.run.out_dir))
-    sys.exit(launch(describe_run(config, time.time()), config.run.num_ranks, "at_fault:main", restarts=restarts))
+    sys.exit(launch(describe_run(config, Moment.now()), config.run.num_ranks, "at_fault:main", restarts=restarts))
 '''
 
 

@@ -158,6 +158,23 @@ def test_what_torchrun_has_started_goes_before_the_configuration(workspace: Path
     assert not (workspace / "contradiction" / "metrics.jsonl").exists()
 
 
+def test_ranks_that_somebody_else_has_started_all_end_as_the_one_that_heard_the_signal(workspace: Path) -> None:
+    """One that ends with 0 beside another's 143 would tell its machine that the run is complete."""
+    out_dir, port = workspace / "signal", str(free_port())
+    _, environment = command(workspace)
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(2):
+            place = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"}
+            environ = {**environment, **place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            words = [sys.executable, *words_of(workspace, "signal"), "--run.num_steps", "4000"]
+            ranks.append(stack.enter_context(started(words, environ, workspace / "signal.txt")))
+        wait_for_steps(out_dir, 1, ranks[0])
+        ranks[1].send_signal(signal.SIGTERM)
+        assert [rank.wait(600) for rank in ranks] == [143, 143], (workspace / "signal.txt").read_text()
+    assert "updates are kept" in (workspace / "signal.txt").read_text()
+
+
 # ── Slurm ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tlt.cli.main import main
 from tlt.cli.options import parse_options
 from tlt.cli.train import Train, is_checkpoint, resolve_config
+from tlt.distributed.place import Place
+from tlt.training import start
 from tlt.types import UserError
 
 
@@ -34,6 +37,24 @@ def test_a_run_is_never_overwritten_and_a_resumed_one_keeps_what_it_computes(mod
         resolve_config(path, [], resume=Path("out"))
     with pytest.raises(UserError, match=r"sampling\.temperature is 0\.5 but the run in out has 1.0"):
         resolve_config(None, ["--sampling.temperature", "0.5"], resume=Path("out"))
+
+
+@pytest.mark.usefixtures("here")
+def test_ranks_that_somebody_else_has_started_wait_for_each_other_as_long_as_the_configuration_says(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, waited = write_run(model), []
+
+    def nobody_comes(place: Place, seconds: float) -> None:
+        waited.append(seconds)
+        raise UserError("nobody came")
+
+    monkeypatch.setattr(start, "meet_ranks", nobody_comes)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    for words in ([str(path), "--run.timeout_seconds", "77"], [str(path)], ["elsewhere.toml"]):
+        assert main(["train", *words]) == 2
+    assert waited == [77.0, 600.0, 600.0]
 
 
 @pytest.mark.usefixtures("here")

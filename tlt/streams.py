@@ -1,0 +1,137 @@
+"""Standard output that cannot be written: its reader has gone (`| head`), its disk is full, or it was closed (`>&-`). A command
+whose product it is ends with one line; a run goes on without printing. Knows not what is printed.
+
+    reporting_stdout()    StdoutError               around a command
+    forgiving_output()    nothing is raised         around a run in it; forgive_output() in ranks and helpers
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TextIO, cast
+
+
+class StdoutError(OSError):
+    """Standard output cannot be written."""
+
+
+class Guarded(io.TextIOBase):
+    """Writes to a stream until that fails, and then nowhere.
+
+    stream: None: there is none.  lose: called once, with the error, when it has failed.
+    """
+
+    def __init__(self, stream: TextIO | None, lose: Callable[[OSError], None]) -> None:
+        self._stream, self._lose = stream, lose
+        self._is_lost = stream is None
+
+    def write(self, text: str) -> int:
+        self._attempt(lambda stream: stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        self._attempt(lambda stream: stream.flush())
+
+    def _attempt(self, call: Callable[[TextIO], object]) -> None:
+        if self._is_lost or self._stream is None:
+            return
+        try:
+            call(self._stream)
+        except OSError as error:
+            self._is_lost = True
+            self._lose(error)
+
+    def isatty(self) -> bool:
+        return self._stream is not None and self._stream.isatty()
+
+    def fileno(self) -> int:
+        if self._stream is None:
+            raise io.UnsupportedOperation("fileno")
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]  # IOBase has it as an attribute
+        return "utf-8" if self._stream is None else self._stream.encoding
+
+    def __getattr__(self, name: str) -> Any:
+        """Whatever else a stream has, such as its buffer, is the stream's own."""
+        return getattr(self.__dict__.get("_stream"), name)
+
+
+def guard(stream: TextIO | None, lose: Callable[[OSError], None]) -> TextIO:
+    return cast(TextIO, Guarded(stream, lose))
+
+
+@contextlib.contextmanager
+def reporting_stdout() -> Iterator[None]:
+    """Raises StdoutError where something cannot be printed, at its end at the latest."""
+    open_standard_streams()
+    stdout = sys.stdout
+
+    def lose(error: OSError) -> NoReturn:
+        discard(stdout)
+        raise StdoutError(error.errno, error.strerror) from error
+
+    sys.stdout = guard(stdout, lose)
+    try:
+        yield
+        sys.stdout.flush()
+    finally:
+        sys.stdout = stdout
+
+
+def forgive(stream: TextIO | None) -> TextIO:
+    """Returns a stream that raises nothing where this one cannot be written; a line on stderr says so."""
+    return guard(stream, _note)
+
+
+def forgive_output(says_so: bool = True) -> None:
+    """Lets nothing that this process prints end it: ours, a task's, a library's. Once stdout or stderr is lost, its descriptor
+    leads to /dev/null, for processes that are started then, too."""
+    stdout, stderr = sys.stdout, sys.stderr
+
+    def lose(error: OSError) -> None:
+        discard(stdout)
+        if says_so:
+            _note(error)
+
+    sys.stdout, sys.stderr = guard(stdout, lose), guard(stderr, lambda _: discard(stderr))
+
+
+@contextlib.contextmanager
+def forgiving_output() -> Iterator[None]:
+    """Forgives for a while."""
+    before = sys.stdout, sys.stderr
+    forgive_output()
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = before
+
+
+def _note(error: OSError) -> None:
+    with contextlib.suppress(OSError):  # stderr may be the same pipe: 2>&1 | head
+        print(f"tlt: stdout cannot be written ({error.strerror}); going on without printing", file=sys.stderr, flush=True)
+
+
+def discard(stream: TextIO) -> None:
+    """Leads a stream's descriptor to /dev/null: what could not be written would fail once more when the interpreter ends."""
+    with contextlib.suppress(OSError):  # a stream without a descriptor keeps nothing for later
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, stream.fileno())
+        os.close(nowhere)
+
+
+def open_standard_streams() -> None:
+    """Opens /dev/null in place of standard streams that are closed: the next file to be opened would get their number, and take
+    what libraries and processes that are started print."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)
