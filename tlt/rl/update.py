@@ -107,6 +107,8 @@ class PolicyTrainer:
     reference: the frozen initial policy, exactly when `algorithm.kl_coefficient` is positive; sharded where the model is. It is
         `BaseOf(model)` where adapters alone are trained.
     reduces_each: whether a sharded model's gradients are reduced after every micro-batch (gradients.py).
+
+    base: identifies the weights that the policy began with, which are the reference's, too.
     """
 
     def __init__(
@@ -133,7 +135,7 @@ class PolicyTrainer:
         self.num_ranks = 1 if process_group is None else dist.get_world_size(process_group)
         self.next_step = 0
         self.gradients = gradients_of(model, process_group, reduces_each)
-        self.base = self._identify_base()
+        self.base = self._identify_weights()
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = parameters[0].device
         matrices = [p for p in parameters if p.dim() > 1]
@@ -203,23 +205,15 @@ class PolicyTrainer:
 
     def counters(self) -> dict[str, Any]:
         """Returns what else a resumed run needs."""
-        return {"next_step": self.next_step, "base": self.base}
+        return {"next_step": self.next_step}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned; the tensors must have been filled. UserError for adapters of other weights."""
-        if counters.get("base", "") != self.base:
-            raise UserError(
-                "model.path: holds other weights than those beside which this run's adapters were trained; bring them back, or"
-                " start a new run in another folder"
-            )
+        """Takes up what `counters` returned; the tensors must have been filled."""
         self.next_step = counters["next_step"]
 
-    def _identify_base(self) -> str:
-        """Returns what identifies the weights that do not train, the same for whole ones and for slices; empty: all train."""
-        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
-        if not frozen:
-            return ""
-        sums = torch.stack([bit_sum(parameter) for parameter in frozen])
+    def _identify_weights(self) -> str:
+        """Returns what identifies the weights as they are now, the same for whole ones and for slices."""
+        sums = torch.stack([bit_sum(parameter) for parameter in self.model.parameters()])
         if self.gradients.needs_equal_shares:
             dist.all_reduce(sums, group=self.group)
         return hashlib.sha256(str(sums.tolist()).encode()).hexdigest()
