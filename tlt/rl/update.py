@@ -17,7 +17,6 @@ Axes: T response tokens of a flat batch
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from tlt.models.decoder import Transformer
 from tlt.models.lora import BaseOf, bit_sum
 from tlt.rl.algorithms import importance_ratio, importance_weights, kl_estimate, loss_divisor, loss_weight, policy_loss
 from tlt.rl.batch import check_batch, in_order, key_of, make_responses
+from tlt.rl.finite import check_loss, check_rewards, check_weights
 from tlt.rl.gradients import gradients_of
 from tlt.rl.logprobs import response_logprobs
 from tlt.rl.plan import MicroBatch, Response, plan_equal_share, plan_share, sample_flat
@@ -43,11 +43,6 @@ from tlt.types import Reward, Rollout, UserError
 SAMPLED_TOKENS = 4096
 """Responses without advantage have a gradient of exactly 0. About so many of their tokens, in whole responses drawn at random,
 stand for all of them in the means."""
-
-
-class NonFiniteUpdate(UserError):
-    """The loss or a gradient was not finite. Raised on every rank, before the optimizer could spread it to the weights. As the
-    update is a pure function it would come again, so no restart follows."""
 
 
 @dataclass(frozen=True)
@@ -148,12 +143,13 @@ class PolicyTrainer:
     def update(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> UpdateMetrics:
         """Takes one policy step on all ranks' rollouts, `rewards[i]` of `rollouts[i]`. Then all ranks hold the same weights.
 
-        Raises NonFiniteUpdate before the optimizer step that would have been spoilt, ValueError for an empty batch.
+        Raises NonFiniteUpdate, before the optimizer's step where it can be known then, ValueError for an empty batch.
         """
         start = time.perf_counter()
         a = self.settings
         check_batch(rollouts, rewards, a.minibatches, f"policy update of step {step + 1}")
         rollouts, rewards = in_order(rollouts, rewards)
+        largest = check_rewards(rewards, step)
         kl = None if self.reference is None or self.has_kl_loss else self._estimate_kl(rollouts, self.reference)
         responses, num_flat_groups = make_responses(rollouts, rewards, a, self.algorithm, kl)
         lr = self._set_learning_rate(step)
@@ -176,7 +172,7 @@ class PolicyTrainer:
                     for batch in share:
                         totals.add(self._accumulate(batch, divisor, old.get(batch), reference.get(batch), batch is last))
                     totals = self._reduce(totals)
-                    grad_norms.append(self._optimizer_step(totals.loss, step))
+                    grad_norms.append(self._optimizer_step(totals.loss, step, largest))
                 sums.add(totals)
         self.next_step = step + 1
 
@@ -303,16 +299,13 @@ class PolicyTrainer:
             reduced.add(Totals(*values.tolist()))
         return reduced
 
-    def _optimizer_step(self, loss: float, step: int) -> float:
+    def _optimizer_step(self, loss: float, step: int, largest_reward: float) -> float:
         """Clips the gradient and takes the optimizer's step; returns the norm before clipping."""
         grad_norm = self.gradients.norm()
-        values = {"loss": loss, "gradient norm": grad_norm}
-        if wrong := ", ".join(f"{name} {value}" for name, value in values.items() if not math.isfinite(value)):
-            raise NonFiniteUpdate(
-                f"policy update of step {step + 1}: {wrong}; the weights did not take it, and the last checkpoint is whole: "
-                "tlt train --resume tries again; where it comes again, begin a run with a lower optimizer.learning_rate"
-            )
+        check_loss(loss, grad_norm, step, largest_reward)
         if grad_norm > self.schedule.clip_grad_norm:
             self.gradients.scale(self.schedule.clip_grad_norm / grad_norm)
         self.optimizer.step()
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        check_weights(trained, step, self.schedule, self.group if self.gradients.needs_equal_shares else None)
         return grad_norm
