@@ -418,11 +418,11 @@ def test_weights_that_an_update_would_leave_not_finite_are_named_before_anybody_
     assert trainer.next_step == 0
 
 
-@pytest.mark.parametrize(("largest", "advantage"), [(1e308, "group-std"), (1e200, "group-std"), (1e149, "group-mean")])
+@pytest.mark.parametrize(("largest", "advantage"), [(1e308, "group-std"), (1e200, "group-std"), (1e40, "group-mean")])
 def test_rewards_too_large_for_an_advantage_are_named_and_no_learning_rate(largest: float, advantage: str) -> None:
     rollouts, rewards = make_batch()
     rewards = [replace(reward, value=largest * (number % 2)) for number, reward in enumerate(rewards)]
-    trainer = make_trainer(make_model(), advantage=advantage)
+    trainer = make_trainer(make_model().float(), advantage=advantage)
     before = flat(trainer.model)
     with pytest.raises(
         NonFiniteUpdate, match=r"^policy update of step 1: .*scale the rewards down, which reach 1e\+"
