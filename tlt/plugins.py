@@ -6,6 +6,7 @@ Tasks, reward functions and trackers are named so. Whatever goes wrong in them i
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import sysconfig
 import traceback
@@ -36,6 +37,20 @@ def get_object(place: str, spec: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise UserError(f"{place}: {module.__file__} has no {attribute!r}; correct the name") from None
+
+
+def source_of(spec: str) -> Path | None:
+    """Returns the file of the module in "package.module:object"; None: the name is of another kind, or no user's file."""
+    module_name, colon, _ = spec.partition(":")
+    if not colon or module_name.partition(".")[0] == "tlt":
+        return None
+    see_working_directory()
+    try:
+        found = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):  # ValueError: made in this process
+        return None
+    path = None if found is None or not found.has_location or found.origin is None else Path(found.origin)
+    return path if path is not None and path.is_file() else None
 
 
 def see_working_directory() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -201,6 +202,19 @@ def test_shards_are_filled_in_order_and_never_beyond_their_bound() -> None:
 
 
 # ── identity ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_weights_that_are_not_finite_are_never_written_and_what_was_there_stays(value: float, tmp_path: Path) -> None:
+    before = save_small(tmp_path / "saved")
+    config = load_published_small()
+    tensors = dict(Transformer(config).initialize(0).named_parameters())
+    with torch.no_grad():
+        tensors["model.norm.weight"][-1] = value
+    message = refusal(save_model, tmp_path / "saved", config, tensors, dtype=torch.float32, source=None)
+    assert message == "tensor model.norm.weight holds NaN or infinite values, and is not written; save weights that are finite"
+    assert hash_of(tmp_path / "saved") == before
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 def test_the_content_hash_sees_names_dtypes_shapes_and_bytes_but_no_order() -> None:

@@ -86,14 +86,8 @@ def test_json_round_trip_changes_nothing(folder: Path) -> None:
     config = load_config(folder / "run.toml", ["--drafter.path", str(folder / "drafter"), "--rollout.speculation", "4x1x4"])
     again = Config.from_json(config.to_json())
     assert again == config
-    assert again.content_hash == config.content_hash
     (folder / "config.json").write_text(config.to_json())
     assert load_config(folder / "config.json") == config
-
-
-def test_the_hash_changes_with_any_value(folder: Path) -> None:
-    hashes = [load_config(folder / "run.toml", ["--run.seed", str(seed)]).content_hash for seed in (0, 1)]
-    assert hashes[0] != hashes[1]
 
 
 KEYS = """

@@ -20,7 +20,8 @@ from tlt.config.schema import AlgorithmSection, OptimizerSection, SamplingSectio
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.rl import logprobs as logprobs_module
 from tlt.rl import update as policy
-from tlt.rl.update import NonFiniteUpdate, PolicyTrainer, UpdateMetrics
+from tlt.rl.finite import NonFiniteUpdate
+from tlt.rl.update import PolicyTrainer, UpdateMetrics
 from tlt.types import Reward, Rollout, UserError
 
 CONFIG = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)
@@ -434,6 +435,28 @@ def test_a_non_finite_update_names_the_step_and_leaves_the_weights_alone() -> No
     assert torch.equal(before, flat(model))
     assert not trainer.optimizer.state
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_weights_that_an_update_would_leave_not_finite_are_named_before_anybody_takes_them() -> None:
+    trainer = make_trainer(make_model().float(), OPTIMIZER.model_copy(update={"weight_decay": 1e300}))
+    with pytest.raises(NonFiniteUpdate, match=r"step 5: .* not finite, first model\..*; they are written nowhere") as caught:
+        trainer.update(*make_batch(), 4)
+    assert "optimizer.weight_decay 1e+300" in str(caught.value)
+    assert trainer.next_step == 0
+
+
+@pytest.mark.parametrize(("largest", "advantage"), [(1e308, "group-std"), (1e200, "group-std"), (1e40, "group-mean")])
+def test_rewards_too_large_for_an_advantage_are_named_and_no_learning_rate(largest: float, advantage: str) -> None:
+    rollouts, rewards = make_batch()
+    rewards = [replace(reward, value=largest * (number % 2)) for number, reward in enumerate(rewards)]
+    trainer = make_trainer(make_model().float(), advantage=advantage)
+    before = flat(trainer.model)
+    with pytest.raises(
+        NonFiniteUpdate, match=r"^policy update of step 1: .*scale the rewards down, which reach 1e\+"
+    ) as caught:
+        trainer.update(rollouts, rewards, 0)
+    assert "learning_rate" not in str(caught.value)
+    assert torch.equal(before, flat(trainer.model))
 
 
 def test_a_gradient_that_is_not_finite_is_named_although_the_loss_is() -> None:

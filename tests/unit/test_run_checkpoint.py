@@ -214,9 +214,9 @@ def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
-    with patch.object(manifest, "FORMAT", 1), patch.object(checkpoint, "FORMAT", 1):
+    with patch.object(manifest, "FORMAT", 2), patch.object(checkpoint, "FORMAT", 2):
         save(tmp_path, 3)
-    expected = "has format 1, not 2; go on with the version of TLT that wrote it"
+    expected = "has format 2, not 3; go on with the version of TLT that wrote it"
     assert refusal(find_checkpoint, tmp_path, ALONE).endswith(expected)
 
 

@@ -35,7 +35,8 @@ from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_weights import StoredTensors, save_model
 from tlt.models.packed import PackedTransformer
 from tlt.rl import logprobs
-from tlt.rl.update import NonFiniteUpdate, PolicyTrainer
+from tlt.rl.finite import NonFiniteUpdate
+from tlt.rl.update import PolicyTrainer
 
 LLAMA = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)
 UNTIED = replace(LLAMA, tie_embeddings=False)
@@ -162,6 +163,7 @@ def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
     results["loaded"] = loaded(ranks, folder)
     results["resumed"] = resumed(ranks)
     results["refused"] = refused(ranks)
+    results["spoilt"] = spoilt(ranks)
     torch.save(results, folder / f"rank{rank}.pt")
     dist.barrier()
 
@@ -266,6 +268,27 @@ def refused(ranks: Ranks) -> tuple[str, bool, bool]:
     return "", False, False
 
 
+def spoilt(ranks: Ranks) -> str:
+    """The message of an update whose optimizer spoils one weight, which the last rank alone holds."""
+    model = ranks.cut(ranks.model(UNTIED))
+    trainer = ranks.trainer(model, None, FREE, each=True)
+    take_step = trainer.optimizer.step
+
+    def spoil() -> None:
+        take_step()
+        head = dict(model.named_parameters())["lm_head.weight"]
+        rows = local_rows(head)
+        if rows.stop == len(head):
+            head.to_local()[-1, -1] = math.nan
+
+    trainer.optimizer.step = torch.no_grad()(spoil)
+    try:
+        ranks.updates(trainer, range(4, 5))
+    except NonFiniteUpdate as error:
+        return str(error)
+    return ""
+
+
 @pytest.fixture(scope="module")
 def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
@@ -335,6 +358,13 @@ def test_a_rank_reads_its_slices_of_a_checkpoint_and_no_more(ranks_results: list
 
 def test_an_update_goes_on_from_whole_tensors_that_are_cut_again_and_from_slices(ranks_results: list[dict[str, Any]]) -> None:
     assert [results["resumed"] for results in ranks_results] == [0] * len(ranks_results)
+
+
+def test_a_weight_that_one_rank_holds_and_the_optimizer_spoils_is_named_on_all_ranks(
+    ranks_results: list[dict[str, Any]],
+) -> None:
+    for results in ranks_results:
+        assert "leaves weights that are not finite, first lm_head.weight;" in results["spoilt"]
 
 
 def test_an_update_that_is_not_finite_is_refused_on_all_ranks_and_spoils_no_slice(ranks_results: list[dict[str, Any]]) -> None:

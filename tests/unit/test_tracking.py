@@ -17,7 +17,7 @@ from tlt.config.load import load_config
 from tlt.report import trackers
 from tlt.report.metrics import NAN, StepRecord
 from tlt.report.trackers import Library, TrackedRun, WandbTracker, check_trackers
-from tlt.report.tracking import Patience, Tracking, keep_run_id, run_id, step_values, track
+from tlt.report.tracking import Patience, Tracking, run_id, step_values, track
 from tlt.types import UserError
 
 FAKES = """
@@ -124,8 +124,6 @@ def test_a_run_keeps_its_id_and_no_two_share_one(tmp_path: Path) -> None:
     (tmp_path / "b").mkdir()
     first = run_id(tmp_path / "a")
     assert run_id(tmp_path / "a") == first != run_id(tmp_path / "b")
-    (tmp_path / "a" / "tracking.json").write_text("torn")
-    assert run_id(tmp_path / "a") not in ("", first)
 
 
 # -- what a tracker is told ----------------------------------------------------------------------------------------------
@@ -367,8 +365,22 @@ def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_keeps_the_id_that_its_checkpoint_knows_and_refuses_another(tmp_path: Path) -> None:
-    keep_run_id(tmp_path, "12ab34cd")
-    assert run_id(tmp_path) == "12ab34cd"
-    keep_run_id(tmp_path, "12ab34cd")
+    assert run_id(tmp_path, "12ab34cd") == "12ab34cd"
+    assert run_id(tmp_path) == run_id(tmp_path, "12ab34cd") == "12ab34cd"
     with pytest.raises(UserError, match=r"is run 12ab34cd by its tracking.json, but its checkpoint is of run ffff;"):
-        keep_run_id(tmp_path, "ffff")
+        run_id(tmp_path, "ffff")
+
+
+@pytest.mark.parametrize("torn", [b"torn", b"\xff\x00", b"{}", b'{"run_id": null}', b"[" * 99_999])
+def test_an_id_that_cannot_be_read_is_the_checkpoints_and_what_was_there_is_kept(torn: bytes, tmp_path: Path) -> None:
+    path, said = tmp_path / "tracking.json", list[str]()
+    for kept in ("tracking.json.unreadable", "tracking.json.unreadable-2"):
+        path.write_bytes(torn)
+        assert run_id(tmp_path, "12ab34cd", said.append) == run_id(tmp_path) == "12ab34cd"
+        assert (tmp_path / kept).read_bytes() == torn
+        assert f"is kept as {kept}; the run goes on under 12ab34cd, the id that its checkpoint or journal knows" in said.pop()
+    path.unlink()
+    path.mkdir()
+    assert run_id(tmp_path, say=said.append) == run_id(tmp_path)
+    assert said.pop().endswith("a new id")
+    assert not said

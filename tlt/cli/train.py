@@ -18,15 +18,8 @@ from tlt.distributed.signals import say
 from tlt.hub import Repository
 from tlt.streams import forgiving_output
 from tlt.training.lock import can_go_on, forget_journal, refuse_begun
+from tlt.training.saved.inputs import find_change
 from tlt.types import UserError
-
-MAY_CHANGE_ON_RESUME = {
-    "run": {"out_dir", "num_steps", "num_ranks", "threads_per_rank", "device", "checkpoint_every", "keep_checkpoints"}
-    | {"journal", "time_limit_minutes", "launcher", "max_restarts", "timeout_seconds", "keep_responses"},
-    "rollout": {"replay"},
-    "parallel": {"policy", "checkpoint_activations", "reduce_each_micro_batch"},
-}
-"""Keys, by section, that say how long and on what a run runs, not what it computes."""
 
 
 class Train(WithOverrides):
@@ -66,15 +59,19 @@ def run(options: Train) -> int:
 def _run(options: Train, began: Moment) -> int:
     place = find_place()
     with show_busy():
+        from tlt.training.saved.begun import read_begun
         from tlt.training.start import go_back, launch_ranks, prepare, run_started_rank
 
     overrides = options.overrides if options.replay is None else (*options.overrides, f"--rollout.replay={options.replay}")
 
     def resolve(goes_on: bool) -> Config:
-        config = prepare(resolve_config(options.config, overrides, options.resume, place, goes_on))
-        if is_checkpoint(options.resume) and not goes_on:
-            go_back(options.resume)
-        if options.resume is None and not goes_on and forget_journal(config.run.out_dir):
+        config = resolve_config(options.config, overrides, options.resume, place, goes_on)
+        chosen = options.resume if is_checkpoint(options.resume) and not goes_on else None
+        is_new = options.resume is None and not goes_on
+        config = prepare(config, None if is_new else read_begun(config.run.out_dir, chosen))
+        if chosen is not None:
+            go_back(chosen)
+        if is_new and forget_journal(config.run.out_dir):
             say(f"{config.run.out_dir}: the journal of an earlier attempt is removed; --resume would have gone on with it")
         return config
 
@@ -167,12 +164,9 @@ def _refuse_changes(before: Config, now: Config, folder: Path) -> None:
             f"--resume: run.num_steps is {now.run.num_steps} but the run in {folder} has {before.run.num_steps}, by which"
             f" its learning rate ends (optimizer.schedule is {now.optimizer.schedule}): remove the change, or start a new run"
         )
-    old, new = before.model_dump(mode="json"), now.model_dump(mode="json")
-    for section, values in old.items():
-        for key, value in values.items():
-            may_change = section == "tracking" or key in MAY_CHANGE_ON_RESUME.get(section, ())
-            if not may_change and new[section][key] != value:
-                raise UserError(
-                    f"--resume: {section}.{key} is {new[section][key]!r} but the run in {folder} has {value!r};"
-                    " a resumed run keeps its configuration: remove the change, or start a new run"
-                )
+    if (change := find_change(before.model_dump(mode="json"), now)) is not None:
+        key, old, new = change
+        raise UserError(
+            f"--resume: {key} is {new!r} but the run in {folder} has {old!r};"
+            " a resumed run keeps its configuration: remove the change, or start a new run"
+        )

@@ -3,7 +3,6 @@ from (load.py), nor what is done with them."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -333,9 +332,3 @@ class Config(Section):
         except json.JSONDecodeError as error:
             raise UserError(f"{place}: not JSON: {error}; restore the file the run wrote") from None
         return validate(Config, values, place)
-
-    @property
-    def content_hash(self) -> str:
-        """16 hex digits that identify the resolved values."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True)
-        return hashlib.sha256(canonical.encode()).hexdigest()[:16]

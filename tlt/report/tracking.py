@@ -75,25 +75,42 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield name, value
 
 
-def run_id(folder: Path) -> str:
-    """Returns the id by which trackers know the run in this folder: made once, kept in its tracking.json."""
+def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda text: None) -> str:
+    """Returns the id by which trackers know the run in this folder: made once, kept in its tracking.json.
+
+    known: the id by the run's checkpoint or journal; empty: there is none. UserError where tracking.json has another: two runs
+        are mixed.
+    say: is told where tracking.json cannot be read; it is moved aside then.
+    """
     path = folder / "tracking.json"
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        return str(loads(path.read_text(encoding="utf-8"))["run_id"])
-    made = uuid.uuid4().hex[:8]
-    write_json(path, {"run_id": made})
-    return made
-
-
-def keep_run_id(folder: Path, known: str) -> None:
-    """Gives a folder that has no id the one that its checkpoint knows. UserError where it has another: two runs are mixed."""
-    if not (folder / "tracking.json").exists():
-        write_json(folder / "tracking.json", {"run_id": known})
-    if (here := run_id(folder)) != known:
+    found = read_run_id(folder)
+    if found is None:
+        found = known or uuid.uuid4().hex[:8]
+        if os.path.lexists(path):
+            aside = _move_aside(path)
+            whose = "the id that its checkpoint or journal knows" if known else "a new id"
+            say(f"{path}: cannot be read, and is kept as {aside.name}; the run goes on under {found}, {whose}")
+        write_json(path, {"run_id": found})
+    if known and found != known:
         raise UserError(
-            f"{folder}: is run {here} by its tracking.json, but its checkpoint is of run {known}; bring back the one that"
+            f"{folder}: is run {found} by its tracking.json, but its checkpoint is of run {known}; bring back the one that"
             " belongs here, or remove tracking.json to go on as the checkpoint's"
         )
+    return found
+
+
+def read_run_id(folder: Path) -> str | None:
+    """Returns the id in a folder's tracking.json; None: there is none that could be read."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = loads((folder / "tracking.json").read_text(encoding="utf-8"))["run_id"]
+        return found if isinstance(found, str) and found else None
+    return None
+
+
+def _move_aside(path: Path) -> Path:
+    """Gives a file another name, which is returned, so that nothing of it is lost."""
+    names = (path.with_name(f"{path.name}.unreadable{suffix}") for suffix in ("", *(f"-{n}" for n in range(2, 1000))))
+    return path.rename(next(name for name in names if not os.path.lexists(name)))
 
 
 # ── the run's side ───────────────────────────────────────────────────────────────────────────────────────────────────

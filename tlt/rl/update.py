@@ -18,7 +18,6 @@ Axes: T response tokens of a flat batch
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ from tlt.models.decoder import Transformer
 from tlt.models.lora import BaseOf, bit_sum
 from tlt.rl.algorithms import importance_ratio, importance_weights, kl_estimate, loss_divisor, loss_weight, policy_loss
 from tlt.rl.batch import check_batch, in_order, key_of, make_responses, num_problems, scored_ones
+from tlt.rl.finite import check_loss, check_rewards, check_weights
 from tlt.rl.gradients import gradients_of
 from tlt.rl.logprobs import response_logprobs
 from tlt.rl.plan import MicroBatch, Response, plan_equal_share, plan_share, sample_flat
@@ -44,11 +44,6 @@ from tlt.types import Reward, Rollout, UserError
 SAMPLED_TOKENS = 4096
 """Responses without advantage have a gradient of exactly 0. About so many of their tokens, in whole responses drawn at random,
 stand for all of them in the means."""
-
-
-class NonFiniteUpdate(UserError):
-    """The loss or a gradient was not finite. Raised on every rank, before the optimizer could spread it to the weights. As the
-    update is a pure function it would come again, so no restart follows."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +105,8 @@ class PolicyTrainer:
     reference: the frozen initial policy, exactly when `algorithm.kl_coefficient` is positive; sharded where the model is. It is
         `BaseOf(model)` where adapters alone are trained.
     reduces_each: whether a sharded model's gradients are reduced after every micro-batch (gradients.py).
+
+    base: identifies the weights that the policy began with, which are the reference's, too.
     """
 
     def __init__(
@@ -136,7 +133,7 @@ class PolicyTrainer:
         self.num_ranks = 1 if process_group is None else dist.get_world_size(process_group)
         self.next_step = 0
         self.gradients = gradients_of(model, process_group, reduces_each)
-        self.base = self._identify_base()
+        self.base = self._identify_weights()
         parameters = [p for p in model.parameters() if p.requires_grad]
         self.device = parameters[0].device
         matrices = [p for p in parameters if p.dim() > 1]
@@ -149,7 +146,7 @@ class PolicyTrainer:
     def update(self, rollouts: Sequence[Rollout], rewards: Sequence[Reward], step: int) -> UpdateMetrics:
         """Takes one policy step on all ranks' rollouts, `rewards[i]` of `rollouts[i]`. Then all ranks hold the same weights.
 
-        Raises NonFiniteUpdate before the optimizer step that would have been spoilt, ValueError for an empty batch.
+        Raises NonFiniteUpdate, before the optimizer's step where it can be known then, ValueError for an empty batch.
         """
         start = time.perf_counter()
         a = self.settings
@@ -157,6 +154,7 @@ class PolicyTrainer:
         num_groups = num_problems(rollouts)
         rollouts, rewards = scored_ones(*in_order(rollouts, rewards))
         num_unscored_groups = num_groups - num_problems(rollouts)
+        largest = check_rewards(rewards, step)
         kl = None if self.reference is None or self.has_kl_loss else self._estimate_kl(rollouts, self.reference)
         responses, num_flat_groups = make_responses(rollouts, rewards, a, self.algorithm, kl)
         lr = self._set_learning_rate(step)
@@ -180,7 +178,7 @@ class PolicyTrainer:
                         totals.add(self._accumulate(batch, divisor, old.get(batch), reference.get(batch), batch is last))
                     totals = self._reduce(totals)
                     if any(lengths):
-                        grad_norms.append(self._optimizer_step(totals.loss, step))
+                        grad_norms.append(self._optimizer_step(totals.loss, step, largest))
                 sums.add(totals)
         self.next_step = step + 1
 
@@ -211,23 +209,15 @@ class PolicyTrainer:
 
     def counters(self) -> dict[str, Any]:
         """Returns what else a resumed run needs."""
-        return {"next_step": self.next_step, "base": self.base}
+        return {"next_step": self.next_step}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned; the tensors must have been filled. UserError for adapters of other weights."""
-        if counters.get("base", "") != self.base:
-            raise UserError(
-                "model.path: holds other weights than those beside which this run's adapters were trained; bring them back, or"
-                " start a new run in another folder"
-            )
+        """Takes up what `counters` returned; the tensors must have been filled."""
         self.next_step = counters["next_step"]
 
-    def _identify_base(self) -> str:
-        """Returns what identifies the weights that do not train, the same for whole ones and for slices; empty: all train."""
-        frozen = [parameter for parameter in self.model.parameters() if not parameter.requires_grad]
-        if not frozen:
-            return ""
-        sums = torch.stack([bit_sum(parameter) for parameter in frozen])
+    def _identify_weights(self) -> str:
+        """Returns what identifies the weights as they are now, the same for whole ones and for slices."""
+        sums = torch.stack([bit_sum(parameter) for parameter in self.model.parameters()])
         if self.gradients.needs_equal_shares:
             dist.all_reduce(sums, group=self.group)
         return hashlib.sha256(str(sums.tolist()).encode()).hexdigest()
@@ -317,16 +307,13 @@ class PolicyTrainer:
             reduced.add(Totals(*values.tolist()))
         return reduced
 
-    def _optimizer_step(self, loss: float, step: int) -> float:
+    def _optimizer_step(self, loss: float, step: int, largest_reward: float) -> float:
         """Clips the gradient and takes the optimizer's step; returns the norm before clipping."""
         grad_norm = self.gradients.norm()
-        values = {"loss": loss, "gradient norm": grad_norm}
-        if wrong := ", ".join(f"{name} {value}" for name, value in values.items() if not math.isfinite(value)):
-            raise NonFiniteUpdate(
-                f"policy update of step {step + 1}: {wrong}; the weights did not take it, and the last checkpoint is whole: "
-                "tlt train --resume tries again; where it comes again, begin a run with a lower optimizer.learning_rate"
-            )
+        check_loss(loss, grad_norm, step, largest_reward)
         if grad_norm > self.schedule.clip_grad_norm:
             self.gradients.scale(self.schedule.clip_grad_norm / grad_norm)
         self.optimizer.step()
+        trained = {name: parameter for name, parameter in self.model.named_parameters() if parameter.requires_grad}
+        check_weights(trained, step, self.schedule, self.group if self.gradients.needs_equal_shares else None)
         return grad_norm

@@ -28,6 +28,7 @@ from tlt.report.console import near
 from tlt.report.metrics import read_metrics
 from tlt.report.outcome import Outcome, summary_rows
 from tlt.report.timeline import merge_timelines
+from tlt.rl.finite import NonFiniteUpdate
 from tlt.rl.rewards import check_scorable
 from tlt.spans import SpanName
 from tlt.training.evaluate import evaluate, settle_best
@@ -40,6 +41,7 @@ from tlt.training.rollout.idle_time import IdleWork, facts_of
 from tlt.training.rollout.phase import StopRequested
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.run import Run, join_ranks
+from tlt.training.saved.manifest import latest_checkpoint
 from tlt.training.saved.responses import FOLDER as RESPONSES
 from tlt.types import UserError
 
@@ -67,6 +69,11 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
                 train(run)
             finally:
                 run.close()
+    except NonFiniteUpdate as error:
+        kept = latest_checkpoint(config.run.out_dir / "checkpoints")
+        raise UserError(
+            f"{error}; " + ("no checkpoint is kept" if kept is None else f"the last checkpoint is {kept}")
+        ) from None
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise

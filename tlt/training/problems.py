@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
-import json
 import random
 from collections.abc import Sequence
 
@@ -16,6 +14,7 @@ from tlt.models.hf_config import load_model_config
 from tlt.models.prompts import ChatFormat, encode_prompts
 from tlt.models.tokenizer import load_tokenizer
 from tlt.tasks.base import make_problems, prepare_records
+from tlt.training.saved.inputs import digest_of_problems
 from tlt.types import Problem, UserError
 
 
@@ -43,14 +42,9 @@ def load_problems(config: Config, split: str) -> list[Problem]:
 def check_same_problems(world: World, *splits: Sequence[Problem]) -> None:
     """Raises UserError on all ranks where one has read other problems than the leader: machines may hold different files under
     the same name."""
-    digests = [_digest(problems) for problems in splits]
+    digests = [digest_of_problems(problems) for problems in splits]
     mistake = "task.data: these are other problems than on rank 0; give all machines the same files"
     refuse_together(world, None if tell(world, digests) == digests else mistake)
-
-
-def _digest(problems: Sequence[Problem]) -> str:
-    text = json.dumps([(problem.problem_id, problem.prompt_ids) for problem in problems])
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def data_source(config: Config, split: str) -> DataSource | None:

@@ -42,7 +42,7 @@ from tlt.report.console import Console
 from tlt.report.metrics import MetricsWriter
 from tlt.report.timeline import Timeline, rank_path, shared_epoch
 from tlt.report.trackers import TrackedRun
-from tlt.report.tracking import NO_TRACKING, Tracking, keep_run_id, run_id, track
+from tlt.report.tracking import NO_TRACKING, Tracking, track
 from tlt.rl.rewards import RewardPool
 from tlt.spans import SpanName
 from tlt.training.evaluate import Evaluations, is_judged_by_reward
@@ -53,7 +53,9 @@ from tlt.training.rollout.idle_time import idle_choice
 from tlt.training.rollout.phase import RolloutPhase
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.rollout.work import Receivers
+from tlt.training.saved.begun import identify_run
 from tlt.training.saved.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
+from tlt.training.saved.inputs import Inputs
 from tlt.training.saved.journal import FileJournal, Journal
 from tlt.training.saved.replay import Prompts, Replay, ReplayOf, prompts_of
 from tlt.training.saved.responses import KeptResponses, forget_responses
@@ -67,8 +69,8 @@ if TYPE_CHECKING:
 class Run:
     """Holds the objects of one run on one rank, as its last checkpoint left them.
 
-    step: updates done; `first_step` of them by earlier attempts.  drafter: who looks after the learned drafter.
-    metrics: None but on the leader.
+    step: updates done; `first_step` of them by earlier attempts.  id: as trackers know it.  inputs: what it computes from.
+    drafter: who looks after the learned drafter.  metrics: None but on the leader.
 
     coordinator: one that runs side by side share.  prints: whether the leader shows the run, also to its trackers.
     began: when the user's command did; None: now.
@@ -128,6 +130,8 @@ class Run:
         self.params = sampling_params(config, model.stop_ids)
         self.is_sharded = layout_of(config).is_sharded
         self.trainer = build_policy_trainer(config, model, world, self.is_sharded)
+        problems = {"train": self.problems, "test": self.held_out}
+        self.inputs = Inputs.of(config, problems, model.path, self.trainer.base)
         stored = load_stored(drafter_folder(config), model)
         longest_prompt = max(len(problem.prompt_ids) for problem in (*self.problems, *self.held_out))
         window = longest_prompt + config.sampling.max_tokens
@@ -165,10 +169,11 @@ class Run:
         """Takes up the last checkpoint, if there is one; returns the updates done."""
         self._follows = ""  # digest of the checkpoint before the one that the run goes on from
         found = find_checkpoint(self.checkpoints.folder, self.world)
+        identify = partial(identify_run, self.out_dir, self.config, self.inputs, self.console.note)
+        self.id = tell(self.world, together(self.world, lambda: identify() if self.world.is_leader else ""))
         if found is None:
             return 0
         path, manifest = found
-        together(self.world, lambda: keep_run_id(self.out_dir, manifest.run) if self.world.is_leader else None)
         own = load_checkpoint(path, manifest, self._tensors(), self.world)
         self.trainer.restore(manifest.counters["policy"])
         self.drafter.restore(manifest.counters["drafter"], own[0]["drafter"])
@@ -216,9 +221,8 @@ class Run:
 
     def _open_journal(self) -> Journal:
         """Opens this replica's journal, and finds what earlier attempts have left in theirs."""
-        identity = tell(self.world, run_id(self.out_dir) if self.world.is_leader else None)
-        folder = self.out_dir / "journal"
-        return FileJournal(folder, self.world, identity, self._saved, self._follows, self.timeline, self.console.note)
+        whose = (self.id, self._saved, self._follows)
+        return FileJournal(self.out_dir / "journal", self.world, *whose, self.timeline, self.console.note, self.inputs)
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns all that trains, by name, as this rank holds it: what a checkpoint keeps and fills."""
@@ -231,7 +235,7 @@ class Run:
             return NO_TRACKING
         project = settings.project or os.environ.get("WANDB_PROJECT") or "tlt"
         config = self.config.model_dump(mode="json")
-        run = TrackedRun(settings.run_name or folder.name, project, run_id(folder), folder, config, self.step)
+        run = TrackedRun(settings.run_name or folder.name, project, self.id, folder, config, self.step)
         return track(settings.use, run, self.console.note)
 
     # ── what the loop asks for ───────────────────────────────────────────────────────────────────────────────────────
@@ -264,8 +268,7 @@ class Run:
             counters = {**own_state, "follows": self._saved().digest}
             drafting = {} if self.engine.drafter is None else self.engine.drafter.counters()
             own = {"drafter": self.drafter.own_counters(), "tuner": counters_of(self.engine.tuner), "drafting": drafting}
-            identity = run_id(self.out_dir) if self.world.is_leader else ""
-            self.checkpoints.save(Checkpoint(self.step, identity, self._tensors(), counters, own))
+            self.checkpoints.save(Checkpoint(self.step, self.id, self._tensors(), counters, own, self.inputs))
 
     def save_policy(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Writes the policy as a checkpoint that transformers loads; every rank calls it, and rank 0 writes. extra: further

@@ -42,7 +42,9 @@ from tlt.training.lock import FolderLock
 from tlt.training.loop import describe_run, main
 from tlt.training.problems import load_problems
 from tlt.training.run import device_of, layout_of
+from tlt.training.saved.begun import Begun
 from tlt.training.saved.checkpoint import go_back_to
+from tlt.training.saved.inputs import Inputs
 from tlt.training.saved.manifest import latest_checkpoint
 from tlt.training.saved.replay import check_replay
 from tlt.types import UserError, resolve_dtype
@@ -144,14 +146,15 @@ def go_back(checkpoint: Path) -> None:
             console.note(f"a newer checkpoint is kept as {near(path)}")
 
 
-def prepare(config: Config) -> Config:
-    """Refuses what can be refused now, and prints the header. Returns the configuration with its names pinned."""
+def prepare(config: Config, begun: Begun | None = None) -> Config:
+    """Refuses what can be refused now, and prints the header. Returns the configuration with its names pinned. begun: the run
+    that is gone on with; None: a new one begins, or nothing is known of it."""
     config = pin(config)
     place = find_place()
     is_first = place is None or place.is_leader
     with Console(enabled=is_first) as console:
         with console.status("reading model and problems") if console.is_live else nullcontext():
-            findings = preflight(config)
+            findings = preflight(config, begun)
         if is_first:
             FolderLock(config.run.out_dir).release()
         console.header(describe(config, findings))
@@ -172,8 +175,8 @@ def pin(config: Config) -> Config:
     return Config.model_validate(values)
 
 
-def preflight(config: Config) -> Findings:
-    """Raises UserError for everything that can be refused before a process is started."""
+def preflight(config: Config, begun: Begun | None = None) -> Findings:
+    """Raises UserError for everything that can be refused before a process is started. begun: see `prepare`."""
     layout = layout_of(config)
     if config.rollout.engine == "vllm":
         has_learned, dtype = config.drafter.path is not None, resolve_dtype(config.run.dtype)
@@ -191,8 +194,11 @@ def preflight(config: Config) -> Findings:
     refuse(plan_run(config, model, None if drafter is None else stored.config, longest_prompt))
     check_replay(config, problems, model)
     Scorer(reward_spec(config)).check(problems[0].data)
-    num_held_out = len(load_problems(config, "test")) if config.evaluation.num_problems else 0
-    return Findings(model, len(problems), num_held_out, num_adapted)
+    held_out = load_problems(config, "test") if config.evaluation.num_problems else []
+    if begun is not None:
+        inputs = Inputs.of(config, {"train": problems, "test": held_out}, model_folder(config))
+        inputs.refuse_other(begun.inputs, config, begun.when)
+    return Findings(model, len(problems), len(held_out), num_adapted)
 
 
 def plan_run(config: Config, model: ModelConfig, drafter: DrafterShape | None, longest_prompt: int) -> PlannedRun:

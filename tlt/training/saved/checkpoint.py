@@ -40,6 +40,7 @@ from tlt.distributed.shards import (
 from tlt.distributed.waiting import PATIENCE_SECONDS, connect_waiting, together
 from tlt.distributed.world import World, gather_objects
 from tlt.files import flush
+from tlt.training.saved.inputs import NO_INPUTS, Inputs
 from tlt.training.saved.manifest import (
     FORMAT,
     MANIFEST,
@@ -67,7 +68,7 @@ class Checkpoint:
 
     step: updates done.  run: the run's id.  tensors: all that trains, by name, DTensors where it is sharded; on every rank the
     same names.  counters: what all ranks hold alike.  own: what this rank alone knows, made for this checkpoint: it is read
-    later, by a thread. Both are of kinds that JSON has.
+    later, by a thread. Both are of kinds that JSON has.  inputs: what the run computes from.
     """
 
     step: int
@@ -75,6 +76,7 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     counters: Mapping[str, Any]
     own: Mapping[str, Any]
+    inputs: Inputs = NO_INPUTS
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class _Share:
     parts: Mapping[str, Part]
     counters: str
     own: Mapping[str, Any]
+    inputs: Inputs
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ class CheckpointWriter:
         self._step, self._number = checkpoint.step, self._number + 1
         parts = parts_of(checkpoint.tensors, self.world.rank, self.world.world_size)
         counters = json.dumps(checkpoint.counters, allow_nan=False)
-        share = _Share(checkpoint.step, checkpoint.run, parts, counters, checkpoint.own)
+        share = _Share(checkpoint.step, checkpoint.run, parts, counters, checkpoint.own, checkpoint.inputs)
         self._thread = threading.Thread(target=self._write, args=(share,), name="checkpoint writer", daemon=True)
         self._thread.start()
 
@@ -234,6 +237,7 @@ def commit(partial: Path, share: _Share, reports: Sequence[_Report]) -> Manifest
         law=LAW_VERSION,
         tlt=__version__,
         run=share.run,
+        inputs=share.inputs,
         counters=json.loads(share.counters),
         files=files,
         tensors=tensors,

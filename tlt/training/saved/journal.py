@@ -15,6 +15,7 @@ them. Knows neither engine nor queue.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,13 +34,15 @@ from tlt.rl.batch import key_of
 from tlt.rl.rewards import Key
 from tlt.spans import SpanName
 from tlt.training.saved.checkpoint import Saved
+from tlt.training.saved.inputs import NO_INPUTS, Inputs
 from tlt.training.saved.journal_file import Record, read_record, read_records
 from tlt.training.saved.manifest import folder_of
 from tlt.types import LAW_VERSION, Request, Reward, Rollout
 
-FORMAT = 1
+FORMAT = 2
 RUNNING_TOKENS = 1000
 """A response that runs is written whenever it has grown by so many tokens: at most these are generated again."""
+_NAME = re.compile(r"replica-(\d{5})\.(\d+)", re.ASCII)
 _STEPS = 32
 """Engine steps between two looks at what runs."""
 
@@ -89,7 +92,7 @@ class FileJournal(Journal):
 
     run: the run's id.  saved: returns the latest checkpoint that is whole.  follows: digest of the one that came before what
     `saved` returns now. A file that was begun after neither of the two is not of this run's policies: it is removed, and `say`
-    is told so.
+    is told so.  inputs: what the run computes from.
     """
 
     def __init__(
@@ -101,8 +104,9 @@ class FileJournal(Journal):
         follows: str,
         timeline: Timeline,
         say: Callable[[str], None],
+        inputs: Inputs = NO_INPUTS,
     ) -> None:
-        self.folder, self.world, self.timeline = folder, world, timeline
+        self.folder, self.world, self.timeline, self.inputs = folder, world, timeline, inputs
         self._saved, self._base, self._before = saved, saved(), saved().step
         self._run = run
         self._file: int | None = None
@@ -161,11 +165,12 @@ class FileJournal(Journal):
     def _create(self) -> int:
         folder = folder_of(self.folder, self._base.step)
         folder.mkdir(parents=True, exist_ok=True)
-        earlier = [int(path.suffix[1:]) for path in folder.glob(f"replica-{self.world.rank:05d}.*")]
+        names = (path.name for path in folder.iterdir())
+        earlier = [int(match[2]) for match in map(_NAME.fullmatch, names) if match and int(match[1]) == self.world.rank]
         path = folder / f"replica-{self.world.rank:05d}.{max(earlier, default=-1) + 1}"
         file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL, 0o666)
-        header = {"kind": "journal", "format": FORMAT, "law": LAW_VERSION, "run": self._run, "checkpoint": self._base.digest}
-        _write(file, Record(header))
+        whose = {"run": self._run, "checkpoint": self._base.digest, "inputs": asdict(self.inputs)}
+        _write(file, Record({"kind": "journal", "format": FORMAT, "law": LAW_VERSION, **whose}))
         return file
 
     def _follow_checkpoint(self) -> None:
@@ -204,7 +209,10 @@ def find_phases(
     """Returns the records of every phase, in the order written, of the run's files that follow one of these checkpoints (their
     digests). Other files are removed, and `say` is told of them, and of what is damaged."""
     phases: dict[str, list[Place]] = defaultdict(list)
-    for path in sorted(folder.glob("step-*/replica-*")):
+    for path in _files_in(folder):
+        if not path.is_file():
+            say(f"{path}: is a folder, where the journal has files; it is left alone, move it away")
+            continue
         with path.open("rb") as file:
             header = read_record(file)
             if fault := _fault(header, run, checkpoints):
@@ -216,6 +224,21 @@ def find_phases(
             if num_left := path.stat().st_size - file.tell():
                 say(f"{path}: its last {num_left:,} bytes are torn or damaged; what they held is generated again")
     return phases
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Returns the files of all replicas and attempts, the earliest checkpoint's first."""
+    return sorted(path for path in folder.glob("step-*/replica-*") if _NAME.fullmatch(path.name))
+
+
+def read_header(folder: Path) -> Mapping[str, Any] | None:
+    """Returns the header of a journal's newest file that has one, without looking whose it is; None: none has."""
+    for path in reversed([path for path in _files_in(folder) if path.is_file()]):
+        with path.open("rb") as file:
+            header = read_record(file)
+        if header is not None and header.about.get("kind") == "journal" and header.about.get("format") == FORMAT:
+            return header.about
+    return None
 
 
 def _fault(header: Record | None, run: str, checkpoints: set[str]) -> str:

@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: all its files with their digests, and what fits on a page of what they hold. A folder counts as
 a checkpoint through it alone; so it is written last.
 
-    manifest.json   {"manifest": {step, ranks, version, run, counters, files: {name: bytes, SHA-256}, tensors: {name: pieces}},
+    manifest.json   {"manifest": {step, ranks, version, run, inputs, counters, files: {name: bytes, SHA-256},
+                                  tensors: {name: pieces}},
                      "sha256": of the manifest}
 
 Whatever is wrong with a checkpoint is one line with the file, the fault and the way on. Nothing goes back to an older one by
@@ -21,10 +22,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tlt.distributed.shards import FileDigest, StoredTensor, digest_of, read_headers
+from tlt.training.saved.inputs import Inputs
 from tlt.types import LAW_VERSION, UserError
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 _NAME = re.compile(r"step-(\d{8})")
 _FILES = re.compile(r"rank-\d{5}\.(safetensors|json)")
 _OLD_FORMAT = "training.pt"
@@ -34,7 +36,8 @@ _OLD_FORMAT = "training.pt"
 @dataclass(frozen=True)
 class Manifest:
     """step: updates done.  num_ranks: that wrote it.  law: version of the sampling law.  tlt: version of the package.
-    run: the run's id, as trackers know it.  counters: what all ranks hold alike, as JSON.  files, tensors: by name."""
+    run: the run's id, as trackers know it.  inputs: what the run computes from.  counters: what all ranks hold alike, as JSON.
+    files, tensors: by name."""
 
     format: int
     step: int
@@ -42,6 +45,7 @@ class Manifest:
     law: int
     tlt: str
     run: str
+    inputs: Inputs
     counters: dict[str, Any]
     files: dict[str, FileDigest]
     tensors: dict[str, StoredTensor]
