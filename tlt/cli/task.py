@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, model_validator
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from tlt.cli.data import Columns, Data, DataOptions, Subset
-from tlt.cli.options import File, Options, Seed, json_object
+from tlt.cli.options import File, JsonObject, Options, Seed
 from tlt.config.mistakes import mistake
 from tlt.config.section import PositiveInt
 from tlt.data import DataSource, read_data
@@ -40,7 +40,7 @@ class WriteProblems(Options):
     split: Annotated[str | None, arg(metavar="NAME")] = None
     """Problems to train on (train, also where it is left out), or held-out ones (test); the two share none. Of --data, any
     split that it has; where it is left out, the only one, else train."""
-    options: Annotated[dict[str, Any], *json_object("--options")] = Field(default_factory=dict)
+    options: JsonObject = Field(default_factory=dict)
     """The task's own options, as a JSON object."""
 
     @model_validator(mode="after")

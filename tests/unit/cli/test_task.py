@@ -43,8 +43,8 @@ def test_task_passes_the_split_and_options_on(capsys: pytest.CaptureFixture[str]
         (["countdown", "--num", "0", "--out", "o"], "--num: is 0; it must be greater than or equal to 1"),
         (["countdown", "--num", "1", "--out", "no/o"], "does not exist; create it or give another path"),
         (["countdown", "--num", "1", "--out", "."], "--out: . is a folder; give the name of a file"),
-        (["countdown", "--num", "1", "--out", "o", "--options", "{"], "--options: '{' is no JSON"),
-        (["countdown", "--num", "1", "--out", "o", "--options", "[1]"], "--options: '[1]' is no JSON object"),
+        (["countdown", "--num", "1", "--out", "o", "--options", "{"], "--options: is {; it is no JSON object"),
+        (["countdown", "--num", "1", "--out", "o", "--options", "[1]"], "--options: is [1]; it is no JSON object"),
         (
             ["countdown", "--num", "1", "--out", "o", "--options", '{"mixx": 1}'],
             "no option 'mixx'; known options are mix",
