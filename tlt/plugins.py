@@ -37,6 +37,8 @@ def get_object(place: str, spec: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise UserError(f"{place}: {module.__file__} has no {attribute!r}; correct the name") from None
+    except (Exception, SystemExit) as error:  # of a __getattr__ of the module's
+        raise UserError(f"{place}: cannot be looked up ({describe(error)}); correct {module.__file__}") from None
 
 
 def source_of(spec: str) -> Path | None:

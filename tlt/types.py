@@ -10,6 +10,7 @@ Axes used throughout the package:
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
@@ -179,7 +180,7 @@ class Strategy:
             return Strategy.OFF
         name, _, shape = text.rpartition(":")
         parts = shape.split("x")
-        if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        if len(parts) != 3 or not all(re.fullmatch("[0-9]{1,9}", part) and int(part) > 0 for part in parts):
             raise UserError(f"speculation: {text!r} is no strategy; give off, adaptive or DEPTHxWIDTHxBUDGET such as 4x1x4")
         depth, width, budget = map(int, parts)
         return Strategy(name or drafter, depth, width, budget)

@@ -150,6 +150,53 @@ def test_a_path_in_an_override_and_out_dir_are_relative_to_the_working_directory
     assert load_config(folder / "run.toml").run.out_dir == Path.cwd() / "runs" / "run"
 
 
+EMPTY = ("run.out_dir", "rollout.replay", "model.path", "task.data", "drafter.path", "evaluation.data")
+
+
+@pytest.mark.parametrize("key", EMPTY)
+@pytest.mark.parametrize("text", ["", " "])
+def test_an_empty_path_is_refused_and_is_not_the_working_directory(folder: Path, key: str, text: str) -> None:
+    """A shell makes it of a variable that is not set."""
+    said = f"{key} is {text!r}; it is empty: give a path (the working directory is .)"
+    assert mistake(folder / "run.toml", f"--{key}", text) == f"--{key}: {said}"
+    section, name = key.split(".")
+    with pytest.raises(UserError) as refused:
+        load_config({"model": {"path": "."}, "task": {"name": "countdown"}} | {section: {name: text}})
+    assert str(refused.value) == f"config: {said}"
+    assert load_config(folder / "run.toml", ["--run.out_dir", "."]).run.out_dir == Path.cwd()
+
+
+DEEP = (
+    "a." * 20_000 + "b = 1",
+    f"[{'a.' * 20_000}b]\nc = 1",
+    "x = {" + "a." * 200 + "b = 1}",
+    'x."y z" . ' + "'a'." * 2000 + "b = 1",
+)
+
+
+@pytest.mark.parametrize("text", DEEP)
+def test_tables_that_lie_deep_in_each_other_are_refused_before_they_are_parsed(folder: Path, text: str) -> None:
+    path = write(folder, f'[model]\npath = "base"\n[task]\nname = "countdown"\n[task.options]\n{text}\n')
+    assert "flatten" in mistake(path)
+
+
+def test_tables_that_lie_deep_in_each_other_are_refused_wherever_they_come_from(folder: Path) -> None:
+    assert "key of more than 64 parts" in mistake(folder / "run.toml", f"--task.options.{'a.' * 20_000}b", "1")
+    deep: dict[str, object] = {}
+    for _ in range(5000):
+        deep = {"a": deep}
+    with pytest.raises(UserError, match="more than 64 deep in each other; flatten them"):
+        load_config({"model": {"path": "."}, "task": {"name": "countdown", "options": deep}})
+
+
+def test_sentences_and_dots_are_no_deep_keys(folder: Path) -> None:
+    prompt = "One. Two three. " * 100 + "\n" + ". " * 200
+    path = write(
+        folder, f'[model]\npath = "base"\n[task]\nname = "countdown"\nsystem_prompt = """\n{prompt}\n"""\noptions.a.b.c.d = 1\n'
+    )
+    assert load_config(path).task.options == {"a": {"b": {"c": {"d": 1}}}}
+
+
 # ── mistakes ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -226,7 +273,14 @@ def test_weights_belong_to_functions_one_each(folder: Path) -> None:
         (("--rollout.speculation", "4x1x2"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
         (("--rollout.samples_per_problem", "1"), "it must be greater than or equal to 2"),
         (("--run.time_limit_minutes", "0"), "it must be greater than 0"),
+        (("--rollout.speculation", "4x1x²"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
+        (("--rollout.speculation", "4x1x" + 5000 * "4"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
         (("--task.name", ""), "task.name is ''"),
+        (("--sampling.stop", 3000 * "["), "it must be a valid tuple"),
+        (("--task.options", 3000 * "["), "it must be a table such as"),
+        (("--task.options", 3000 * '{"a":'), "it must be a table such as"),
+        (("--run.out_dir", 1300 * "abc/"), "no file can be called so: give another path"),
+        (("--task.data", 1300 * "abc/"), "no file can be called so: give another path"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_place_and_remedy(folder: Path, override: tuple[str, str], remedy: str) -> None:

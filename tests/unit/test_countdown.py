@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from recipes.countdown.search import write_search
 from tlt.tasks.base import get_task
 from tlt.tasks.countdown import MAX_INTERMEDIATE, TASK, Countdown, Puzzle, is_correct, moves, reachable
+from tlt.types import UserError
 
 Steps = tuple[tuple[int, str, int, int], ...]
 
@@ -172,3 +173,39 @@ def test_tasks_are_found_by_name_or_path() -> None:
 def test_task_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, tlt.tasks.countdown; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.fixture
+def one_million_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ends what would draw for ever."""
+    calls, draw = itertools.count(), random.Random.randint
+
+    def counted(self: random.Random, low: int, high: int) -> int:
+        assert next(calls) < 1_000_000, "it draws for ever"
+        return draw(self, low, high)
+
+    monkeypatch.setattr(random.Random, "randint", counted)
+
+
+@pytest.mark.usefixtures("one_million_draws")
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [
+        ({"max_number": 10**8, "max_target": 3}, "options max_number 100000000, max_target 3: none of 10,000 draws of"),
+        ({"mix": {2: 1}, "max_number": 2, "max_target": 2, "split": "test"}, "of 2 numbers is a test puzzle; raise max_target"),
+        ({"mix": {"5": 1}, "max_number": 10**5, "max_target": 2}, "change max_number, or leave 5 out of mix"),
+    ],
+)
+def test_options_that_no_puzzle_fulfils_end_in_one_line(options: dict[str, Any], place: str) -> None:
+    with pytest.raises(UserError) as refused:
+        TASK.problems(64, 0, **options)
+    assert str(refused.value).startswith("task countdown: options ")
+    assert place in str(refused.value)
+
+
+@pytest.mark.usefixtures("one_million_draws")
+def test_options_that_few_puzzles_fulfil_repeat_these() -> None:
+    options: dict[str, Any] = {"mix": {2: 1}, "max_number": 2, "max_target": 2}
+    problems = TASK.problems(64, 0, **options)
+    assert len(problems) == 64
+    assert len({problem["prompt"] for problem in problems}) < 10

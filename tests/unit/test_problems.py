@@ -53,6 +53,16 @@ FAULTS = {
     "a syntax error": ("class Mine(:\n", "SyntaxError: .*line 1"),
     "a name error": (f"{returning('[]')}\nundefined\n", "NameError: name 'undefined' is not defined, .*py:8"),
     "a missing module": ("import no_such_module\n", "No module named 'no_such_module'"),
+    "a module's __getattr__": ("def __getattr__(name):\n    raise KeyError(name)\n", r"looked up \(KeyError: 'TASK', .*py:2\)"),
+    "a task's __getattr__": (
+        f"class Mine:\n    def __getattr__(self, name):\n        raise KeyError(name)\n{SCORE}",
+        r"cannot be asked for its methods \(KeyError: '\w+', .*py:3\); correct it",
+    ),
+    "a __getattr__ beside all methods": (
+        returning("[]").replace("class Mine:", "class Mine:\n    def __getattr__(self, name):\n        raise KeyError(name)"),
+        r"cannot be asked for its methods \(KeyError: '\w+', .*py:3\); correct it",
+    ),
+    "no function": (f"class Mine:\n    problems = 3\n{SCORE}", "problems cannot be called .*; make it a method"),
     "no such object": ("OTHER = 1\n", "has no 'TASK'"),
     "an exception": (returning("1 / 0"), r"problems\(\) failed \(ZeroDivisionError: division by zero, .*py:3\)"),
     "an exit": (returning("__import__('sys').exit(3)"), r"problems\(\) failed \(SystemExit: 3"),

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from tlt.tasks.base import get_task, make_problems
+from tlt.tasks.splits import split_of
+from tlt.tasks.verifiers import Verifiers
 from tlt.types import UserError
 
 TASKSET = """
@@ -114,3 +116,25 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(UserError, match=r"pip install 'tlt-rl\[verifiers\]'"):
         get_task("verifiers:sums")
+
+
+def test_an_endless_taskset_that_repeats_itself_ends_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library need not be installed: the taskset is a stand-in. Its only prompt belongs to one of the two splits."""
+
+    def endless() -> Iterator[int]:
+        yield from range(100_000)
+        raise AssertionError("it is read for ever")
+
+    class Endless:
+        bounded = False
+
+        def __iter__(self) -> Iterator[int]:
+            return endless()
+
+    task = object.__new__(Verifiers)
+    task.name = "endless"
+    monkeypatch.setattr(task, "_make", lambda options: Endless(), raising=False)
+    monkeypatch.setattr(task, "_prompt", lambda task: {"prompt": "1+1"}, raising=False)
+    other = "test" if split_of(str({"prompt": "1+1"})) == "train" else "train"
+    with pytest.raises(UserError, match=f"task verifiers:endless: has 0 {other} problems; ask for no more"):
+        task.problems(8, 0, other)

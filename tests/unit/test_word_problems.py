@@ -127,3 +127,10 @@ def test_reward_workers_import_neither_torch_nor_transformers_nor_sympy() -> Non
     )
     done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_limits_that_are_huge_take_no_memory() -> None:
+    """A list of all operands would take gigabytes."""
+    limits = {"max_number": 10**12, "max_result": 10**13}
+    (problem,) = TASK.problems(1, 0, steps={1: 1}, **limits)
+    assert int(problem["answer"]) > 0

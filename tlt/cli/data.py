@@ -4,12 +4,12 @@ what they are for."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 from tyro.conf import arg
 
-from tlt.cli.options import Options, json_object
+from tlt.cli.options import JsonObject, JsonTexts, Options
 from tlt.data import DataSource, read_data
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Data = Annotated[Path | None, arg(metavar="DATA")]
 Subset = Annotated[str | None, arg(metavar="NAME")]
-Columns = Annotated[dict[str, str], *json_object("--columns")]
+Columns = JsonTexts
 
 
 class DataOptions(Options):
@@ -43,7 +43,7 @@ class PromptOptions(DataOptions):
     """Whether a text goes into the chat template as the user's message (true or false); messages always do."""
     system_prompt: Annotated[str | None, arg(metavar="TEXT")] = None
     """System message to begin every prompt with; a text then becomes the user's message."""
-    chat_template_kwargs: Annotated[dict[str, Any], *json_object("--chat-template-kwargs")] = Field(default_factory=dict)
+    chat_template_kwargs: JsonObject = Field(default_factory=dict)
     """Variables for the chat template, such as '{"enable_thinking": false}'."""
 
     def read(self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int) -> list[Prompt]:

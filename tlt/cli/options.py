@@ -18,9 +18,10 @@ from tyro.conf import Positional, Suppress, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from tlt.config.arguments import read_words
-from tlt.config.mistakes import Keys, find_nearest, mistake, remedy
+from tlt.config.mistakes import LONGEST_SHOWN, Keys, find_nearest, mistake, remedy, shorten
 from tlt.config.schema import Config
 from tlt.config.section import Explained, PositiveInt, split_words
+from tlt.files import parse_json
 from tlt.types import UserError
 
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -43,37 +44,37 @@ def _listed(metavar: str) -> tuple[BeforeValidator, PrimitiveConstructorSpec[tup
     return BeforeValidator(split_words), shown
 
 
-def json_object(option: str) -> tuple[BeforeValidator, PrimitiveConstructorSpec[dict[str, Any]]]:
-    """Returns how an option that is a JSON object is read, and how the help shows it."""
+def _read_json(value: str, what: str, example: str) -> Any:
+    try:
+        return parse_json(value)
+    except ValueError as error:
+        reason = getattr(error, "msg", error)
+        raise mistake(f"it is no JSON {what} ({reason}): write one such as '{example}'") from None
 
-    def read(value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise mistake(f"{option}: {value!r} is no JSON ({error.msg}); write an object") from None
-        if not isinstance(value, dict):
-            raise mistake(f"{option}: '{json.dumps(value)}' is no JSON object; write one such as '{{\"key\": 1}}'")
-        return value
 
-    shown = PrimitiveConstructorSpec[dict[str, Any]](
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=lambda texts: dict(read(texts[0])),
-        is_instance=lambda value: isinstance(value, dict),
-        str_from_instance=lambda value: [json.dumps(value)],
-    )
-    return BeforeValidator(read), shown
+def _read_object(value: Any) -> Any:
+    example = '{"key": 1}'
+    found = _read_json(value, "object", example) if isinstance(value, str) else value
+    if not isinstance(found, dict):
+        raise mistake(f"it is no JSON object: write one such as '{example}'")
+    return found
+
+
+_SHOWN_AS_OBJECT = PrimitiveConstructorSpec[dict[str, Any]](
+    nargs=1,
+    metavar="JSON",
+    instance_from_str=lambda texts: dict(_read_object(texts[0])),
+    is_instance=lambda value: isinstance(value, dict),
+    str_from_instance=lambda value: [json.dumps(value)],
+)
+JsonObject = Annotated[dict[str, Any], BeforeValidator(_read_object), _SHOWN_AS_OBJECT]
+JsonTexts = Annotated[dict[str, str], BeforeValidator(_read_object), _SHOWN_AS_OBJECT]
 
 
 def _read_texts(value: Any) -> Any:
     if not isinstance(value, str) or not value.startswith("["):
         return (value,) if isinstance(value, str) else value
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError as error:
-        raise mistake(f'--stop: {value!r} is no JSON list ({error.msg}); write one such as \'["\\n\\n", "###"]\'') from None
+    return _read_json(value, "list", r'["\n\n", "###"]')
 
 
 _SHOWN_AS_TEXTS = PrimitiveConstructorSpec[tuple[str, ...]](
@@ -166,12 +167,13 @@ def _describe(command: str, kind: type[Options], error: ValidationError) -> str:
     if missing := [_label(kind, detail["loc"]) for detail in details if detail["type"] == "missing"]:
         return f"{command}: needs {', '.join(missing)}; see tlt {command} --help"
     detail = details[0]
-    if detail["type"] == "mistake":  # a validator of ours names the options itself
-        return detail["msg"]
+    if detail["type"] == "mistake" and detail["loc"] not in {keys for _, keys in _fields(kind)}:
+        return detail["msg"]  # it is of several options, and names them itself
     if detail["type"] == "too_short":
         return f"{_label(kind, detail['loc'])}: is empty; give at least one"
     value = detail["input"]
-    shown = value if isinstance(value, str) and value else repr(value)
+    is_plain = isinstance(value, str) and value.strip() and value.isprintable() and len(value) <= LONGEST_SHOWN
+    shown = value if is_plain else shorten(value)
     return f"{_label(kind, detail['loc'])}: is {shown}; {remedy(detail)}"
 
 

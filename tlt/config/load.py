@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.config.arguments import read_words
-from tlt.config.mistakes import Keys, section_of, validate
+from tlt.config.mistakes import Keys, section_of, shorten, validate
 from tlt.config.schema import DEFAULT_OUT_DIR, Config
 from tlt.hub import Repository
 from tlt.recipes import resolve_config
@@ -32,6 +33,11 @@ from tlt.types import UserError
 _PATH_KEYS = (("model", "path"), ("task", "data"), ("drafter", "path"), ("evaluation", "data"))
 _SOURCES_OF_PROBLEMS = {("task", "num_problems"): "data", ("task", "data"): "num_problems"}
 _RENAMED: dict[Keys, Keys] = {("task", "problems_file"): ("task", "data")}
+
+MAX_DEPTH = 64
+"""Tables that may lie in each other."""
+_DEEP_KEY = re.compile(rf"""^[ \t]*\[{{0,2}}(?:[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')[ \t]*\.){{{MAX_DEPTH}}}""", re.MULTILINE)
+"""A key that tomllib takes a time for that grows with the square of its parts."""
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()) -> Config:
@@ -44,7 +50,7 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     a value of the wrong type or out of range, an override without a value, and a path that leads nowhere.
     """
     if isinstance(source, Mapping):
-        file, folder, values = "config", Path(), copy.deepcopy(dict(source))
+        file, folder, values = "config", Path(), _copy(source)
     else:
         path = resolve_config(Path(source))
         file, folder, values = str(path), path.parent, _read_file(path)
@@ -53,27 +59,37 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
             table[new] = table.pop(old)
     for section, key in _PATH_KEYS:
         if isinstance(table := values.get(section), dict) and isinstance(text := table.get(key), str | Path):
-            table[key] = str(_resolve(str(text), folder))
+            table[key] = _resolve(str(text), folder)
     places: dict[Keys, str] = {}
     for override in read_overrides(overrides):
         _assign(values, override)
         places[override.keys] = override.place
-    _refuse_credentials(values, file, places)
+    _refuse_unwritable(values, file, places)
     run = values.setdefault("run", {})
     if isinstance(run, dict) and isinstance(out_dir := run.setdefault("out_dir", str(DEFAULT_OUT_DIR)), str | Path):
-        run["out_dir"] = str(Path(out_dir).absolute())
+        run["out_dir"] = _absolute(str(out_dir))
     if isinstance(rollout := values.get("rollout"), dict) and isinstance(replay := rollout.get("replay"), str | Path):
-        rollout["replay"] = str(Path(replay).absolute())
+        rollout["replay"] = _absolute(str(replay))
     config = validate(Config, values, file, places)
     _check_paths(config, file, places)
     return config
 
 
-def _refuse_credentials(value: Any, file: str, places: Mapping[Keys, str], keys: Keys = ()) -> None:
-    """Refuses, without repeating them, values that the run would write into its config.json and show to its trackers."""
+def _copy(source: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        return copy.deepcopy(dict(source))
+    except RecursionError:
+        raise UserError(f"config: holds tables more than {MAX_DEPTH} deep in each other; flatten them") from None
+
+
+def _refuse_unwritable(value: Any, file: str, places: Mapping[Keys, str], keys: Keys = ()) -> None:
+    """Refuses what cannot be written into the run's config.json: tables that are nested too deeply, and credentials, which it
+    would also show to its trackers and which the error does not repeat."""
+    if len(keys) > MAX_DEPTH:
+        raise UserError(f"{file}: {'.'.join(keys[:3])}… holds tables more than {MAX_DEPTH} deep in each other; flatten them")
     if isinstance(value, Mapping | list | tuple):
         for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            _refuse_credentials(item, file, places, (*keys, str(key)))
+            _refuse_unwritable(item, file, places, (*keys, str(key)))
     elif isinstance(value, str | Path) and holds_credential(str(value)):
         place, remedy = places.get(keys, file), "remove it, and have the code that needs it read it from the environment"
         raise UserError(f"{place}: {'.'.join(keys)} holds a password or token, which the run would write down; {remedy}")
@@ -86,6 +102,9 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: no such file; give the path of a TOML configuration") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); give the path of a TOML configuration") from None
+    if path.suffix != ".json" and (deep := _DEEP_KEY.search(text)) is not None:
+        line = text.count("\n", 0, deep.start()) + 1
+        raise UserError(f"{path}: line {line} has a key of more than {MAX_DEPTH} parts; flatten it")
     try:
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -95,14 +114,19 @@ def _read_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def _resolve(text: str, folder: Path) -> Path:
+def _resolve(text: str, folder: Path) -> str:
     """Returns an absolute path: from `folder` if it exists there, else from the working directory; or the name of a repository
     of the hub where there is no such path."""
-    for path in (folder / text, Path(text)):
+    for path in (folder / text, Path(text)) if text.strip() else ():
         with suppress(OSError):  # a name that no file can have is refused with the others
             if path.exists():
-                return path.absolute()
-    return Path(text) if Repository.parse(text) is not None else Path(text).absolute()
+                return str(path.absolute())
+    return text if Repository.parse(text) is not None else _absolute(text)
+
+
+def _absolute(text: str) -> str:
+    """Returns the path from the working directory. An empty one stays, to be refused: as a path it would be that directory."""
+    return str(Path(text).absolute()) if text.strip() else text
 
 
 def _check_paths(config: Config, file: str, places: Mapping[Keys, str]) -> None:
@@ -145,6 +169,8 @@ def _read_override(place: str, name: str, value: Any) -> Override:
     keys = _RENAMED.get(keys, keys)
     if len(keys) < 2 or not all(keys):
         raise UserError(f"{place}: unknown option; an override is written --section.key value, such as --run.seed 1")
+    if len(keys) > MAX_DEPTH:
+        raise UserError(f"{shorten(place)}: names a key of more than {MAX_DEPTH} parts; flatten it")
     if isinstance(value, Path):
         value = str(value)
     return Override(place, keys, _parse_value(keys, value) if isinstance(value, str) else value)
@@ -157,13 +183,13 @@ def _parse_value(keys: Keys, text: str) -> Any:
     if "null" in accepted and text.lower() == "none":
         return None
     if "path" in accepted:
-        return str(_resolve(text, Path()) if keys in _PATH_KEYS else Path(text).absolute())
+        return _resolve(text, Path()) if keys in _PATH_KEYS else _absolute(text)
     if "string" in accepted:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except ValueError:
-        with suppress(ValueError):
+    except (ValueError, RecursionError):
+        with suppress(ValueError, RecursionError):
             return json.loads(text) if text.startswith("{") else text
         return text
 

@@ -15,6 +15,9 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tlt.types import UserError
 
+LONGEST_SHOWN = 80
+"""Characters of a value that an error repeats."""
+
 Keys = tuple[str, ...]
 Table = TypeVar("Table", bound=BaseModel)
 
@@ -50,7 +53,7 @@ def remedy(detail: ErrorDetails) -> str:
     return message[:1].lower() + message[1:]
 
 
-def shorten(value: Any, limit: int = 80) -> str:
+def shorten(value: Any, limit: int = LONGEST_SHOWN) -> str:
     """Returns the value on one line of bounded length."""
     text = " ".join(repr(value).split())
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from tlt.config.mistakes import mistake
 
 LONGEST_NAME = 255
 """Bytes of a file's name."""
+LONGEST_PATH = 3072
+"""Bytes of a path: 1,024 fewer than Linux takes, for what a run writes below it."""
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -27,10 +29,23 @@ def split_words(value: Any) -> Any:
     return [word.strip() for word in value.split(",") if word.strip()] if isinstance(value, str) else value
 
 
+def _takes_a_path(annotation: Any) -> bool:
+    return annotation is Path or any(map(_takes_a_path, get_args(annotation)))
+
+
 class Explained(BaseModel):
     """A model whose fields are explained by the docstrings below them: each is one paragraph, however its lines break."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_path_is_not_empty(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuses what a shell makes of a variable that is not set: as a path it would be the working directory."""
+        assert info.field_name is not None, "it validates fields"
+        if isinstance(value, str) and not value.strip() and _takes_a_path(cls.model_fields[info.field_name].annotation):
+            raise mistake("it is empty: give a path (the working directory is .)")
+        return value
 
     @field_validator("*")
     @classmethod
@@ -41,7 +56,8 @@ class Explained(BaseModel):
                 parts = [os.fsencode(part) for part in value.parts]
             except UnicodeEncodeError:
                 parts = [b"\0"]
-            if any(b"\0" in part or len(part) > LONGEST_NAME for part in parts):
+            is_too_long = sum(len(part) + 1 for part in parts) > LONGEST_PATH
+            if is_too_long or any(b"\0" in part or len(part) > LONGEST_NAME for part in parts):
                 raise mistake("no file can be called so: give another path")
         return value
 

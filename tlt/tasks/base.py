@@ -88,7 +88,11 @@ def get_task(name: str) -> Task:
         known = sorted([*BUILTIN, *(f"{family}:NAME" for family in FAMILIES)])
         raise UserError(f"unknown task {name!r}: use one of {known} or your own as 'package.module:object'")
     task = get_object(f"task {name!r}", BUILTIN.get(name, name))
-    if not isinstance(task, Task):
+    try:
+        is_task, *_ = (isinstance(task, kind) for kind in (Task, PreparesRecords, WarmsUp))
+    except (Exception, SystemExit) as error:  # of a __getattr__ of the user's
+        raise UserError(f"task {name!r}: cannot be asked for its methods ({describe(error)}); correct it") from None
+    if not is_task:
         raise UserError(f"task {name!r} is a {type(task).__name__} without problems() and score(): give a Task")
     return task
 
@@ -97,9 +101,12 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
     """Returns the problems that the task called `name` makes, checked. Raises UserError for an option that it does not know or
     take, for whatever it raises, and for problems that break its promise."""
     task = get_task(name)
-    parameters = inspect.signature(task.problems)
     if isinstance(task, type):
         raise UserError(f"task {name}: is a class; give an object of it, such as TASK = {task.__name__}()")
+    try:
+        parameters = inspect.signature(task.problems)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"task {name}: problems cannot be called ({describe(error)}); make it a method") from None
     try:
         parameters.bind(num, seed, **options)
     except TypeError as error:

@@ -22,11 +22,14 @@ from functools import lru_cache
 from typing import Any
 
 from tlt.tasks.splits import Split, check_split, split_of
+from tlt.types import UserError
 
 #: Solutions are sought among steps with results up to this bound (the scorer accepts any positive integer).
 MAX_INTERMEDIATE = 99
 #: Weights of puzzles with 2, 3 and 4 numbers where the caller names none.
 DEFAULT_MIX: Mapping[int, float] = {2: 0.05, 3: 0.5, 4: 0.45}
+#: Draws of numbers until a puzzle is given up; with the default options the first one does.
+MAX_TRIES = 10_000
 
 _STEP = re.compile(r"([1-9][0-9]{0,5})([-+*/])([1-9][0-9]{0,5})=([1-9][0-9]{0,5})")
 
@@ -111,15 +114,20 @@ def is_correct(puzzle: Puzzle, answer: str) -> bool:
 
 
 def draw_puzzle(rng: random.Random, split: Split, mix: Mapping[int, float], max_number: int, max_target: int) -> Puzzle:
-    """Draws a solvable puzzle of the split: how many numbers, then which, then a target among those they reach."""
+    """Draws a solvable puzzle of the split: how many numbers, then which, then a target among those they reach. Raises
+    UserError for options that leave so few puzzles that none is found."""
     counts = list(mix)
     (count,) = rng.choices(counts, [mix[c] for c in counts])
-    while True:
+    for _ in range(MAX_TRIES):
         numbers = tuple(sorted(rng.randint(1, max_number) for _ in range(count)))
         puzzles = [Puzzle(numbers, target) for target in sorted(reachable(numbers)) if target <= max_target]
         puzzles = [puzzle for puzzle in puzzles if puzzle.split == split]
         if puzzles:
             return rng.choice(puzzles)
+    raise UserError(
+        f"task countdown: options max_number {max_number}, max_target {max_target}: none of {MAX_TRIES:,} draws of {count}"
+        f" numbers is a {split} puzzle; raise max_target, change max_number, or leave {count} out of mix"
+    )
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tlt.plugins import describe, see_working_directory
-from tlt.tasks.splits import check_split, split_of
+from tlt.tasks.splits import TEST_ONE_IN, check_split, split_of
 from tlt.types import UserError
+
+MAX_TRIES = 32
+"""Times as many tasks as the problems of a split should take, after which an endless taskset seems to have no more."""
 
 
 def make_task(name: str) -> Verifiers:
@@ -50,6 +53,8 @@ class Verifiers:
         tasks = iter(taskset)
         if taskset.bounded:
             tasks = iter(random.Random(f"{self.name}/{seed}").sample(found := list(tasks), len(found)))
+        else:
+            tasks = itertools.islice(tasks, MAX_TRIES * TEST_ONE_IN * (num + 1))
         prompts = ((task, self._prompt(task)) for task in tasks)
         chosen = ((task, prompt) for task, prompt in prompts if split_of(str(prompt)) == wanted)
         problems = [

@@ -14,7 +14,7 @@ This file runs in reward workers: it imports neither torch nor transformers.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,12 +114,12 @@ def draw_chain(rng: random.Random, split: Split, difficulty: Difficulty) -> Chai
     raise UserError(f"word-problems: no {split} problem of {count} operations within {difficulty}; raise the limits")
 
 
-def _possible_steps(value: int, difficulty: Difficulty) -> dict[str, list[int]]:
+def _possible_steps(value: int, difficulty: Difficulty) -> dict[str, Sequence[int]]:
     """Returns the operands that each operator may have after `value`; operators without any are left out."""
     largest, factors = difficulty.max_number, range(2, min(MAX_FACTOR, difficulty.max_number) + 1)
-    operands = {
-        "+": list(range(2, min(largest, difficulty.max_result - value) + 1)),
-        "-": list(range(2, min(largest, value - 1) + 1)),
+    operands: dict[str, Sequence[int]] = {
+        "+": range(2, min(largest, difficulty.max_result - value) + 1),
+        "-": range(2, min(largest, value - 1) + 1),
         "*": [factor for factor in factors if value * factor <= difficulty.max_result],
         "/": [factor for factor in factors if value % factor == 0 and value > factor],
     }

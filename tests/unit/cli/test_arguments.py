@@ -93,6 +93,14 @@ GENERATE = ["generate", "m", "--prompts", "p", "--out", "o"]
         (["train", "--seed", "3"], "--seed: unknown option; did you mean --run.seed?"),
         (["train"], "train: no configuration given; write tlt train CONFIG.toml, or --resume DIR to continue a run"),
         (["train", "no.toml"], "no.toml: no such file; give the path of a TOML configuration"),
+        (["train", "--resume", ""], "--resume: is ''; it is empty: give a path (the working directory is .)"),
+        (["train", "c", "--replay", " "], "--replay: is ' '; it is empty: give a path (the working directory is .)"),
+        (["generate", "", *GENERATE[2:]], "MODEL: is ''; it is empty: give a path (the working directory is .)"),
+        ([*GENERATE[:-1], ""], "--out: is ''; it is empty: give a path (the working directory is .)"),
+        ([*GENERATE, "--drafter", ""], "--drafter: is ''; it is empty: give a path (the working directory is .)"),
+        (["plan", "memory", ""], "CONFIG: is ''; it is empty: give a path (the working directory is .)"),
+        (["init", "math", ""], "DIR: is ''; it is empty: give a path (the working directory is .)"),
+        ([*GENERATE[:-1], 300 * "a"], f"--out: is '{78 * 'a'}…; no file can be called so: give another path"),
         (["train", "--resume", "no"], "--resume: no holds no run (no config.json); give the folder that the run wrote"),
         (
             ["score", "countdown", "--problems", "p", "--responses", "r"],
@@ -102,6 +110,16 @@ GENERATE = ["generate", "m", "--prompts", "p", "--out", "o"]
 )
 def test_a_mistake_in_the_arguments_is_one_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert fail(capsys, *arguments) == message
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("option", ["--stop", "--columns", "--chat-template-kwargs"])
+def test_json_that_is_nested_without_end_is_one_line(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    opening = "[" if option == "--stop" else '{"a":'
+    message = fail(capsys, *GENERATE, option, 3000 * opening)
+    assert message.startswith(f"{option}: is '{opening}")
+    assert "it is nested too deeply" in message
+    assert len(message) < 250
 
 
 def test_overrides_are_taken_out_of_the_arguments_wherever_they_stand() -> None:

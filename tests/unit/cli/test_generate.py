@@ -180,7 +180,7 @@ def test_generate_reads_rows_with_other_names_of_columns_and_writes_prompts_as_c
         succeed(capsys, "generate", str(chatty), *data, *options)
         (record,) = read_lines("out.jsonl")
         assert "".join(VOCABULARY[token] for token in record["prompt_ids"]) == text
-    assert "--columns: '{' is no JSON" in fail(capsys, "generate", str(chatty), *data[:-1], "{")
+    assert "--columns: is {; it is no JSON object" in fail(capsys, "generate", str(chatty), *data[:-1], "{")
     assert "--chat: is maybe" in fail(capsys, "generate", str(chatty), *data, "--chat", "maybe")
 
 
@@ -200,7 +200,7 @@ def test_generate_ends_a_response_at_a_stop_text_which_it_keeps(model: Path, cap
             ended = [record for record in records if any(stop in record["text"] for stop in stops)]
             assert ended
             assert all(record["finish_reason"] == "stop" and record["text"].endswith(stops) for record in ended)
-    assert "--stop: '[1' is no JSON list" in refuse(capsys, model, "--stop", "[1")
+    assert "--stop: is [1; it is no JSON list" in refuse(capsys, model, "--stop", "[1")
 
 
 def test_a_model_or_drafter_that_is_neither_a_folder_nor_a_name_is_refused(
