@@ -14,11 +14,12 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmarks.faults.left import adopt_orphans, descendants, kill, left_behind
+from benchmarks.faults.left import adopt_orphans, children, kill, left_behind
 
 __all__ = ["Command", "Ending", "adopt_orphans", "run"]
 STREAMS = ("pipe", "closed", "full", "gone")
@@ -57,7 +58,7 @@ def run(command: Command, limit: float, patience: float = 5.0, meanwhile: Callab
     for file in files:
         file.unlink(missing_ok=True)
     began = time.monotonic()
-    known = frozenset(descendants(os.getpid()))
+    known = children(os.getpid())
     process = _start(command, files)
     status = None
     while status is None and time.monotonic() - began < limit:
@@ -85,7 +86,10 @@ def _start(command: Command, files: list[Path]) -> int:
     """Starts the command; returns its process."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if process := os.fork():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of other threads, which do nothing here that the child needs
+        process = os.fork()
+    if process:
         return process
     code = 1
     try:

@@ -230,7 +230,8 @@ def set_clock(folder: Path, seconds: int, process: int) -> None:
     """Sets the clock once a step has been done."""
     metrics = folder / "run" / "metrics.jsonl"
     if metrics.exists() and metrics.stat().st_size:
-        (folder / "shift").write_bytes(struct.pack("q", seconds))
+        with (folder / "shift").open("r+b") as file:  # which the run has in its memory: not to be cut off first
+            file.write(struct.pack("q", seconds))
 
 
 class SignalAtImport:

@@ -1,8 +1,8 @@
 """Finds the processes that a command has left behind: its descendants, whatever sessions they have begun and whoever of their
 parents is gone. Knows nothing of what they are.
 
-    adopt_orphans()    once, in the process that starts commands: whose parent ends is its child from then on
-    left_behind(5)     after a command has ended: what else lives still, after so many seconds at most
+    adopt_orphans()           once, in the process that starts commands: whose parent ends is its child from then on
+    left_behind(5, known)     after a command has ended: what lives still of all but those known before, after so many seconds
 """
 
 from __future__ import annotations
@@ -23,47 +23,56 @@ def adopt_orphans() -> None:
         raise OSError(ctypes.get_errno(), "this process cannot adopt orphans")
 
 
-def descendants(parent: int) -> list[int]:
-    """Returns the living processes that descend from this one, which is left out; a parent comes before its children."""
-    parents: dict[int, int] = {}
+def processes() -> dict[int, tuple[int, bool]]:
+    """Returns all processes of the machine: number → (parent, whether it lives; else it waits to be waited for)."""
+    found: dict[int, tuple[int, bool]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it has ended meanwhile
-            state, of = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                parents[int(folder.name)] = int(of)
-    found = [parent]
+            state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+            found[int(folder.name)] = int(parent), state not in "ZX"
+    return found
+
+
+def descendants(parent: int) -> list[int]:
+    """Returns the living processes that descend from this one, which is left out; a parent comes before its children."""
+    all_of_them, found = processes(), [parent]
     for process in found:
-        found += sorted(child for child, of in parents.items() if of == process)
+        found += sorted(child for child, (of, lives) in all_of_them.items() if of == process and lives)
     return found[1:]
 
 
+def children(parent: int) -> frozenset[int]:
+    """Returns the children of a process, living or to be waited for."""
+    return frozenset(child for child, (of, _) in processes().items() if of == parent)
+
+
 def left_behind(patience: float, known: frozenset[int] = frozenset()) -> list[str]:
-    """Returns the command lines of this process's descendants, but for those `known` and their children, that still live after
-    so many seconds; kills them. Children that have ended are waited for."""
+    """Returns the command lines of this process's descendants, but for the children `known` and theirs, that still live after
+    so many seconds; kills them. New children that have ended are waited for."""
     deadline = time.monotonic() + patience
     while True:
-        reap()
-        mine = {child for one in known for child in (one, *descendants(one))}
-        living = [process for process in descendants(os.getpid()) if process not in mine]
+        reap(known)
+        others = {one for child in known for one in (child, *descendants(child))}
+        living = [process for process in descendants(os.getpid()) if process not in others]
         if not living or time.monotonic() > deadline:
             break
         time.sleep(0.02)
     found = [command_line(process) for process in living]
     kill(living)
-    reap()
+    reap(known)
     return found
 
 
-def reap() -> None:
-    """Waits for all children that have ended."""
-    with suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
+def reap(known: frozenset[int]) -> None:
+    """Waits for the children that have ended, but for those of somebody else."""
+    for child in children(os.getpid()) - known:
+        with suppress(ChildProcessError):
+            os.waitpid(child, os.WNOHANG)
 
 
-def kill(processes: list[int]) -> None:
+def kill(doomed: list[int]) -> None:
     """Kills these processes and their descendants, a stopped one, too."""
-    for process in [one for parent in processes for one in (parent, *descendants(parent))]:
+    for process in [one for parent in doomed for one in (parent, *descendants(parent))]:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
 

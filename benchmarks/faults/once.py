@@ -47,8 +47,8 @@ def disturb(does: str, whom: str) -> None:
     else:
         for process in find(whom):
             os.kill(process, signal.Signals[does])
-        if does == "SIGKILL":
-            time.sleep(60)  # of who kills another: what it did next would come before the other's death
+        if whom == "launcher" and does == "SIGKILL":
+            time.sleep(60)  # what this process did next might come before the launcher's death
 
 
 def find(whom: str) -> list[int]:
