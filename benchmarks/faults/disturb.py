@@ -180,7 +180,9 @@ def play(workspace: Path, number: int, kind: Kind | None) -> str:
     folder = workspace / f"run-{number}"
     marks = folder / "marks"
     marks.mkdir(parents=True)
-    plan = {} if kind is None else {"place": kind.place, "call": kind.call, "does": kind.does, "whom": kind.whom}
+    plan: dict[str, Any] = (
+        {} if kind is None else {"place": kind.place, "call": kind.call, "does": kind.does, "whom": kind.whom}
+    )
     environ = {
         "PYTHONPATH": os.pathsep.join([str(workspace), str(ROOT)]),
         "OMP_NUM_THREADS": "1",
