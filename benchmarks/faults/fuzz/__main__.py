@@ -36,6 +36,9 @@ from benchmarks.faults.fuzz.sound import make_models, make_run, preload
 from benchmarks.faults.victim import fork_ranks
 from tlt.bench.report import environment, provenance, table, write_report
 
+TOLD = ("words", "environ", "streams", "is_fresh", "about")
+"""What is told of a case."""
+
 
 def play(numbers: Sequence[int], seed: int, seconds: float) -> Iterator[dict[str, Any]]:
     """Plays the cases with these numbers in this process; yields what became of each."""
@@ -50,7 +53,8 @@ def play(numbers: Sequence[int], seed: int, seconds: float) -> Iterator[dict[str
         for number in numbers:
             kind, _ = KINDS[kinds[number]]
             outcome = try_one(kind, sound, random.Random(f"{seed}/{number}"), seconds)
-            yield {"number": number, "kind": kinds[number], **asdict(outcome)}
+            case = {key: value for key, value in asdict(outcome.case).items() if key in TOLD and value}
+            yield {"number": number, "kind": kinds[number], **asdict(outcome), "case": case}
 
 
 def play_in(num_processes: int, numbers: Sequence[int], seed: int, seconds: float) -> Iterator[dict[str, Any]]:

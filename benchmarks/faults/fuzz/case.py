@@ -22,7 +22,8 @@ from tlt.cli.main import main as tlt
 class Case:
     """A command. words: what stands after `tlt`.  trains: `tlt train` goes on to where its ranks start, and on; else it ends
     there.  is_fresh: a new Python runs it, not a fork of one that has imported everything.  environ: changes, None: not set.
-    codes: with which exit codes it may end.  prints: the user's own code writes what it likes to the terminal."""
+    codes: with which exit codes it may end.  prints: the user's own code writes what it likes to the terminal.  about: what is
+    odd, where the words do not show it."""
 
     words: tuple[str, ...]
     trains: bool = False
@@ -31,6 +32,7 @@ class Case:
     streams: tuple[str, str, str] = ("pipe", "pipe", "pipe")
     codes: frozenset[int] = frozenset({0, 2})
     prints: bool = False
+    about: str = ""
 
     def call(self) -> int:
         """Runs the command in this process; returns its exit code."""

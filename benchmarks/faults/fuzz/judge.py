@@ -25,7 +25,7 @@ class Outcome:
     what: str
     with_ranks: bool
     seconds: float
-    words: tuple[str, ...]
+    case: Case
 
 
 def try_one(kind: Kind, sound: Sound, rng: Random, seconds: float) -> Outcome:
@@ -36,7 +36,7 @@ def try_one(kind: Kind, sound: Sound, rng: Random, seconds: float) -> Outcome:
         case = kind(Place(here, sound), rng)
         ending = run(case.command(here), seconds)
         with_ranks = "loading model and problems" in ending.out or any(here.glob("*/timeline.rank*.jsonl"))
-        return Outcome(judge(case, ending), case.trains and with_ranks, ending.seconds, case.words)
+        return Outcome(judge(case, ending), case.trains and with_ranks, ending.seconds, case)
 
 
 def judge(case: Case, ending: Ending) -> str:

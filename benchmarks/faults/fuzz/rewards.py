@@ -218,7 +218,7 @@ def rewards(place: Place, rng: Random, ranks: str = "1") -> Case:
     ]
     if bodies in (RETURNS, METRICS) and rng.random() < 0.3:
         words[-1] = "0"
-    return place.train("--run.num_ranks", ranks, *words, prints=bodies in (PRINTS, METRICS), environ=_here(place))
+    return place.train("--run.num_ranks", ranks, *words, prints=bodies in (PRINTS, METRICS), environ=_here(place), about=code)
 
 
 def rewards_on_two_ranks(place: Place, rng: Random) -> Case:

@@ -189,4 +189,4 @@ def tasks(place: Place, rng: Random) -> Case:
     place.write("odd_tasks.py", MODULE.format(header=HEADER + HELPERS, **parts))
     words = ("--task.name", "odd_tasks:TASK", "--task.options", "{}", "--rewards.timeout_seconds", "1")
     prints = "print(" in "".join(parts.values())
-    return place.train(*words, prints=prints, codes=frozenset({0, 2, 130}))
+    return place.train(*words, prints=prints, codes=frozenset({0, 2, 130}), about=str(parts))

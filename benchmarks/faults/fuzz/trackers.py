@@ -74,4 +74,4 @@ def trackers(place: Place, rng: Random) -> Case:
     use = rng.choice(
         ("odd_trackers:Tracker",) * 6 + ("odd_trackers:Odd", "odd_trackers:deep", "odd_trackers", "odd_trackers:x")
     )
-    return place.train("--tracking.use", use, prints="print(" in "".join(parts.values()))
+    return place.train("--tracking.use", use, prints="print(" in "".join(parts.values()), about=str(parts))
