@@ -1,11 +1,12 @@
-"""Seeded kills of ranks and launchers at all moments of a run: each run ends by itself, with the policy of the run never
-killed, in float64 to the last bit, and generates no response twice that stands in a journal.
+"""Seeded kills of ranks and launchers at all moments of a run: each run ends by itself, with the policy, the metrics, the
+evaluations and the best policy of the run never killed, in float64 to the last bit, and generates no response twice that stands
+in a journal.
 
     one run that nobody disturbs ─▶ how often each function is called
     run by run: some kills, one an attempt ─▶ the launcher starts all ranks again; where it was killed itself, this script does
-                                            ─▶ same metrics, same weights, nothing generated twice
+                                            ─▶ the same in all four, and nothing generated twice
 
-    python -m benchmarks.faults.kills --kills 200 --seed 11 --out benchmarks/results/kills
+    python -m benchmarks.faults.kills --kills 200 --seed 11 --out benchmarks/results/faults/kills
 
 Recovery is the time from a kill to when the next attempt goes on to train: meeting, loading, reading the journal. Ranks are
 forked here from a launcher that has imported all; in `tlt train`, which spawns them, importing comes on top of it.
@@ -29,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
+from benchmarks.faults.compare import difference
 from benchmarks.faults.victim import ANYWHERE, LAUNCHER, MOMENTS, Kill, read_events
 from tlt.bench.report import environment, number, provenance, table, write_report
 from tlt.drafter.formats.folder import save_drafter
@@ -48,8 +49,6 @@ LEADERS = {"record", "manifest", "removing older", "products", "evaluation"}
 LAUNCHER_SHARE, ANYWHERE_SHARE = 0.1, 0.2
 EARLY = 0.1
 """Share of a run in which an attempt is killed: with eight kills most of them come about before the run ends."""
-FIXED = ("step", "reward_mean", "solve_rate", "num_tokens", "response_tokens", "loss", "grad_norm", "entropy")
-"""What the law fixes of a step's record."""
 TASK = """
 class Digits:
     def problems(self, num, seed, split="train", first=1):
@@ -148,17 +147,6 @@ def run_with(workspace: Path, name: str, plan: Sequence[Kill]) -> dict[str, Any]
         time.sleep(0.5)
 
 
-def difference(folder: Path, whole: Path) -> str:
-    """Returns what is not the same in both runs; empty: nothing is."""
-    records = [[json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] for run in (folder, whole)]
-    one, other = ([{key: record[key] for key in FIXED} for record in run] for run in records)
-    if one != other:
-        return f"metrics.jsonl: {one} and {other}"
-    weights, expected = (load_file(run / "policy" / "model.safetensors") for run in (folder, whole))
-    names = [name for name in expected if not torch.equal(expected[name], weights[name])]
-    return f"weights: {names}" if names else ""
-
-
 def draw(rng: random.Random, calls: Sequence[Mapping[str, int]], seconds: float) -> Kill:
     """Returns a kill at random, the same chance for every moment, early in an attempt, which may have little left to do. calls:
     by rank, how often each moment comes in a whole run.  seconds: of training in a whole run."""
@@ -243,8 +231,9 @@ def to_markdown(report: dict[str, Any]) -> str:
     twice = sum(len(run["twice"]) for run in runs)
     never = "that was never killed, and generated nothing ahead" if report["ahead"] else "never killed"
     text = (
-        f"{len(report['kills'])} kills in {len(runs)} runs. {same} runs ended by themselves with the metrics and the weights "
-        f"of the run {never}, to the last bit. Responses of a journal that were generated again: {twice}."
+        f"{len(report['kills'])} kills in {len(runs)} runs. {same} runs ended by themselves with the policy, the metrics, the "
+        f"evaluations and the best policy of the run {never}, to the last bit. Responses of a journal that were generated "
+        f"again: {twice}."
     )
     columns = ["killed in", "kills", "recovery, s (median)", "(most)"]
     return "\n\n".join(["# Kills at all moments", *provenance(report), text, table(columns, rows)]) + "\n"

@@ -142,7 +142,7 @@ def note(folder: Path, **event: Any) -> None:
         file.write(json.dumps(event) + "\n")
 
 
-def _replace(place: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def replace(place: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     module, _, path = place.partition(":")
     owner_path, _, name = path.rpartition(".")
     owner = resolve_name(f"{module}:{owner_path}" if owner_path else module)
@@ -165,7 +165,7 @@ def _watch(moment: str, calls: Counter[str], kill: Kill | None, die: Callable[[]
 
         return watched
 
-    _replace(MOMENTS[moment], make)
+    replace(MOMENTS[moment], make)
 
 
 def _announce(folder: Path, rank: int, kill: Kill | None, die: Callable[[], None]) -> None:
@@ -183,7 +183,7 @@ def _announce(folder: Path, rank: int, kill: Kill | None, die: Callable[[], None
 
         return announced
 
-    _replace("tlt.training.loop:train", make)
+    replace("tlt.training.loop:train", make)
 
 
 def _check_journal(folder: Path) -> None:
@@ -213,7 +213,7 @@ def _check_journal(folder: Path) -> None:
 
         return checked
 
-    _replace(MOMENTS["recalling"], make)
+    replace(MOMENTS["recalling"], make)
 
 
 def records_of(path: Path) -> list[Record]:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.kills import difference, generate_ahead, make_workspace, recoveries, run_with
+from benchmarks.faults.compare import difference
+from benchmarks.faults.kills import generate_ahead, make_workspace, recoveries, run_with
 from benchmarks.faults.victim import ANYWHERE, LAUNCHER, Kill
 
 PLAN = [

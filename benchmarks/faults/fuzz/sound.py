@@ -1,0 +1,113 @@
+"""Makes what every case begins with, all of it sound: a model, a drafter, and the folder of a run that was killed."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.faults.commands import Command, run
+from benchmarks.faults.fuzz.mutations import to_toml
+from tlt.cli.main import main as tlt
+from tlt.drafter.formats.folder import save_drafter
+from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.hf_config import load_model_config
+from tlt.models.hf_weights import save_model
+from tlt.models.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).parents[3]
+BASE = ROOT / "recipes" / "countdown" / "base"
+CONFIG: dict[str, Any] = {
+    "run": {"num_steps": 2, "num_ranks": 1, "dtype": "float64", "seed": 7, "device": "cpu"},
+    "parallel": {"policy": "auto"},
+    "model": {"path": "model"},
+    "task": {"name": "countdown", "num_problems": 8, "options": {"mix": {"2": 0.5, "3": 0.5}, "max_number": 12}},
+    "rollout": {"problems_per_step": 2, "samples_per_problem": 2, "max_batch_size": 4, "speculation": "adaptive"},
+    "sampling": {"max_tokens": 8, "temperature": 1.0, "stop": ["\n"]},
+    "drafter": {"path": "drafter", "train": True, "tokens_per_micro_step": 64},
+    "algorithm": {"clip_low": 0.2, "minibatches": 1},
+    "optimizer": {"learning_rate": 1e-4, "schedule": "cosine"},
+    "evaluation": {"num_problems": 4, "samples_per_problem": 1},
+    "rewards": {"num_workers": 1, "timeout_seconds": 5.0},
+    "tracking": {"use": [], "project": "fuzz"},
+}
+TASK = """
+import os
+from benchmarks.faults.once import WORKER, passes, words
+
+class Digits:
+    def problems(self, num, seed, split="train"):
+        prompts = [f"[{i % 9 + 1},{i % 7 + 1}:{i % 50 + 1}]" for i in range(num)]
+        return [{"problem_id": f"{split}-{i}", "prompt": prompt} for i, prompt in enumerate(prompts)]
+
+    def score(self, problem, text):
+        if WORKER in words(os.getpid()):
+            passes("score " + problem["problem_id"].partition("-")[0])
+        share = sum(c.isdigit() for c in text) / max(len(text), 1)
+        return {"reward": share, "solved": share > 0.5}
+
+TASK = Digits()
+"""
+RUN_CHANGES = {
+    "run": {"num_steps": 3, "checkpoint_every": 1, "keep_responses": True},
+    "task": {"name": "digits:TASK", "num_problems": 8, "options": {}},
+    "rollout": {"speculation": "ahead+hybrid:64x1x64", "ahead": 1},
+    "evaluation": {"every": 1},
+}
+
+
+@dataclass(frozen=True)
+class Sound:
+    """model, drafter: folders.  run: the folder of a run that was killed in its third step; its task is in `tasks`."""
+
+    model: Path
+    drafter: Path
+    run: Path
+    tasks: Path
+
+
+def make_models(folder: Path) -> Sound:
+    """Writes a random model with Countdown's tokenizer, and a drafter."""
+    shape = ModelConfig("llama", load_model_config(BASE).vocab_size, 16, 24, 2, 2, 1, 8, tie_embeddings=True, max_positions=128)
+    save_model(folder / "model", shape, Transformer(shape).initialize(0).state_dict(), dtype=torch.float32, source=BASE)
+    save_drafter(folder / "drafter", DraftModel(drafter_shape(shape)).initialize(0), torch.float32)
+    return Sound(folder / "model", folder / "drafter", folder / "sound-run" / "run", folder / "sound-run")
+
+
+def preload(sound: Sound) -> None:
+    """Imports here what commands import when they need it: they are forks of this process, and find it there."""
+    for module in (
+        "tlt.training.start",
+        "tlt.training.loop",
+        "tlt.drafter.measure",
+        "tlt.drafter.formats.export",
+        "tlt.audit.report",
+    ):
+        importlib.import_module(module)
+    load_tokenizer(sound.model)
+
+
+def make_run(sound: Sound) -> None:
+    """Trains for two steps and, in the third, until two of its responses are scored: then the rank is killed. The folder has a
+    journal then, and everything else."""
+    folder, marks = sound.tasks, sound.tasks / "marks"
+    marks.mkdir(parents=True)
+    (folder / "digits.py").write_text(TASK)
+    config: dict[str, Any] = json.loads(json.dumps(CONFIG))
+    config["model"]["path"], config["drafter"]["path"] = str(sound.model), str(sound.drafter)
+    for section, values in RUN_CHANGES.items():
+        config[section] |= values
+    (folder / "run.toml").write_text(to_toml(config))
+    plan = {"place": "score train", "call": 11, "does": "SIGKILL", "whom": "rank", "marks": str(marks)}
+    words = ("train", str(folder / "run.toml"), "--run.out_dir", str(sound.run))
+    environ = {"DISTURB": json.dumps(plan), "PYTHONPATH": os.pathsep.join([str(folder), str(ROOT)])}
+    ending = run(Command(folder, functools.partial(tlt, words), environ=environ), 120.0)
+    assert ending.code == 137, (ending.out, ending.err)
+    assert [*sound.run.glob("journal/step-*/*")], "it has a journal"

@@ -1,0 +1,85 @@
+"""Does one thing to one process of a run, once in the life of the run: when a place in the code is passed for the so-many-th
+time by any of its processes. A reward worker imports this, so it imports nothing heavy.
+
+    DISTURB={"place": "score test", "call": 3, "does": "SIGKILL", "whom": "worker", "marks": FOLDER}
+
+Each pass leaves a file in FOLDER; who makes the last of them acts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+
+WORKER = b"tlt.rl.reward_worker"
+
+
+def passes(place: str) -> None:
+    """Notes that this process is at a place, and disturbs the run where it is to be now."""
+    plan = json.loads(os.environ.get("DISTURB", "{}"))
+    if plan.get("place") != place:
+        return
+    for call in range(1, plan["call"] + 1):
+        try:
+            os.close(os.open(Path(plan["marks"], str(call)), os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            continue
+        if call == plan["call"]:
+            disturb(plan["does"], plan["whom"])
+        return
+
+
+def disturb(does: str, whom: str) -> None:
+    """Sends a signal, SIGCONT two seconds after "pause"; or, as the process itself, exits or forks."""
+    if does == "exit":
+        os._exit(3)
+    elif does == "fork":
+        os.fork()  # both go on, and answer
+    elif does == "pause":
+        (process,) = find(whom)
+        subprocess.Popen(["sh", "-c", f"sleep 2; kill -CONT {process}"], start_new_session=True)
+        os.kill(process, signal.SIGSTOP)
+    else:
+        for process in find(whom):
+            os.kill(process, signal.Signals[does])
+        if whom == "launcher" and does == "SIGKILL":
+            time.sleep(60)  # what this process did next might come before the launcher's death
+
+
+def find(whom: str) -> list[int]:
+    """Returns the processes meant, as this one sees them, a rank or one of its workers."""
+    is_worker = WORKER in words(os.getpid())
+    rank = os.getppid() if is_worker else os.getpid()
+    launcher = parent(rank)
+    match whom:
+        case "worker":
+            return [os.getpid()] if is_worker else [next(child for child in children(rank) if WORKER in words(child))]
+        case "rank":
+            return [rank]
+        case "launcher":
+            return [launcher]
+        case _:  # whom a terminal's Ctrl-C reaches
+            return [launcher, *(child for child in children(launcher) if words(child) == words(launcher))]
+
+
+def words(process: int) -> bytes:
+    return Path(f"/proc/{process}/cmdline").read_bytes()
+
+
+def parent(process: int) -> int:
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def children(process: int) -> list[int]:
+    """Returns the children of a process, in the order in which they were started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended meanwhile
+            if parent(int(folder.name)) == process:
+                found.append(int(folder.name))
+    return sorted(found)
