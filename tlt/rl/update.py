@@ -18,6 +18,7 @@ Axes: T response tokens of a flat batch
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
