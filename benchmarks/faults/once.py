@@ -53,12 +53,14 @@ def disturb(does: str, whom: str) -> None:
 
 def find(whom: str) -> list[int]:
     """Returns the processes meant, as this one sees them, a rank or one of its workers."""
-    is_worker = WORKER in words(os.getpid())
-    rank = os.getppid() if is_worker else os.getpid()
+    rank = os.getpid()
+    while WORKER in words(rank):  # a worker, and then its keeper
+        rank = parent(rank)
     launcher = parent(rank)
     match whom:
         case "worker":
-            return [os.getpid()] if is_worker else [next(child for child in children(rank) if WORKER in words(child))]
+            is_worker = rank != os.getpid()
+            return [os.getpid()] if is_worker else children(next(child for child in children(rank) if WORKER in words(child)))
         case "rank":
             return [rank]
         case "launcher":

@@ -251,7 +251,7 @@ class EvaluationSection(Section):
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature of evaluations; at 0 the most probable token is taken."""
     keep_best: bool = True
-    """Also keep the policy of the best evaluation."""
+    """Also keep the policy of the best evaluation: by solve rate, or by mean reward where rewards.functions alone score."""
 
 
 class TrackingSection(Section):
