@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore, Store, TCPStore
 
-from tlt.distributed.store import Attempt, attempt_store, is_over, meet
+from tlt.distributed.place import find_place
+from tlt.distributed.store import Attempt, attempt_store, is_over, meet, open_store
 from tlt.distributed.work_queue import Coordinator
 from tlt.types import UserError
 
@@ -92,6 +94,23 @@ def test_an_attempt_is_over_for_all_once_one_of_its_ranks_comes_again() -> None:
     with gathering(*(lambda rank=rank: meet(store, rank, 2, 30.0) for rank in range(2))) as attempts:
         pass
     assert not is_over(store, attempts[0])
+
+
+def test_a_stranger_who_does_not_know_the_ranks_secret_neither_ends_nor_joins_their_attempt() -> None:
+    """Another user of the machine reaches its loopback, and the store asks nobody who they are."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "TLT_SECRET": "between us"}
+    places = [find_place({**environ, "RANK": str(rank)}) for rank in range(2)]
+    stores = [open_store(place, 30.0) for place in places if place is not None]
+    with gathering(*(lambda rank=rank: meet(stores[rank], rank, 2, 30.0) for rank in range(2))) as attempts:
+        pass
+    with socket.create_connection(("127.0.0.1", port)) as noise:
+        noise.sendall(b"hello? " * 100)
+    stranger = TCPStore("127.0.0.1", port, is_master=False)
+    with pytest.raises(UserError, match="did not come"):
+        meet(stranger, 1, 2, 0.1)
+    assert not is_over(stores[0], attempts[0])
 
 
 def test_those_who_do_not_come_are_named_in_one_line() -> None:

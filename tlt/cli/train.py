@@ -141,7 +141,7 @@ def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Conf
     """Returns the configuration with the number of ranks that were started. is_asked: whether the user has given one."""
     if place is None:
         return config
-    if is_asked:
+    if is_asked and config.run.num_ranks is not None:
         check_num_ranks(place, config.run.num_ranks)
     values = config.model_dump()
     values["run"]["num_ranks"] = place.world_size

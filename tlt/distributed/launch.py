@@ -38,7 +38,7 @@ from tlt.distributed.failures import (
     Restarts,
     find_cause,
 )
-from tlt.distributed.place import find_place
+from tlt.distributed.place import SECRET, find_place
 from tlt.distributed.signals import SharedStop, StopRequest, Supervisor, handling_stop_signals, listen_as_rank, say
 from tlt.processes import how_it_ended
 from tlt.streams import forgive_output
@@ -151,6 +151,7 @@ def _attempt(argument: str, entry: Entry | str, supervisor: Supervisor, monitor_
     from tlt.distributed import one_machine
 
     report_dir = tempfile.mkdtemp(prefix="tlt-launch-")
+    os.environ[SECRET] = uuid.uuid4().hex
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -200,14 +201,15 @@ def _quiet_agent() -> Iterator[None]:
 def _environment(threads_per_rank: int) -> Iterator[None]:
     """Sets what the ranks inherit. The store of the rendezvous is not shared with them: across restarts gloo would read stale
     addresses from it (torch issue 135712). RES_OPTIONS: a reverse look-up of localhost may otherwise take 5 s. Ranks of one
-    machine talk over its loopback, so that nobody else can reach them."""
+    machine talk over its loopback: other machines cannot reach them. Other users of this one can; those who do not know the
+    attempt's secret say nothing that its ranks would read (docs/security.md)."""
     added = {
         "OMP_NUM_THREADS": str(threads_per_rank),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
         **({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if sys.platform == "linux" else {}),
     }
-    previous = {name: os.environ.get(name) for name in (*added, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+    previous = {name: os.environ.get(name) for name in (*added, SECRET, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
     os.environ.update(added)
     try:
         yield

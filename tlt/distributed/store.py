@@ -44,10 +44,11 @@ def read_now(store: Store, key: str) -> bytes:
 
 
 def open_store(place: Place, timeout_seconds: float) -> Store:
-    """Returns the store of the launcher, or of rank 0, which opens it then. Raises UserError where nobody answers there."""
+    """Returns the ranks' part of the store of the launcher, or of rank 0, which opens it then. Raises UserError where nobody
+    answers there."""
     where, timeout = f"{place.master_addr}:{place.master_port}", timedelta(seconds=timeout_seconds)
     try:
-        return TCPStore(
+        store = TCPStore(
             place.master_addr,
             place.master_port,
             is_master=place.is_server,
@@ -59,6 +60,7 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
         what = "cannot be opened" if place.is_server else f"nobody answered within {timeout_seconds:g} s"
         reason = str(error).splitlines()[0]
         raise UserError(f"MASTER_ADDR, MASTER_PORT: {where} {what} ({reason}); every rank needs rank 0's address") from None
+    return PrefixStore(place.secret, store) if place.secret else store
 
 
 def _listen(place: Place) -> int | None:
