@@ -531,7 +531,9 @@ def test_a_strangers_hello_to_the_store_ends_no_attempt(outcomes: dict[str, Outc
 
 def test_a_rank_that_leaves_on_anothers_account_is_reported_with_its_reason(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["a rank leaves a silent store"]
-    said = "tlt: error: rank 1 has left: the store of rank 0 at 127.0.0.1:29500 has not answered for 1 s (run.timeout_seconds)\n"
+    said = (
+        "tlt: error: rank 1 has left: the store of rank 0 at 127.0.0.1:29500 has not answered for 1 s (run.timeout_seconds)\n"
+    )
     assert (outcome.code, outcome.stderr) == (1, said)
 
 

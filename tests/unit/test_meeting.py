@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +13,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, Store, TCPStore
 
+from tlt.distributed import store as store_module
 from tlt.distributed.place import find_place
-from tlt.distributed.store import Attempt, attempt_store, is_over, meet, open_store
+from tlt.distributed.signals import StopRequest
+from tlt.distributed.store import Attempt, Watch, attempt_store, is_over, meet, open_store, share_stop
 from tlt.distributed.work_queue import Coordinator
 from tlt.types import UserError
 
@@ -111,6 +115,21 @@ def test_a_stranger_who_does_not_know_the_ranks_secret_neither_ends_nor_joins_th
     with pytest.raises(UserError, match="did not come"):
         meet(stranger, 1, 2, 0.1)
     assert not is_over(stores[0], attempts[0])
+
+
+def test_a_signal_that_one_rank_has_heard_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "WATCH_SECONDS", 0.01)
+    store, stops = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), [StopRequest() for _ in range(3)]
+    watches = [Watch() for _ in stops]
+    for stop, watch in zip(stops, watches, strict=True):
+        share_stop(attempt_store(store, Attempt(1, 3)), stop, watch)
+    stops[1].ask(signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while not all(stop.is_set() for stop in stops) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for watch in watches:
+        watch.has_left.set()
+    assert [stop.signal for stop in stops] == [signal.SIGTERM] * 3
 
 
 def test_those_who_do_not_come_are_named_in_one_line() -> None:

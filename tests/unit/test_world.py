@@ -47,7 +47,8 @@ def test_a_run_with_more_ranks_than_gpus_does_not_fall_back_in_silence(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("device", "num_gpus", "said"), [("auto", 1, "1 of 1 GPU(s)"), ("cuda", 8, "8 of 8 GPU(s)"), ("auto", 0, "no GPU was found")]
+    ("device", "num_gpus", "said"),
+    [("auto", 1, "1 of 1 GPU(s)"), ("cuda", 8, "8 of 8 GPU(s)"), ("auto", 0, "no GPU was found")],
 )
 def test_where_nobody_says_how_many_every_gpu_has_a_rank(
     device: Literal["auto", "cuda"], num_gpus: int, said: str, monkeypatch: pytest.MonkeyPatch

@@ -59,8 +59,8 @@ def launch(
     """Runs `entry(argument, stop)` on every rank and returns the exit code of the command.
 
     0: all ranks returned. 2: a rank raised UserError; its one line is on stderr. 1: a rank failed otherwise; its own traceback
-    is on stderr, once, or one line that names the rank that was killed. 130, 143: stopped by SIGINT, SIGTERM, which the launcher
-    or a rank has heard, all ranks having returned, one being awaited in vain, or the grace period being over.
+    is on stderr, once, or one line that names the rank that was killed. 130, 143: stopped by SIGINT, SIGTERM, which the
+    launcher or a rank has heard, all ranks having returned, one being awaited in vain, or the grace period being over.
 
     argument: any text that `entry` understands: a configuration as JSON, or JSON that holds one and what else the ranks need.
     entry: an importable function, or "package.module:function".
