@@ -3,9 +3,8 @@
 A module may import lower floors and its own package, never a higher floor and never a sibling on its own. The exceptions:
 config, files, hub, plugins and recipes → types, for their errors are the package's UserError and strategies are read by
 Strategy.parse; config → recipes, for a configuration may be named by its recipe; config → hub, which knows the names of
-repositories; config → secrets, for a run writes its configuration down; processes → streams, for helpers
-print. `tlt` itself and `python -m tlt` stand above
-everything; the first hands public names on, the second starts the command line.
+repositories; config → secrets, for a run writes its configuration down; processes → streams, for helpers print.
+`tlt` itself and `python -m tlt` stand above everything; the first hands public names on, the second starts the command line.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def _run(options: Train, began: Moment) -> int:
 
 
 def patience_of(options: Train, overrides: Sequence[str]) -> float:
-    """Returns the seconds for which a rank waits for the others to come: run.timeout_seconds, as far as this machine knows it. A
-    machine without the configuration, which rank 0 alone has to have, waits by default; rank 0 says what is wrong with it."""
+    """Returns the seconds for which a rank waits for the others to come: run.timeout_seconds, where this machine knows it. One
+    without the configuration, which rank 0 alone has to have, waits by default; rank 0 says what is wrong with it."""
     resumed = options.resume.parents[1] if is_checkpoint(options.resume) else Path(options.resume or "")
     try:
         return load_config(options.config or resumed / "config.json", overrides).run.timeout_seconds
