@@ -37,8 +37,9 @@ class RunSection(Section):
     """Seed of sampling, problem order and generated problems: the same seed gives the same run."""
     num_steps: PositiveInt = 100
     """Policy steps of the run; each generates responses, then updates the policy."""
-    num_ranks: PositiveInt = 2
-    """Processes that train, on all machines. What torchrun or srun have started goes before it."""
+    num_ranks: PositiveInt | None = None
+    """Processes that train, on all machines; none: one for each GPU that run.device may use, or 2 on CPUs. What torchrun or
+    srun have started goes before it."""
     launcher: Literal["local", "ray"] = "local"
     """Who starts the ranks: this machine (local), or an existing Ray cluster (ray). torchrun and srun have done it already."""
     max_restarts: NonNegativeInt = 3

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tlt.accounts import IdleUse
 from tlt.clock import Moment
 from tlt.config.schema import Config
+from tlt.distributed.store import share_stop
 from tlt.distributed.waiting import lead, naming_who_is_awaited
 from tlt.distributed.world import Rendezvous, gather_objects, shutdown, tell
 from tlt.models.hf_weights import StoredTensors, content_hash
@@ -62,6 +63,8 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
     described = json.loads(description)
     config = Config.from_json(described["config"])
     world = join_ranks(config, met)
+    if world.watch is not None:
+        share_stop(world.store, stop, world.watch)
     try:
         with naming_who_is_awaited(world):
             run = Run(config, world, stop, began=Moment(**described["began"]).here())

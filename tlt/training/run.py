@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from tlt.build.engine import EngineSettings, build_backend, load_stored
-from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder, open_model
+from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder, num_gpus, open_model
 from tlt.build.policy import build_policy_trainer, master_dtype, reward_spec, sampling_params
 from tlt.clock import Moment
 from tlt.config.schema import Config
 from tlt.distributed.place import find_place
-from tlt.distributed.ray_cluster import num_cluster_gpus
 from tlt.distributed.sharding import Gathered, LayoutChoice, choose_layout, layer_by_layer, whole
 from tlt.distributed.waiting import lead, together
 from tlt.distributed.work_queue import Coordinator, connect_coordinator
@@ -309,11 +308,9 @@ def device_of(config: Config) -> DeviceChoice:
     """Returns the kind of device that the ranks of this machine compute on. Who has started them says how many they are; `tlt
     train` starts all of them here."""
     place = find_place()
-    if place is None and config.run.launcher == "ray":
-        return choose_device(config.run.device, config.run.num_ranks, num_cluster_gpus())
     num_ranks = local_ranks(config)
     has_own_gpu = place is not None and place.has_own_gpu and torch.cuda.is_available()
-    return choose_device(config.run.device, num_ranks, num_ranks if has_own_gpu else torch.cuda.device_count())
+    return choose_device(config.run.device, num_ranks, num_ranks if has_own_gpu else num_gpus(config))
 
 
 def layout_of(config: Config) -> LayoutChoice:
