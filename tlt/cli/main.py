@@ -39,11 +39,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 141
         from tlt.secrets import hide
+        from tlt.text import visible
         from tlt.types import UserError
 
         if not isinstance(error, UserError):
             raise
-        print(hide(f"tlt: error: {' '.join(str(error).split())}"), file=sys.stderr)
+        print(hide(visible(f"tlt: error: {' '.join(str(error).split())}")), file=sys.stderr)
         return 2
     finally:
         if is_ours:

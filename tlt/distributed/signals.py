@@ -28,6 +28,7 @@ from typing import Protocol
 
 from tlt.distributed.place import find_place
 from tlt.secrets import hide
+from tlt.text import visible
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REPEAT_SECONDS = 1.0
@@ -55,7 +56,7 @@ class StopRequest:
 
 def say(text: str) -> None:
     """Prints one line of the launcher's to stderr."""
-    sys.stderr.write(hide(f"tlt: {text}\n"))
+    sys.stderr.write(hide(visible(f"tlt: {text}\n")))
     sys.stderr.flush()
 
 
