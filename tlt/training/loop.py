@@ -9,7 +9,6 @@ The same program runs on every rank; what rank 0 does besides is write files and
 
 from __future__ import annotations
 
-import errno
 import json
 import shlex
 import time
@@ -33,7 +32,7 @@ from tlt.rl.finite import NonFiniteUpdate
 from tlt.rl.rewards import check_scorable
 from tlt.spans import SpanName
 from tlt.training.evaluate import evaluate, settle_best
-from tlt.training.lock import forget_journal
+from tlt.training.lock import explain, forget_journal
 from tlt.training.problems import data_source, problems_of_step, spare_problems
 from tlt.training.record import record
 from tlt.training.rollout.ahead import ahead_of
@@ -48,9 +47,6 @@ from tlt.types import UserError
 
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest
-
-
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 def describe_run(config: Config, began: Moment) -> str:
@@ -78,10 +74,9 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
             f"{error}; " + ("no checkpoint is kept" if kept is None else f"the last checkpoint is {kept}")
         ) from None
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if (mistake := explain(error, config.run.out_dir)) is None:
             raise
-        folder, reason = config.run.out_dir, error.strerror
-        raise UserError(f"{folder}: cannot be written ({reason}); make room, then tlt train --resume {folder}") from error
+        raise mistake from error
     del run
     stop.signal = next(filter(None, gather_objects(world, stop.signal)), None)  # one rank has heard it, and the run has ended
     shutdown(world)
@@ -179,7 +174,8 @@ def write_products(run: Run) -> None:
     forget_journal(folder)  # the last checkpoint has all of it
     policy_hash = content_hash(StoredTensors(folder / "policy", run.policy.config))
     run.drafter.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
-    merge_timelines(folder, folder / "timeline.json")
+    for missing in merge_timelines(folder, folder / "timeline.json"):
+        run.console.note(missing)
     names = ["policy", "adapter", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json"]
     names += [RESPONSES] if run.responses is not None else []
     products = {name: folder / name for name in names if (folder / name).exists()}
