@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from tyro.conf import OmitArgPrefixes, Positional, arg
@@ -145,7 +145,7 @@ def run(options: Audit) -> int:
     if options.out is not None:
         _write_reports(options, options.out, reports)
     worst = max(reports, key=lambda report: SEVERITY.index(report.verdict))
-    summary = {
+    summary: dict[str, Any] = {
         "lossless": worst.is_lossless,
         "modes": {report.mode: {"lossless": report.is_lossless, "log10_e": report.max_log10_e} for report in reports},
     }
