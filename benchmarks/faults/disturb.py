@@ -121,6 +121,7 @@ STOPPED, INTERRUPTED, KILLED = 128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + 
 A_STEP, AN_EVALUATION = "score train", "score test"
 KINDS = (
     Kind("a reward worker is killed while it scores", (0,), A_STEP, 3, "SIGKILL"),
+    Kind("what keeps a reward worker is killed", (0,), A_STEP, 7, "SIGKILL", "keeper"),
     Kind("a reward worker is killed at its start", (0,), "start of a worker", 2, "SIGKILL"),
     Kind("an idle reward worker is killed", (0,), "update", 1, "SIGKILL"),
     Kind("a reward worker is killed in an evaluation", (0,), AN_EVALUATION, 20, "SIGKILL"),
