@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks.faults.commands import Command, Ending, adopt_orphans, run
 from benchmarks.faults.compare import difference
 from benchmarks.faults.kills import make_models
-from benchmarks.faults.left import command_line, descendants
+from benchmarks.faults.left import children, command_line, descendants
 from benchmarks.faults.once import passes
 from benchmarks.faults.victim import MOMENTS, fork_ranks, replace
 from tlt.bench.report import environment, provenance, table, write_report
@@ -121,6 +121,7 @@ STOPPED, INTERRUPTED, KILLED = 128 + signal.SIGTERM, 128 + signal.SIGINT, 128 + 
 A_STEP, AN_EVALUATION = "score train", "score test"
 KINDS = (
     Kind("a reward worker is killed while it scores", (0,), A_STEP, 3, "SIGKILL"),
+    Kind("what keeps a reward worker is killed", (0,), A_STEP, 7, "SIGKILL", "keeper"),
     Kind("a reward worker is killed at its start", (0,), "start of a worker", 2, "SIGKILL"),
     Kind("an idle reward worker is killed", (0,), "update", 1, "SIGKILL"),
     Kind("a reward worker is killed in an evaluation", (0,), AN_EVALUATION, 20, "SIGKILL"),
@@ -144,6 +145,7 @@ KINDS = (
     Kind("a rank is killed while best/ is saved", (0,), "products", 1, "SIGKILL", "rank"),
     Kind("a rank is paused while it generates", (0,), "decode", 30, "pause", "rank"),
     Kind("a rank is paused in an update", (0,), "update", 2, "pause", "rank"),
+    Kind("SIGTERM while a rank is stopped", (STOPPED, 0), how="stopped rank"),
     Kind("standard output is closed", (0,), how="gone"),
     Kind("the clock is set forward two hours", (0,), how="clock forward"),
     Kind("the clock is set back two hours", (0,), how="clock back"),
@@ -216,7 +218,8 @@ def attempt_by(how: str, folder: Path, environ: Mapping[str, str], place: str) -
         return run(fresh(environ=environ), LIMIT_SECONDS, PATIENCE, SignalAtImport(number))
     stdout = "gone" if how == "gone" else "pipe"
     command = Command(folder, functools.partial(train, run_toml, place), environ=environ, stdout=stdout)
-    return run(command, LIMIT_SECONDS, PATIENCE)
+    meanwhile = StopWithStoppedRank(folder) if how == "stopped rank" else None
+    return run(command, LIMIT_SECONDS, PATIENCE, meanwhile)
 
 
 def make_clock(workspace: Path) -> Path:
@@ -234,6 +237,21 @@ def set_clock(folder: Path, seconds: int, process: int) -> None:
     if metrics.exists() and metrics.stat().st_size:
         with (folder / "shift").open("r+b") as file:  # which the run has in its memory: not to be cut off first
             file.write(struct.pack("q", seconds))
+
+
+class StopWithStoppedRank:
+    """Stops a rank once a step has been done, and asks the launcher to stop."""
+
+    def __init__(self, folder: Path) -> None:
+        self._metrics, self._is_done = folder / "run" / "metrics.jsonl", False
+
+    def __call__(self, launcher: int) -> None:
+        if self._is_done or not (self._metrics.exists() and self._metrics.stat().st_size):
+            return
+        self._is_done = True
+        *_, rank = [child for child in sorted(children(launcher)) if command_line(child) == command_line(launcher)]
+        os.kill(rank, signal.SIGSTOP)
+        os.kill(launcher, signal.SIGTERM)
 
 
 class SignalAtImport:

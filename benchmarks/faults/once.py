@@ -52,15 +52,21 @@ def disturb(does: str, whom: str) -> None:
 
 
 def find(whom: str) -> list[int]:
-    """Returns the processes meant, as this one sees them, a rank or one of its workers."""
-    rank = os.getpid()
-    while WORKER in words(rank):  # a worker, and then its keeper
-        rank = parent(rank)
+    """Returns the processes meant, as this one sees them, a rank or one of its workers. A worker's keeper is the process between
+    it and its rank."""
+    lineage = [os.getpid()]
+    while WORKER in words(lineage[-1]):
+        lineage.append(parent(lineage[-1]))
+    rank = lineage[-1]
     launcher = parent(rank)
     match whom:
+        case "worker" if lineage[0] != rank:
+            return lineage[:1]
         case "worker":
-            is_worker = rank != os.getpid()
-            return [os.getpid()] if is_worker else children(next(child for child in children(rank) if WORKER in words(child)))
+            worker = next(child for child in children(rank) if WORKER in words(child))
+            return [(children(worker) or [worker])[0]]
+        case "keeper":
+            return [parent(lineage[0])]
         case "rank":
             return [rank]
         case "launcher":

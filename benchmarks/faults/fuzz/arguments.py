@@ -135,3 +135,32 @@ def strange_commands(place: Place, rng: Random) -> Case:
     )
     words = rng.choice(families).split() + [_odd_word(rng) for _ in range(rng.randrange(3))]
     return Case(tuple(word for word in words if "\0" not in word or rng.random() < 0.5))
+
+
+def benchmarks(place: Place, rng: Random) -> Case:
+    """A benchmark of a configuration that drafts from what it has generated, or is otherwise seldom measured."""
+    config = place.config()
+    config["rollout"] |= rng.choice(
+        (
+            {"ahead": 1, "speculation": "ahead+hybrid:64x1x64"},
+            {"ahead": "adaptive", "speculation": "ahead+ngram:4"},
+            {"replay": str(place.sound.run), "speculation": "ahead+ngram:4"},
+            {"speculation": "off"},
+            {"speculation": rng.choice(SPECULATION)},
+        )
+    )
+    file = str(place.write("run.toml", to_toml(config)))
+    if rng.random() < 0.5:
+        return Case(("bench", "train", file, "--out", "bench", "--steps", rng.choice(("2", "1", "0"))))
+    parts = rng.choice(("constant", "workload", "x", ""))
+    few = (
+        "--batches",
+        rng.choice(("1", "2", "0", "x")),
+        "--rounds",
+        rng.choice(("1", "2")),
+        "--seconds",
+        "0.1",
+        "--steps",
+        "2",
+    )
+    return Case(("bench", "rollout", file, "--out", "bench", "--parts", parts, *few))

@@ -20,6 +20,13 @@ RESPONSES = [
     {"problem_id": f"p{i}", "text": f"{i + 1}+{i + 2}={2 * i + 3}", "token_ids": [1, 2], "prompt_ids": [3]} for i in range(3)
 ]
 
+NO_PUZZLES = (
+    {"max_target": 3, "max_number": 10**8},
+    {"mix": {"2": 1}, "max_number": 2, "max_target": 2},
+    {"mix": {"6": 1}, "max_number": 1},
+)
+"""Options of Countdown that hardly any puzzle fulfils, or none."""
+
 
 def config_values(place: Place, rng: Random) -> Case:
     values = mutated(place.config(), rng)
@@ -72,7 +79,9 @@ def problems(place: Place, rng: Random) -> Case:
     task = rng.choice(("countdown", "math", "data", "word-problems", "mixture"))
     words = ("task", task, "--num", "2", "--out", "out.jsonl")
     if rng.random() < 0.5:
-        odd = rng.choice((CONFIG["task"]["options"], {"mix": rng.choice(ODD)}, {"tasks": rng.choice(ODD)}, {"split": "x"}))
+        odd = rng.choice(
+            (CONFIG["task"]["options"], {"mix": rng.choice(ODD)}, {"tasks": rng.choice(ODD)}, {"split": "x"}, *NO_PUZZLES)
+        )
         return Case((*words, "--options", json.dumps(mutated(odd, rng))))
     return Case((*words, "--data", str(file)))
 

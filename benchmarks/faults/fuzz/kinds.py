@@ -18,6 +18,7 @@ INPUTS: dict[str, tuple[Kind, int]] = {
     "a model's tokenizer": (inputs.tokenizer, 60),
     "a drafter": (inputs.drafter, 60),
     "arguments": (arguments.commands, 200),
+    "benchmarks": (arguments.benchmarks, 12),
     "strange commands": (arguments.strange_commands, 60),
     "variables of launchers": (surroundings.started_by_others, 120),
     "environment": (surroundings.environments, 25),
@@ -25,7 +26,7 @@ INPUTS: dict[str, tuple[Kind, int]] = {
 }
 """Commands that end before ranks would start, or have none."""
 RUNS: dict[str, tuple[Kind, int]] = {
-    "settings of a run": (settings.settings, 90),
+    "settings of a run": (settings.settings, 130),
     "settings of a run, two ranks": (settings.settings_on_two_ranks, 15),
     "the folder of a run": (run_folders.run_folders, 120),
     "the folder of a run, two ranks": (run_folders.run_folders_of_two_ranks, 15),

@@ -33,10 +33,11 @@ SLOW = {
 
 
 def settings(place: Place, rng: Random, ranks: int = 1) -> Case:
-    """One to three numbers, switches or choices are extreme."""
+    """A number is extreme, or a switch or a choice another; seldom two at once, of which one may hide the other."""
     keys = [*_keys(load_config(place.config()).model_dump())]
+    numbers = [(key, value) for key, value in keys if not isinstance(value, bool | str)]
     words = []
-    for key, value in rng.sample(keys, rng.choice((1, 1, 2, 3))):
+    for key, value in rng.sample(numbers if rng.random() < 0.8 else keys, rng.choice((1, 1, 1, 2))):
         if isinstance(value, bool):
             words += [f"--{key}", str(not value).lower()]
         elif isinstance(value, str):

@@ -37,6 +37,16 @@ RANKS = {
     "MASTER_PORT": ("0", "99999", "-1", "x", "", "²", "65536"),
 }
 NO_PORT = ("99999", "-1", "x", "", "²", "65536")
+SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NODELIST": "a"}
+LAUNCHERS: tuple[dict[str, str | None], ...] = (
+    {"RANK": "0", "WORLD_SIZE": "1"},
+    {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+    {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
+    {**SLURM},
+    {**SLURM, "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "7"},
+    {},
+)
+"""What launchers say."""
 PLACES = {
     "TMPDIR": ("/no/such/folder", "", "/dev/null", "/proc", "."),
     "HOME": ("/no/such/folder", "", "/dev/null", None),
@@ -83,13 +93,11 @@ THREADS = {
 def started_by_others(place: Place, rng: Random) -> Case:
     """The words of launchers contradict each other, or are none. Where they say that there is another rank, nobody waits: the
     port is none."""
-    chosen = rng.sample(sorted(RANKS), rng.choice((1, 2, 3, 5)))
     environ: dict[str, str | None] = dict.fromkeys(RANKS)
-    environ.update({name: rng.choice(RANKS[name]) for name in chosen})
-    environ.update(
-        rng.choice(({}, {"RANK": "0", "WORLD_SIZE": "1"}, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, {"RANK": "0"}))
-    )
-    environ.update({name: environ[name] for name in chosen})
+    environ |= rng.choice(LAUNCHERS)
+    words = sorted(name for name, value in environ.items() if value is not None)
+    for name in (*rng.sample(words, rng.choice((0, 1, 1, 2))), *rng.sample(sorted(RANKS), rng.choice((0, 1, 2)))):
+        environ[name] = rng.choice(RANKS[name])
     config = str(place.write("run.toml", to_toml(place.config())))
     if rng.random() < 0.4:
         return Case(("plan", "memory", config), environ=environ)
