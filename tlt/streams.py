@@ -20,7 +20,7 @@ class StdoutError(OSError):
 
 
 class Guarded(io.TextIOBase):
-    """Writes to a stream until that fails, and then nowhere.
+    """Writes to a stream until that fails, and then nowhere. What its encoding has no character for is written as an escape.
 
     stream: None: there is none.  lose: called once, with the error, when it has failed.
     """
@@ -30,7 +30,7 @@ class Guarded(io.TextIOBase):
         self._is_lost = stream is None
 
     def write(self, text: str) -> int:
-        self._attempt(lambda stream: stream.write(text))
+        self._attempt(lambda stream: stream.write(_writable(text, stream.encoding or "utf-8")))
         return len(text)
 
     def flush(self) -> None:
@@ -60,6 +60,11 @@ class Guarded(io.TextIOBase):
     def __getattr__(self, name: str) -> Any:
         """Whatever else a stream has, such as its buffer, is the stream's own."""
         return getattr(self.__dict__.get("_stream"), name)
+
+
+def _writable(text: str, encoding: str) -> str:
+    """Returns the text with an escape such as \\xd7 for what the encoding lacks, × in ASCII; so it is for half a character."""
+    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def guard(stream: TextIO | None, lose: Callable[[OSError], None]) -> TextIO:

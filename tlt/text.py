@@ -17,5 +17,13 @@ def visible(text: str) -> str:
 
 def one_line(error: BaseException, limit: int = 10_000) -> str:
     """Returns kind and message of an exception on one line of bounded length."""
-    text = visible(" ".join(f"{type(error).__name__}: {error}".split()))
+    text = visible(" ".join(f"{type(error).__name__}: {message_of(error)}".split()))
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def message_of(error: BaseException) -> str:
+    """Returns an exception's message; empty where the exception, the user's own, cannot say it."""
+    try:
+        return str(error)
+    except Exception:  # whatever the user's __str__ raises
+        return ""

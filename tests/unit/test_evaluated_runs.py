@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tlt.clock import Moment
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.signals import StopRequest
@@ -98,7 +98,7 @@ def make_config(base: Path, out_dir: Path) -> Config:
 def go(base: Path, out_dir: Path, **judge: Any) -> None:
     """Begins the run in the folder, or goes on with it, as a rank does."""
     judges.append(Judge(**judge))
-    main(describe_run(make_config(base, out_dir), time.time()), judges[-1].stop)
+    main(describe_run(make_config(base, out_dir), Moment.now()), judges[-1].stop)
 
 
 def evaluations(out_dir: Path) -> list[Evaluation]:
@@ -237,7 +237,7 @@ def test_what_lies_in_best_is_never_the_policy_of_an_evaluation_that_the_run_has
         assert "the best policy left, that before training, had been replaced by it; it is removed" in said
         return
     config = load_config(make_config(base, tmp_path / "two").model_dump(mode="json"), {"run.num_steps": left})
-    main(describe_run(config, time.time()), StopRequest())
+    main(describe_run(config, Moment.now()), StopRequest())
     assert same_weights(out_dir / "best", tmp_path / "two" / "policy")
     assert held_in_best(out_dir) == left
     assert "which the run has gone back behind; now it is of the one after 2 updates" in said

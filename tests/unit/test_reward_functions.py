@@ -105,6 +105,18 @@ class AwkwardTask(Task):
         return {"reward": 1.0, "solved": Awkward()}
 
 AWKWARD = AwkwardTask()
+
+def logs_half_a_character(completions, log_metric, **kwargs):
+    log_metric("\\ud800", 1.0)
+    return [1.0]
+
+class Mute(Exception):
+    """Cannot say what was wrong."""
+    def __str__(self):
+        raise RuntimeError("mute")
+
+def raises_mute(completions, **kwargs):
+    raise Mute
 '''
 
 
@@ -229,6 +241,11 @@ def test_what_a_function_raises_is_named_with_its_place(name: str, error: str, t
 )
 def test_what_is_no_reward_is_an_error_and_not_a_number(returned: str, error: str) -> None:
     assert score(spec("says"), {}, returned).error == error
+
+
+def test_names_of_metrics_and_errors_that_cannot_be_said_stay_writable() -> None:
+    assert score(spec("logs_half_a_character"), {}, "x").metrics == {"\\ud800": 1.0}
+    assert score(spec("raises_mute"), {}, "x").error.startswith("raises_mute: Mute:, ")
 
 
 def test_a_sum_that_is_not_finite_is_no_reward_either() -> None:

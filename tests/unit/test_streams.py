@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -61,6 +62,17 @@ def test_a_console_goes_on_where_nothing_can_be_printed_and_says_so_once(broken,
     said = capsys.readouterr().err
     assert said.startswith("tlt: stdout cannot be written (")
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_a_stdout_of_few_characters_shows_the_others_as_escapes(encoding: str) -> None:
+    with io.TextIOWrapper(io.BytesIO(), encoding=encoding) as stream, Console(num_steps=2, stream=stream) as console:
+        console.note("8 × 8 → half a character: \ud800")
+        stream.flush()
+        assert stream.buffer.getvalue().decode(encoding).strip() in (
+            "8 \\xd7 8 \\u2192 half a character: \\ud800",
+            "8 × 8 \\u2192 half a character: \\ud800",
+        )
 
 
 def test_a_console_without_any_stdout_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from tlt.plugins import describe, get_object
 from tlt.tasks.base import Task, get_task, warm_up
+from tlt.text import visible
 from tlt.types import Reward, UserError
 
 if TYPE_CHECKING:
@@ -234,7 +235,7 @@ def _offer(response: Response, metrics: dict[str, float]) -> dict[str, Any]:
         "completions": [completion],
         "completion_ids": [list(response.token_ids)],
         "trainer_state": TrainerState(response.step),
-        "log_metric": lambda name, value: metrics.__setitem__(str(name), float(value)),
+        "log_metric": lambda name, value: metrics.__setitem__(visible(str(name)), float(value)),
         "log_extra": lambda column, values: None,
     }
 
