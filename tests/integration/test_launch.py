@@ -347,13 +347,14 @@ def play(server: subprocess.Popen[str], folder: Path, name: str, scenario: Scena
         time.sleep(0.02)
     outcome.seconds = time.monotonic() - sent_at
     if code == -signal.SIGKILL:  # then the ranks may take a moment longer
-        while (survivors := in_session(pid)) and time.monotonic() - sent_at < 30:
+        while (survivors := in_session(pid)) and time.monotonic() - sent_at < DEADLINE_SECONDS:
             time.sleep(0.05)
         outcome.survivors += survivors
     outcome.code, outcome.said, outcome.stderr = code, said(), read("err")
     outcome.survivors += [other for other in outcome.of("pid") if is_alive(other)]
     for other in outcome.survivors:
-        os.kill(other, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(other, signal.SIGKILL)
     return outcome
 
 

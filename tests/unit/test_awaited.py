@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import traceback
 
 import pytest
@@ -55,7 +56,7 @@ def test_a_rank_whose_store_has_fallen_silent_leaves_and_says_why(
         codes.append(code)
         watch.has_left.set()
 
-    monkeypatch.setattr(store_module.os, "_exit", leave)
+    monkeypatch.setattr(os, "_exit", leave)
     monkeypatch.setattr(store_module, "WATCH_SECONDS", 0.01)
     leave_when_silent(watch, 0.05, "10.0.0.1:29500")
     assert watch.has_left.wait(60)
