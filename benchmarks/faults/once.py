@@ -52,8 +52,8 @@ def disturb(does: str, whom: str) -> None:
 
 
 def find(whom: str) -> list[int]:
-    """Returns the processes meant, as this one sees them, a rank or one of its workers. A worker's keeper is the process between
-    it and its rank."""
+    """Returns the processes meant, as this one sees them, a rank or one of its workers. A worker's keeper is the process
+    between it and its rank."""
     lineage = [os.getpid()]
     while WORKER in words(lineage[-1]):
         lineage.append(parent(lineage[-1]))
