@@ -29,15 +29,24 @@ T = TypeVar("T")
 
 
 def check_output_file(path: Path, option: str) -> None:
-    """Refuses, before any work, an output that could not be written at the end."""
+    """Refuses, before any work, an output that could not be written at the end. Its folder need not be there yet."""
     if path.is_dir():
         raise UserError(f"{option}: {path} is a folder; give the name of a file")
     _refuse_no_file(path, option)
-    folder = path.resolve().parent
+    folder = next(parent for parent in path.resolve().parents if os.path.exists(parent))
     if not folder.is_dir():
-        raise UserError(f"{option}: the folder {folder} does not exist; create it or give another path")
+        raise UserError(f"{option}: {folder} is no folder; give another path")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(f"{option}: the folder {folder} is not writable; give another path")
+
+
+def with_folder(path: Path) -> Path:
+    """Makes the folder of an output that a command is about to write, where it is not there, and returns the output's path."""
+    try:
+        path.resolve().parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from error
+    return path
 
 
 def check_new_folder(path: Path, option: str) -> None:

@@ -6,6 +6,7 @@ the repository     recipes/countdown/…  and beside it the scripts that made mo
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -21,7 +22,7 @@ _LEFT_OUT = shutil.ignore_patterns("*.py", "__pycache__", "README.md", ".*")
 
 
 def list_recipes() -> list[str]:
-    """Returns the names of all recipes."""
+    """Returns the names of all recipes that have a quickstart."""
     return sorted(path.parent.name for path in _home().glob(f"*/{CONFIG}"))
 
 
@@ -37,21 +38,23 @@ def find_recipe(name: str) -> Path:
 
 
 def resolve_config(path: Path) -> Path:
-    """Returns the configuration file that a user means by `path`: the file of that name, else a recipe's by its name. Raises
-    UserError where a path without a suffix is neither; other files are `load_config`'s to refuse."""
-    if path.exists() or path.suffix:
+    """Returns the configuration file that a user means by `path`: the file of that name, else a recipe's by its name, which may
+    have dots in it. Raises UserError for what is neither; a missing .toml or .json is `load_config`'s to refuse."""
+    if os.path.exists(path) or path.suffix in (".toml", ".json"):
         return path
-    if path.parts[:1] and path.parts[0] in list_recipes():
+    if path.parts[:1] and path.parts[0] in _folders():
         return find_recipe(path.as_posix())
-    raise UserError(f"{path}: is neither a file nor a recipe; recipes are {', '.join(list_recipes())}")
+    raise UserError(f"{path}: is neither a file nor a recipe; recipes are {', '.join(_folders())}")
 
 
 def copy_recipe(name: str, folder: Path) -> list[Path]:
-    """Copies a recipe, its model and its drafter into `folder`, which must be new or empty. Returns what lies there now.
+    """Copies a recipe, its model and its drafter into `folder`, which must be new or empty. Returns what lies there now, the
+    configuration that the name stands for first.
 
     Raises UserError for an unknown name and for a folder that holds something or cannot be written.
     """
-    source = _folder(name)
+    config = find_recipe(name)
+    source = config.parent
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder}: exists and is not an empty folder; give a new one")
     try:
@@ -59,13 +62,17 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
     except (OSError, shutil.Error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(f"{folder}: the recipe cannot be written there ({reason}); give another folder") from None
-    return sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name != CONFIG, path.name))
+    return sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name != config.name, path.name))
 
 
 def _folder(name: str) -> Path:
-    if name not in list_recipes():
-        raise UserError(f"recipe {name!r}: is unknown; recipes are {', '.join(list_recipes())}")
+    if name not in _folders():
+        raise UserError(f"recipe {name!r}: is unknown; recipes are {', '.join(_folders())}")
     return _home() / name
+
+
+def _folders() -> list[str]:
+    return sorted({path.parent.name for path in _home().glob("*/*.toml")})
 
 
 def _home() -> Path:

@@ -13,8 +13,8 @@ import pytest
 import tlt
 from benchmarks.plots import plot_runs
 from tests.unit.test_report import record
-from tlt.bench.report import header
-from tlt.bench.train import describe_round
+from tlt.bench.report import header, with_changes
+from tlt.bench.train import FROZEN, OFF, Plan, describe_round
 from tlt.bench.train_report import Turn, _counted_from_1, _place, ceiling, phase_seconds, summarize, to_markdown
 from tlt.cli.main import main
 from tlt.config.load import load_config
@@ -24,6 +24,25 @@ from tlt.spans import Span, SpanName
 from tlt.types import UserError
 
 RECIPES = Path(__file__).parents[2] / "recipes" / "countdown"
+
+
+@pytest.mark.parametrize("key", ["ahead", "replay"])
+def test_what_drafts_from_other_responses_is_off_where_nothing_drafts(key: str, tmp_path: Path) -> None:
+    value = "adaptive" if key == "ahead" else str(tmp_path)
+    config = load_config(RECIPES / "headline.toml", [f"--rollout.{key}", value])
+    configs = Plan({"off": OFF, "tlt": {}, "frozen": FROZEN}, 1, 1.0).configs(config)
+    given = getattr(config.rollout, key)
+    assert [getattr(configs[name].rollout, key) for name in ("tlt", "frozen")] == [given, given]
+    assert not getattr(configs["off"].rollout, key)
+
+
+def test_changes_that_contradict_the_rest_are_one_line() -> None:
+    config = load_config(RECIPES / "headline.toml", ["--rollout.ahead", "1"])
+    with pytest.raises(
+        UserError, match=r"^bench: with rollout\.speculation changed: rollout\.ahead is 1, but nothing would"
+    ) as refused:
+        with_changes(config, {"rollout": {"speculation": "off"}})
+    assert "\n" not in str(refused.value)
 
 
 def test_the_ceiling_is_amdahls() -> None:
@@ -136,7 +155,7 @@ def test_without_a_finished_round_there_is_nothing_to_report(tmp_path: Path) -> 
         (["--minutes", "-1"], "--minutes: is -1; it must be greater than 0"),
         (["--rollout.speculation", "off"], "rollout.speculation: is off, so nothing can be compared"),
         (["--drafter.train", "false"], "--variants: frozen differs from tlt only where drafter.train is true"),
-        (["--out", "nowhere/x"], "nowhere"),
+        (["--out", f"{__file__}/x"], "is no folder; give another path"),
     ],
 )
 def test_a_mistake_in_the_command_is_one_line(

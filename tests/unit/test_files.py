@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tlt import files
-from tlt.files import check_output_file, dumps, get_id, read_jsonl, replace_folder, write_atomically, write_jsonl
+from tlt.files import check_output_file, dumps, get_id, read_jsonl, replace_folder, with_folder, write_atomically, write_jsonl
 from tlt.types import UserError
 
 
@@ -92,8 +92,19 @@ def test_what_is_no_regular_file_is_refused_and_stays(here: Path) -> None:
 
 def test_a_file_beneath_a_file_is_refused_in_one_line(here: Path) -> None:
     Path("a").write_text("")
-    with pytest.raises(UserError, match="does not exist; create it"):
-        check_output_file(Path("a/b"), "--out")
+    with pytest.raises(UserError, match=f"--out: {here / 'a'} is no folder; give another path"):
+        check_output_file(Path("a/b/c"), "--out")
+    with pytest.raises(UserError, match="cannot be written"):
+        with_folder(Path("a/b/c"))
+
+
+def test_an_output_makes_its_folder_only_when_it_is_written(here: Path) -> None:
+    out = Path("new/er/out.jsonl")
+    check_output_file(out, "--out")
+    assert names(here) == []
+    write_jsonl(with_folder(out), [{"a": 1}])
+    assert out.read_text() == '{"a": 1}\n'
+    check_output_file(out, "--out")
 
 
 # ── a folder ──────────────────────────────────────────────────────────────────────────────────────────────────────────

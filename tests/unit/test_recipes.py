@@ -53,6 +53,15 @@ def test_a_file_wins_over_a_recipe_of_its_name(tmp_path: Path, monkeypatch: pyte
     assert resolve_config(Path("countdwon.toml")) == Path("countdwon.toml")
     with pytest.raises(UserError, match="countdwon: is neither a file nor a recipe; recipes are countdown, math"):
         resolve_config(Path("countdwon"))
+    assert resolve_config(Path("paper/qwen2.5-7b")) == find_recipe("paper/qwen2.5-7b")
+    assert resolve_config(Path("paper/no.toml")) == Path("paper/no.toml")
+    for name, remedy in (("paper", "give one of paper/deepseek"), ("paper/qwen3.5-7b", "give one of paper/deepseek")):
+        with pytest.raises(UserError, match=remedy):
+            resolve_config(Path(name))
+    with pytest.raises(UserError, match=r"countdown\.txt: is neither a file nor a recipe"):
+        resolve_config(Path("countdown.txt"))
+    with pytest.raises(UserError, match="is neither a file nor a recipe"):
+        resolve_config(Path(5000 * "a"))
     Path("countdown").write_text("")
     assert resolve_config(Path("countdown")) == Path("countdown")
 
@@ -66,6 +75,17 @@ def test_a_copy_holds_all_that_a_run_needs_and_not_how_it_was_made(tmp_path: Pat
     config = load_config(tmp_path / "a" / "mine" / "quickstart.toml")
     assert config.model.path == tmp_path / "a" / "mine" / "base"
     assert config.drafter.path == tmp_path / "a" / "mine" / "drafter"
+
+
+@pytest.mark.parametrize("name", ["math/chain_sum", "paper/qwen2.5-7b", "countdown/headline"])
+def test_a_name_that_train_knows_can_be_copied_and_is_what_to_run_next(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", name, str(tmp_path / "mine")]) == 0
+    config = Path(f"{name}.toml").name
+    *_, said = capsys.readouterr().out.splitlines()
+    assert said == f"Next: cd {tmp_path / 'mine'} && tlt train {config}"
+    assert (tmp_path / "mine" / config).read_bytes() == find_recipe(name).read_bytes()
 
 
 def test_a_copy_overwrites_nothing(tmp_path: Path) -> None:

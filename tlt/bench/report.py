@@ -11,19 +11,21 @@ from typing import Any
 import torch
 
 from tlt import __version__
+from tlt.config.mistakes import validate
 from tlt.config.schema import Config
-from tlt.files import dumps, write_atomically
+from tlt.files import dumps, with_folder, write_atomically
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a configuration by section and key."""
 
 
 def with_changes(config: Config, changes: Changes) -> Config:
-    """Returns the configuration with these values, validated again."""
+    """Returns the configuration with these values, validated again. Raises UserError where they contradict the others."""
     values = config.model_dump()
     for section, keys in changes.items():
         values[section] = {**values[section], **keys}
-    return Config.model_validate(values)
+    changed = ", ".join(f"{section}.{key}" for section, keys in changes.items() for key in keys)
+    return validate(Config, values, f"bench: with {changed} changed")
 
 
 def side_by_side(config: Config) -> Changes:
@@ -71,7 +73,7 @@ def environment() -> dict[str, Any]:
 def write_report(out: Path, report: Mapping[str, Any], markdown: str) -> None:
     """Writes OUT.json and OUT.md, each whole or not at all."""
     for ending, text in (("json", dumps(report) + "\n"), ("md", markdown)):
-        with write_atomically(out.with_name(f"{out.name}.{ending}")) as file:
+        with write_atomically(with_folder(out.with_name(f"{out.name}.{ending}"))) as file:
             file.write(text)
 
 

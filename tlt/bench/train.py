@@ -41,8 +41,11 @@ from tlt.types import Problem, UserError
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest
 
-OFF: Changes = {"rollout": {"speculation": "off"}, "drafter": {"path": None, "train": False}}
-"""Turns the configuration into the same system without TLT."""
+OFF: Changes = {
+    "rollout": {"speculation": "off", "ahead": 0, "replay": None},
+    "drafter": {"path": None, "train": False},
+}
+"""Turns the configuration into the same system without TLT: nothing drafts, so nothing is kept or generated to draft from."""
 FROZEN: Changes = {"drafter": {"train": False}}
 
 

@@ -17,7 +17,7 @@ from tlt.cli.options import File, Names, Options
 from tlt.config.mistakes import mistake
 from tlt.config.section import PositiveInt
 from tlt.drafter.response_files import response_ids
-from tlt.files import check_output_file, dumps, get_id, read_jsonl, write_json
+from tlt.files import check_output_file, dumps, get_id, read_jsonl, with_folder, write_json
 from tlt.hub import resolve_model
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
@@ -266,4 +266,4 @@ def describe(report: AuditReport) -> str:
 def _write_reports(options: Audit, out: Path, reports: Sequence[AuditReport]) -> None:
     modes = [{**asdict(report), "mean_tokens": report.mean_tokens} for report in reports]
     record = {"command": " ".join(["tlt", *sys.argv[1:]]), "options": options.model_dump(mode="json"), "modes": modes}
-    write_json(out, record)
+    write_json(with_folder(out), record)

@@ -21,7 +21,7 @@ from tlt.cli.options import Drafter, File, Options, Seed
 from tlt.config.mistakes import mistake
 from tlt.config.section import NonNegativeInt, PositiveFloat, PositiveInt
 from tlt.drafter.response_files import read_responses
-from tlt.files import Record, check_new_folder, check_output_file, write_json
+from tlt.files import Record, check_new_folder, check_output_file, with_folder, write_json
 from tlt.hub import resolve_model
 from tlt.types import Rollout, SamplingParams, Strategy, UserError
 
@@ -252,7 +252,7 @@ def evaluate(options: DrafterEval) -> Record:
             ratio, num_different = speedup(model, drafter, requests, options.depth, options.max_batch_size, options.rounds)
         summary["speedup"] = asdict(ratio) | {"batch_size": options.max_batch_size, "num_different": num_different}
     if options.out is not None:
-        write_json(options.out, summary)
+        write_json(with_folder(options.out), summary)
     _print_evaluation(summary)
     return summary
 

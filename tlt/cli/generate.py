@@ -15,7 +15,7 @@ from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate
 from tlt.cli.options import Options
 from tlt.config.schema import may_follow
 from tlt.drafter.response_files import read_references
-from tlt.files import Record, check_output_file, write_jsonl
+from tlt.files import Record, check_output_file, with_folder, write_jsonl
 from tlt.hub import resolve_model
 from tlt.types import Rollout, UserError
 
@@ -81,7 +81,7 @@ def run(options: Generate) -> Record:
     rollouts = generate_in_order(engine, requests)
     seconds = time.perf_counter() - begin
     engine.close()
-    write_jsonl(options.out, (vars(to_response(rollout, model.tokenizer)) for rollout in rollouts))
+    write_jsonl(with_folder(options.out), (vars(to_response(rollout, model.tokenizer)) for rollout in rollouts))
     summary = summarize(rollouts, seconds, engine.stats)
     return summary | {"device": str(engine.device), "elapsed": time.perf_counter() - start}
 

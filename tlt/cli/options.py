@@ -172,7 +172,8 @@ def _describe(command: str, kind: type[Options], error: ValidationError) -> str:
     if detail["type"] == "too_short":
         return f"{_label(kind, detail['loc'])}: is empty; give at least one"
     value = detail["input"]
-    shown = value if isinstance(value, str) and value.strip() and len(value) <= LONGEST_SHOWN else shorten(value)
+    is_plain = isinstance(value, str) and value.strip() and value.isprintable() and len(value) <= LONGEST_SHOWN
+    shown = value if is_plain else shorten(value)
     return f"{_label(kind, detail['loc'])}: is {shown}; {remedy(detail)}"
 
 

@@ -12,7 +12,7 @@ from tlt.cli.options import File, WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.config.section import NonNegativeInt, PositiveFloat, PositiveInt
-from tlt.files import Record, check_output_file, write_json
+from tlt.files import Record, check_output_file, with_folder, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -55,7 +55,7 @@ def memory(options: PlanMemory) -> Record:
     figures = to_record(run, plan, verdict)
     print_plan(run, plan, verdict)
     if options.out is not None:
-        write_json(options.out, figures)
+        write_json(with_folder(options.out), figures)
     return {key: value for key, value in figures.items() if key != "parts"}
 
 

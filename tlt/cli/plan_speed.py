@@ -13,7 +13,7 @@ from tlt.cli.options import File, Folder, Numbers, WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.config.section import NonNegativeFloat, PositiveFloat, PositiveInt
-from tlt.files import Record, check_output_file, write_json
+from tlt.files import Record, check_output_file, with_folder, write_json
 from tlt.types import UserError
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def speed(options: PlanSpeed) -> Record:
     print_rows(rows, lines)
     figures = {"assumptions": lines, "rows": [dataclasses.asdict(row) for row in rows]}
     if options.out is not None:
-        write_json(options.out, figures)
+        write_json(with_folder(options.out), figures)
     return {"replicas": {str(row.num_replicas): {v.variant: round(v.times_first, 2) for v in row.variants} for row in rows}}
 
 

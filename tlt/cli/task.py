@@ -14,7 +14,7 @@ from tlt.cli.options import File, JsonObject, Options, Seed
 from tlt.config.mistakes import mistake
 from tlt.config.section import PositiveInt
 from tlt.data import DataSource, read_data
-from tlt.files import Record, check_output_file, get_id, read_jsonl, write_jsonl
+from tlt.files import Record, check_output_file, get_id, read_jsonl, with_folder, write_jsonl
 from tlt.types import Reward, UserError
 
 TaskName = Annotated[Positional[str], arg(metavar="NAME")]
@@ -63,7 +63,7 @@ def write_problems(options: WriteProblems) -> Record:
         split = options.split or "train"
         problems = make_problems(options.name, options.num, options.seed, {"split": split, **options.options})
     try:
-        write_jsonl(options.out, problems)
+        write_jsonl(with_folder(options.out), problems)
     except TypeError as error:
         raise UserError(f"task {options.name}: a problem cannot be written as JSON ({error}); correct the task") from None
     return {
@@ -117,7 +117,7 @@ def score(options: Score) -> Record:
         scores[problem_id].append(found)
         scored.append({**response, "reward": found.value, "solved": found.is_solved})
     if options.out is not None:
-        write_jsonl(options.out, scored)
+        write_jsonl(with_folder(options.out), scored)
     return _summarize(scores)
 
 

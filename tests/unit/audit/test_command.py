@@ -61,7 +61,7 @@ def test_another_temperature_than_said_is_exit_code_1(model: Path, here: Path, c
         (("--prompts", "prompts.jsonl", "--tolerance", "-1"), "--tolerance: is -1; it must be greater than or equal to 0"),
         (("--prompts", "prompts.jsonl", "--samples", "0"), "--samples: is 0"),
         (("--prompts", "prompts.jsonl", "--temperature", "-1"), "--temperature: is -1; it must be greater than or equal to 0"),
-        (("--prompts", "prompts.jsonl", "--out", "no/report.json"), "--out: the folder"),
+        (("--prompts", "prompts.jsonl", "--out", "prompts.jsonl/report.json"), "prompts.jsonl is no folder; give another path"),
         (("--task", "countdown", "--num", "0"), "--num: is 0"),
         (("--task", "nonsense"), "unknown task 'nonsense'"),
         (("--url", "http://127.0.0.1:9", "--engine-model", "m", "--prompts", "prompts.jsonl"), "cannot be reached"),

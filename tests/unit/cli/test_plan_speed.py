@@ -32,7 +32,7 @@ def test_the_command_prints_a_row_for_each_number_of_replicas_and_what_it_rests_
         (("--run", "nowhere"), "--run: nowhere is no run's folder"),
         (("--median-tokens", "50", "--p95-tokens", "40"), "--p95-tokens: is 40, not above the median of 50"),
         (("--rollout-share", "2"), "--rollout-share: is"),
-        (("--out", "nowhere/speed.json"), "--out: the folder"),
+        (("--out", f"{__file__}/speed.json"), f"--out: {__file__} is no folder; give another path"),
     ],
 )
 def test_a_mistake_is_one_line(here: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:

@@ -41,7 +41,6 @@ def test_task_passes_the_split_and_options_on(capsys: pytest.CaptureFixture[str]
     [
         (["countdwn", "--num", "1", "--out", "o"], "unknown task 'countdwn'"),
         (["countdown", "--num", "0", "--out", "o"], "--num: is 0; it must be greater than or equal to 1"),
-        (["countdown", "--num", "1", "--out", "no/o"], "does not exist; create it or give another path"),
         (["countdown", "--num", "1", "--out", "."], "--out: . is a folder; give the name of a file"),
         (["countdown", "--num", "1", "--out", "o", "--options", "{"], "--options: is {; it is no JSON object"),
         (["countdown", "--num", "1", "--out", "o", "--options", "[1]"], "--options: is [1]; it is no JSON object"),
@@ -53,6 +52,16 @@ def test_task_passes_the_split_and_options_on(capsys: pytest.CaptureFixture[str]
 )
 def test_task_refuses_in_one_line(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert part in fail(capsys, "task", *arguments)
+
+
+@pytest.mark.usefixtures("here")
+def test_outputs_make_the_folders_that_they_lie_in(capsys: pytest.CaptureFixture[str]) -> None:
+    succeed(capsys, "task", "countdown", "--num", "1", "--out", "new/problems.jsonl")
+    (problem,) = read_lines("new/problems.jsonl")
+    write_lines("responses.jsonl", {"problem_id": problem["problem_id"], "text": "1"})
+    arguments = ("--problems", "new/problems.jsonl", "--responses", "responses.jsonl", "--out", "newer/yet/scored.jsonl")
+    succeed(capsys, "score", "countdown", *arguments)
+    assert not read_lines("newer/yet/scored.jsonl")[0]["solved"]
 
 
 def write_countdown() -> None:
