@@ -200,9 +200,10 @@ class SamplingSection(Section):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Drops tokens less probable than this share of the most probable one; 0 keeps all tokens."""
     max_tokens: PositiveInt = 2048
-    """Length at which a training response is cut off, in tokens."""
+    """Length at which a response is cut off, in tokens."""
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    """Texts that end a response, which keeps them; beside the model's own stop tokens."""
+    """Texts that end a response, which keeps them; beside the model's own stop tokens. On the command line a list such as
+    '["</answer>"]'."""
 
 
 class OptimizerSection(Section):
