@@ -17,7 +17,7 @@ import tlt
 ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "accounts", "spans", "config", "files", "hub", "plugins", "processes", "recipes", "secrets"}),
+    frozenset({"types", "accounts", "spans", "config", "extras", "files", "hub", "plugins", "processes", "recipes", "secrets"}),
     frozenset({"models", "speculative", "tasks", "data"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"vllm"}),

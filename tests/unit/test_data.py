@@ -85,7 +85,7 @@ def test_parquet_without_the_package_says_what_to_install(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     assert refusal(source(tmp_path / "a.parquet")).endswith(
-        "needs the package datasets (JSONL does not); pip install 'tlt-rl[data]'"
+        "needs the package datasets (JSONL does not); pip install '.[data]' in the folder of TLT's source"
     )
 
 
