@@ -39,7 +39,7 @@ from tlt.report.trackers import check_trackers
 from tlt.rl.scoring import Scorer
 from tlt.training.lock import FolderLock
 from tlt.training.loop import describe_run, main
-from tlt.training.problems import load_problems
+from tlt.training.problems import describe_overlap, load_problems
 from tlt.training.run import device_of, layout_of
 from tlt.training.saved.checkpoint import go_back_to
 from tlt.training.saved.manifest import latest_checkpoint
@@ -53,12 +53,14 @@ WAIT_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Findings:
-    """Holds what `preflight` read; the header shows it. num_adapted: parameters of LoRA's adapters; None: it is off."""
+    """Holds what `preflight` read; the header shows it. num_adapted: parameters of LoRA's adapters; None: it is off.  overlap:
+    one line about problems that are held out and trained on; None: there are none."""
 
     model: ModelConfig
     num_problems: int
     num_held_out: int
     num_adapted: int | None
+    overlap: str | None
 
 
 def launch_ranks(config: Config, started_at: float) -> int:
@@ -152,6 +154,8 @@ def prepare(config: Config) -> Config:
         if is_first:
             FolderLock(config.run.out_dir).release()
         console.header(describe(config, findings))
+        if findings.overlap is not None:
+            console.note(findings.overlap)
     return config
 
 
@@ -188,8 +192,8 @@ def preflight(config: Config) -> Findings:
     refuse(plan_run(config, model, None if drafter is None else stored.config, longest_prompt))
     check_replay(config, problems, model)
     Scorer(reward_spec(config)).check(problems[0].data)
-    num_held_out = len(load_problems(config, "test")) if config.evaluation.num_problems else 0
-    return Findings(model, len(problems), num_held_out, num_adapted)
+    held_out = load_problems(config, "test") if config.evaluation.num_problems else []
+    return Findings(model, len(problems), len(held_out), num_adapted, describe_overlap(problems, held_out))
 
 
 def plan_run(config: Config, model: ModelConfig, drafter: DrafterShape | None, longest_prompt: int) -> PlannedRun:
