@@ -87,7 +87,7 @@ def get_task(name: str) -> Task:
     if name not in BUILTIN and not all(name.partition(":")):
         known = sorted([*BUILTIN, *(f"{family}:NAME" for family in FAMILIES)])
         raise UserError(f"unknown task {name!r}: use one of {known} or your own as 'package.module:object'")
-    task = get_object(f"task {name!r}", BUILTIN.get(name, name))
+    task: Task = get_object(f"task {name!r}", BUILTIN.get(name, name))
     try:
         is_task, *_ = (isinstance(task, kind) for kind in (Task, PreparesRecords, WarmsUp))
     except (Exception, SystemExit) as error:  # of a __getattr__ of the user's
