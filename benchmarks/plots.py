@@ -10,6 +10,7 @@ import numpy as np
 
 from benchmarks.replay import Replay
 from benchmarks.traces import Trace
+from tlt.extras import how_to_install
 from tlt.types import UserError
 
 
@@ -17,7 +18,7 @@ def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise UserError("benchmarks: matplotlib is not installed; install it with pip install 'tlt-rl[bench]'") from None
+        raise UserError(f"benchmarks: matplotlib is not installed; {how_to_install('bench')}") from None
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.hashsalt"] = "tlt"  # the same figures give the same file
     import matplotlib.pyplot as plt

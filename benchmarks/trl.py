@@ -7,7 +7,7 @@
 A round's arm takes `--steps` steps after one that does not count: generate, score, update. The learning rate is too small to
 change a weight, so that all arms generate from the base model. TRL with TLT and TLT alone draw by the same keys, hence the same
 tokens (near-ties in float32 aside). TRL alone draws its own; its responses are given the lengths of theirs: no end of sequence
-before, one exactly there. Needs TRL (pip install 'tlt-rl[trl]').
+before, one exactly there. Needs TRL (pip install '.[trl]').
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TRL trains, TLT generates. From the repository's root, after pip install 'tlt-rl[trl]':
+"""TRL trains, TLT generates. From the repository's root, after pip install '.[trl]':
 
 python examples/trl_countdown.py
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 examples/trl_countdown.py --max_steps 20

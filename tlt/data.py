@@ -24,6 +24,7 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import quote
 
+from tlt.extras import how_to_install
 from tlt.files import Record, line_number, read_jsonl, write_jsonl
 from tlt.hub import Repository, pin_dataset, quiet
 from tlt.text import one_line
@@ -182,7 +183,7 @@ def _import_datasets(source: DataSource) -> ModuleType:
         import datasets
     except ImportError:
         raise UserError(
-            f"{source.option}: {source.name} needs the package datasets (JSONL does not); pip install 'tlt-rl[data]'"
+            f"{source.option}: {source.name} needs the package datasets (JSONL does not); {how_to_install('data')}"
         ) from None
     package: ModuleType = datasets  # which is Any where it is not installed
     return package

@@ -56,6 +56,12 @@ def source_of(spec: str) -> Path | None:
     return path if path is not None and path.is_file() else None
 
 
+def is_importable(spec: str) -> bool:
+    """Returns whether other processes can import the object, too: not where its module is this one's script or invention."""
+    module = sys.modules.get(spec.partition(":")[0])
+    return module is None or module.__spec__ is not None
+
+
 def see_working_directory() -> None:
     """Lets Python seek modules in the working directory, too; last, so that what lies there hides no installed module."""
     if (here := str(Path.cwd())) not in sys.path:

@@ -7,7 +7,7 @@ r"""Pretrains the small model for word problems on their solutions, from nothing
 Documents `<|user|>Mia has 12 apples. …<|assistant|>12+7=19. 19-4=15. The answer is \boxed{15}.<|end|>` are drawn from the train
 split. A share of the solutions is terse: the answer alone, which the model gets wrong more often than after working it out. So
 there is something that reinforcement learning can find out by itself. The others mix in sums of reasoning-gym's
-chain_sum, in its words, solved likewise (pip install 'tlt-rl[reasoning-gym]').
+chain_sum, in its words, solved likewise (pip install '.[reasoning-gym]').
 """
 
 from __future__ import annotations

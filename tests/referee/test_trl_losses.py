@@ -1,6 +1,6 @@
 """Our loss and gradient are those of TRL 1.16 on the same tensors, to 1e-6. TRL's own trainers score the responses (advantages,
 masks, KL in the reward) and compute the loss; only what a model says and what is generated is written down. Runs where TRL is
-installed: pip install 'tlt-rl[trl]'."""
+installed: pip install '.[trl]'."""
 
 from __future__ import annotations
 

@@ -250,7 +250,9 @@ def sections(folder: Path, tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def test_an_object_of_this_process_is_a_task_that_trains(sections: dict[str, Any], tmp_path: Path) -> None:
+def test_an_object_of_this_process_is_a_task_that_trains(
+    sections: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scored = []
 
     class Here(Digits):
@@ -266,6 +268,9 @@ def test_an_object_of_this_process_is_a_task_that_trains(sections: dict[str, Any
     assert len(scored) == 2 * 2 * 2 + 2 * 2
     assert torch.get_num_threads() == threads
     assert "in_this_process" not in sys.modules
+    said = capsys.readouterr().out
+    assert "metrics.jsonl" in said
+    assert "Try it" not in said, "no command could find the task"
     assert Engine.from_pretrained(result.folder / "policy", device="cpu").generate(PROMPTS, max_tokens=4)
     with pytest.raises(UserError, match="holds a run already; continue it with tlt train --resume"):
         train(load_config(sections), task=Here())

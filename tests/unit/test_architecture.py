@@ -18,8 +18,8 @@ import tlt
 ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "accounts", "clock", "spans", "config", "files", "hub", "plugins", "processes", "recipes", "secrets"})
-    | {"streams", "text"},
+    frozenset({"types", "accounts", "clock", "spans", "config", "extras", "files", "hub", "plugins", "processes", "recipes"})
+    | {"secrets", "streams", "text"},
     frozenset({"models", "speculative", "tasks", "data"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"vllm"}),

@@ -25,6 +25,7 @@ from tlt.models.prompts import ChatFormat, encode_prompt
 from tlt.models.tokenizer import Tokenizer, load_tokenizer
 from tlt.tasks.base import PreparesRecords, Task, prepare_records
 from tlt.training.problems import load_problems
+from tlt.training.start import prepare
 from tlt.types import UserError
 
 BASE = Path(__file__).parents[2] / "recipes" / "countdown" / "base"
@@ -85,7 +86,7 @@ def test_parquet_without_the_package_says_what_to_install(tmp_path: Path, monkey
     monkeypatch.setitem(sys.modules, "datasets", None)
     (tmp_path / "a.parquet").write_bytes(b"")
     assert refusal(source(tmp_path / "a.parquet")).endswith(
-        "needs the package datasets (JSONL does not); pip install 'tlt-rl[data]'"
+        "needs the package datasets (JSONL does not); pip install '.[data]' in the folder of TLT's source"
     )
 
 
@@ -257,6 +258,24 @@ def test_a_prompt_is_text_or_messages_and_the_template_gets_what_is_set(
 
 
 @pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        (
+            {"problem_id": "7", "level": 3, "question": "2", "answer": "4"},
+            "has no prompt; its columns are level, question, answer: name the one that is, such as task.columns = { prompt ="
+            """ "question" }, or --columns '{"prompt": "question"}' on a command line""",
+        ),
+        ({"problem_id": "7"}, "has no prompt; give one of prompt (text), prompt_ids (token ids), messages (chat)"),
+        ({"prompt": "2", "prompt_ids": [3]}, "has prompt and prompt_ids; give exactly one of them"),
+    ],
+)
+def test_a_row_without_a_prompt_is_told_its_columns_and_how_to_name_one(record: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        encode_prompt(record, None, "here")
+    assert str(refused.value) == f"here: {said}"
+
+
+@pytest.mark.parametrize(
     ("record", "part"),
     [
         ({"prompt_ids": [3]}, "the system prompt cannot be put before prompt_ids"),
@@ -289,6 +308,21 @@ def test_held_out_problems_are_the_first_of_their_own_data_or_split(tmp_path: Pa
     assert [len(load_problems(split, name)) for name in ("train", "test")] == [6, 3]
     made = config_of(tmp_path, {"data": str(tmp_path / "train.jsonl")}, num_problems=5)
     assert [problem.problem_id for problem in load_problems(made, "test")] == [f"countdown-test-0-{i}" for i in range(5)]
+
+
+def test_held_out_problems_that_are_trained_on_are_said_in_one_line_when_a_run_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"[2,9,16:{i}]", "numbers": [2, 9, 16], "target": i} for i in range(1, 7)]
+    for name, chosen in (("train", rows[:4]), ("some", rows[2:]), ("others", rows[4:])):
+        write_jsonl(tmp_path / f"{name}.jsonl", chosen)
+    said = {}
+    for name in ("some", "others"):
+        prepare(config_of(tmp_path, {"data": "train.jsonl"}, data=f"{name}.jsonl", num_problems=3))
+        said[name] = capsys.readouterr().out
+    assert "2 of 3 held-out problems are trained on, too ('1' is training problem '3')" in said["some"]
+    assert "trained on" not in said["others"]
 
 
 def test_columns_of_the_training_data_hold_for_the_held_out_data_unless_it_has_its_own(tmp_path: Path) -> None:

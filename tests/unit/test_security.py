@@ -138,6 +138,108 @@ def test_a_credential_in_the_configuration_is_refused_and_not_repeated(
         load_config({"model": {"path": str(BASE)}, "task": {"name": "countdown"}, section: {name: {"deep": [value]}}})
 
 
+FORMS = [
+    TOKEN,
+    "api_org_" + "aB3" * 11,
+    "sk-" + "a1" * 20,
+    "sk-proj-" + "aB3_" * 4 + "a1b2C3d4e5F6g7h8i9" * 5 + "-x",
+    "sk-ant-api03-" + "aB3d" * 20,
+    "ghp_" + "a1" * 18,
+    "ghr_" + "a1" * 18,
+    "github_pat_" + "1A" * 11 + "_" + "b2" * 20,
+    "glpat-" + "aB3-" * 5,
+    "AKIA" + "IOSFODNN7EXAMPLE",
+    "ASIA" + "IOSFODNN7EXAMPLE",
+    "AIza" + "aB3_-" * 7,
+    "xoxb-" + "1234567890-" * 2 + "aBcDeF",
+    "nvapi-" + "aB3_" * 16,
+    "npm_" + "aB3" * 12,
+    "sk_live_" + "aB3" * 8,
+    "eyJhbGciOiJIUzI1NiJ9." + "eyJzdWIiOiIxMjM0NTY3ODkwIn0." + "aB3_aB3_aB3_",
+    "Authorization: Bearer " + "aB3." * 6,
+    "https://host/v1?x=1&api_key=" + "a1b2c3d4e5",
+    "https://host/v1?access_token=" + "a1b2c3d4e5",
+    "-----BEGIN RSA PRIVATE KEY-----\nMIIE\n-----END RSA PRIVATE KEY-----",
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_token_of_a_known_form_is_found_and_hidden(form: str) -> None:
+    secret = form.rpartition(" ")[2].rpartition("=")[2] if "PRIVATE" not in form else "MIIE"
+    for text in (form, f"before {form}", f"path/{form}/x", f'{{"a": "{form}"}}', f"x_{form}"):
+        assert holds_credential(text, {})
+        assert secret not in hide(text, {})
+
+
+VALUE = "wJalrXUtnFEMI/K7MDENG/bPxRfiCYEXAMPLEKEY"
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("AWS_SECRET_ACCESS_KEY", VALUE),
+        ("MY_KEY", VALUE),
+        ("SECRET_KEY_BASE", VALUE),
+        ("APP_SECRET_1", VALUE),
+        ("MAIL_PASS", "correct-horse"),
+        ("DB_PWD", "correct-horse"),
+        ("PGPASSWORD", "correct-horse"),
+        ("my_api_key", "correct-horse"),
+        ("GPG_PASSPHRASE", "correct horse"),
+        ("SERVICE_CREDENTIALS", "correct-horse"),
+        ("HF_TOKEN", "correct-horse"),
+    ],
+)
+def test_the_value_of_a_variable_that_holds_a_credential_is_found_and_hidden(variable: str, value: str) -> None:
+    assert hide(f"at {value}.", {variable: value}) == "at ***."
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("PWD", "/work/project"),
+        ("OLDPWD", "/work/project"),
+        ("SSH_ASKPASS", "/usr/lib/ssh/ssh-askpass"),
+        ("MONKEY", "a1b2c3d4e5f6g7h8i9"),
+        ("SORT_KEY", "problem_id"),
+        ("PARTITION_KEY", "created at 2026-11-23"),
+        ("MAX_TOKEN_LENGTH", "32768"),
+        ("TOKENIZERS_PARALLELISM", "false-false"),
+        ("SSL_KEY", str(Path(__file__))),
+        ("GOOGLE_APPLICATION_CREDENTIALS", str(Path(__file__))),
+        ("USE_TOKEN", "true"),
+    ],
+)
+def test_the_value_of_a_variable_that_only_sounds_like_one_is_left_alone(variable: str, value: str) -> None:
+    assert hide(f"at {value}.", {variable: value}) == f"at {value}."
+
+
+HARMLESS = (
+    "hf_transformers_reference_engine_v2_large",
+    "sk-learn-based-reward-model-2024-05-13",
+    "models/risk-averse-a1b2c3d4e5f6g7h8i9",
+    "the bearer of bad news-about-regularization",
+    "https://host/data?split=train&token=8&key=problem_id",
+    "key=value api_key token secret password",
+    "AKIAK", "eyJ.eyJ.eyJ", "glpat-short", "xoxb-", "AIza",
+    "meta-llama/Llama-3.3-70B-Instruct@" + "0a" * 20,
+    "git@host:name/repository.git",
+    "/data/keys/id_rsa", "runs/2026-11-23T10:30:00@host",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", HARMLESS)
+def test_names_that_begin_like_a_token_are_left_alone(text: str) -> None:
+    assert hide(text, {}) == text
+
+
+def test_options_and_files_may_be_called_key_or_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = {"key": "problem_id", "token": "<eos>", "api_key_variable": "OPENAI_API_KEY", "secret_number": "42424242"}
+    values = {"model": {"path": str(BASE)}, "task": {"name": "countdown", "options": options}}
+    assert load_config(values, {"run.out_dir": "runs/secret_key-token"}).task.options == options
+
+
 def test_values_that_only_look_a_little_like_credentials_are_left_alone(run_file: Path) -> None:
     for text in ("https://host/a@b", "git@host:name", "sk-short", "OWNER/NAME@" + "0" * 40, "ssh://git@host/x", "hf_hub"):
         assert not holds_credential(text, {"WANDB_MODE": "offline-offline", "TOKENIZERS_PARALLELISM": "trueOWNER"})

@@ -252,7 +252,9 @@ def is_running(pid: int) -> bool:
 
 def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trackers, "LIBRARIES", {"wandb": Library(WandbTracker, "no_such_package")})
-    with pytest.raises(UserError, match=r"^tracking.use: wandb .*not installed; pip install 'tlt-rl\[wandb\]'$"):
+    with pytest.raises(
+        UserError, match=r"^tracking.use: wandb .*not installed; pip install '\.\[wandb\]' in the folder of TLT's source$"
+    ):
         check_trackers(["wandb"])
     (folder.parent / "modules" / "no_such_package").mkdir()  # as W&B leaves ./wandb: no package
     with pytest.raises(UserError, match="not installed"):

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 from tyro.conf import OmitArgPrefixes, Positional, arg
@@ -18,7 +18,7 @@ from tlt.cli.options import File, Names, Options
 from tlt.config.mistakes import mistake
 from tlt.config.section import PositiveInt
 from tlt.drafter.response_files import response_ids
-from tlt.files import check_output_file, dumps, get_id, read_jsonl, with_folder, write_json
+from tlt.files import Record, check_output_file, dumps, get_id, read_jsonl, with_folder, write_json
 from tlt.hub import resolve_model
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
@@ -145,7 +145,7 @@ def run(options: Audit) -> int:
     if options.out is not None:
         _write_reports(options, options.out, reports)
     worst = max(reports, key=lambda report: SEVERITY.index(report.verdict))
-    summary: dict[str, Any] = {
+    summary: Record = {
         "lossless": worst.is_lossless,
         "modes": {report.mode: {"lossless": report.is_lossless, "log10_e": report.max_log10_e} for report in reports},
     }

@@ -26,6 +26,7 @@ from typing import Any
 from tlt.distributed.failures import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, Failure, RankFailure, Restarts, find_cause
 from tlt.distributed.place import SECRET
 from tlt.distributed.signals import StopRequest, handling_stop_signals, say
+from tlt.extras import how_to_install
 from tlt.types import UserError
 
 POLL_SECONDS = 0.2
@@ -55,7 +56,7 @@ def connect() -> Any:
     try:
         import ray
     except ImportError:
-        raise UserError("run.launcher: ray is not installed; pip install 'tlt-rl[ray]'") from None
+        raise UserError(f"run.launcher: ray is not installed; {how_to_install('ray')}") from None
     if not ray.is_initialized():
         try:
             _reach(os.environ.get("RAY_ADDRESS", ""))

@@ -19,6 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
+from tlt.extras import how_to_install
 from tlt.spans import SpanName
 from tlt.training.live import LiveRollouts, LiveSettings
 from tlt.types import Purpose, SamplingParams, UserError
@@ -125,11 +126,9 @@ def check_version() -> None:
     try:
         found = version("trl")
     except PackageNotFoundError:
-        raise UserError("trl: is not installed; pip install 'tlt-rl[trl]'") from None
+        raise UserError(f"trl: is not installed; {how_to_install('trl')}") from None
     if found.split(".")[:2] != TRL_VERSION.split("."):
-        raise UserError(
-            f"trl: {found} is installed, but rollout_func may differ from {TRL_VERSION}'s; pip install 'tlt-rl[trl]'"
-        )
+        raise UserError(f"trl: {found} is installed, but rollout_func may differ from {TRL_VERSION}'s; {how_to_install('trl')}")
 
 
 def check_trainer(trainer: Any) -> None:

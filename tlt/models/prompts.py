@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -67,9 +68,10 @@ def encode_prompts(
 def encode_prompt(record: Record, tokenizer: Tokenizer | None, place: str, chat: ChatFormat = PLAIN) -> tuple[int, ...]:
     """Encodes one record, which gives exactly one of `KINDS`."""
     kinds = [kind for kind in KINDS if record.get(kind) is not None]
-    if len(kinds) != 1:
-        found = "no prompt" if not kinds else " and ".join(kinds)
-        raise UserError(f"{place}: has {found}; give exactly one of prompt (text), prompt_ids (token ids), messages (chat)")
+    if not kinds:
+        raise UserError(f"{place}: has no prompt; {_remedy(record)}")
+    if len(kinds) > 1:
+        raise UserError(f"{place}: has {' and '.join(kinds)}; give exactly one of them")
     (kind,) = kinds
     value = record[kind]
     if kind == "prompt_ids":
@@ -83,6 +85,17 @@ def encode_prompt(record: Record, tokenizer: Tokenizer | None, place: str, chat:
             return tokenizer.encode_text(value, place)
         value = [{"role": "user", "content": value}]
     return tokenizer.encode_chat(_with_system_prompt(value, kind, place, chat), place, chat.variables)
+
+
+def _remedy(record: Record) -> str:
+    """Returns how a row gets a prompt: the columns that it has, and how one of them is named as ours."""
+    columns = [name for name in record if name not in ("problem_id", *KINDS)]
+    if not columns:
+        return "give one of prompt (text), prompt_ids (token ids), messages (chat)"
+    example = next((name for name in columns if isinstance(record[name], str)), columns[0])
+    in_file, typed = f"{{ prompt = {json.dumps(example)} }}", json.dumps({"prompt": example})
+    named = f"task.columns = {in_file}, or --columns '{typed}' on a command line"
+    return f"its columns are {', '.join(columns)[:200]}: name the one that is, such as {named}"
 
 
 def _check_ids(value: Any, place: str, chat: ChatFormat) -> tuple[int, ...]:

@@ -272,7 +272,8 @@ class Console:
         self._try(next_commands)
 
     def _try(self, commands: Sequence[str]) -> None:
-        self._print(Text("\nTry it:", style="dim"))
+        if commands:
+            self._print(Text("\nTry it:", style="dim"))
         for command in commands:
             self._print(Text(f"  {command}", style="bold"))
 

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from tlt.extras import how_to_install
 from tlt.plugins import describe, get_object
 from tlt.types import UserError
 
@@ -136,7 +137,7 @@ def check_trackers(names: Sequence[str]) -> None:
             package = LIBRARIES[name].package
             spec = importlib.util.find_spec(package)
             if spec is None or spec.origin is None:  # None: a folder ./wandb, as W&B itself leaves it, is no package
-                raise UserError(f"tracking.use: {name} needs {package}, which is not installed; pip install 'tlt-rl[{name}]'")
+                raise UserError(f"tracking.use: {name} needs {package}, which is not installed; {how_to_install(name)}")
         elif not all(name.partition(":")):
             known = ", ".join(LIBRARIES)
             raise UserError(f"tracking.use: unknown tracker {name!r}; use {known}, or your own as 'package.module:Class'")

@@ -34,7 +34,7 @@ Verify = Callable[[DraftTree, Tensor, Noise, BatchParams], list[Verdict]]
 
 def verify(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams) -> list[Verdict]:
     """One verdict per sequence. `logits_BNV` are the target's at every node, `noise_BNV` the noise of the position
-    that *follows* each node. Synchronizes once, to hand the tokens to the host."""
+    that *follows* each node. Synchronizes to hand them to the host: tokens and log-probabilities, of a draft the tree, too."""
     drawn = _draw(logits_BNV, noise_BNV, params) if isinstance(noise_BNV, NoiseAt) else sample(logits_BNV, noise_BNV, params)
     chosen, logprobs = (drawn_BN.tolist() for drawn_BN in drawn)
     if tree.num_nodes == 1:

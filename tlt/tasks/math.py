@@ -22,6 +22,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from tlt.extras import how_to_install
 from tlt.files import Record, read_jsonl
 from tlt.tasks.answers import Search, after_thinking, find_answer
 from tlt.tasks.splits import check_split, split_of
@@ -131,7 +132,7 @@ def _as_latex(answer: str) -> str:
 def require_math_verify() -> None:
     """Raises UserError where math-verify is not installed."""
     if importlib.util.find_spec("math_verify") is None:
-        raise UserError("task math: math-verify is not installed; pip install 'tlt-rl[math]'")
+        raise UserError(f"task math: math-verify is not installed; {how_to_install('math')}")
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from tlt.extras import how_to_install
 from tlt.plugins import describe
 from tlt.tasks.answers import find_answer
 from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, split_of
@@ -170,7 +171,7 @@ def _generators() -> Mapping[str, Any]:
     try:
         from reasoning_gym.factory import DATASETS
     except ModuleNotFoundError as error:
-        raise UserError(f"task reasoning-gym: no module {error.name!r}; pip install 'tlt-rl[reasoning-gym]'") from None
+        raise UserError(f"task reasoning-gym: no module {error.name!r}; {how_to_install('reasoning-gym')}") from None
     return {name: kinds for name, kinds in DATASETS.items() if name != "composite"}
 
 

@@ -14,6 +14,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from tlt.extras import how_to_install
 from tlt.plugins import describe, see_working_directory
 from tlt.tasks.splits import TEST_ONE_IN, check_split, split_of
 from tlt.types import UserError
@@ -28,7 +29,7 @@ def make_task(name: str) -> Verifiers:
     try:
         from verifiers.v1.utils.loaders import taskset_class
     except ModuleNotFoundError as error:
-        raise UserError(f"task verifiers:{name}: no module {error.name!r}; pip install 'tlt-rl[verifiers]'") from None
+        raise UserError(f"task verifiers:{name}: no module {error.name!r}; {how_to_install('verifiers')}") from None
     try:
         return Verifiers(name, taskset_class(name))
     except Exception as error:  # the taskset's own module is imported, and may raise anything

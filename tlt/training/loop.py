@@ -24,6 +24,7 @@ from tlt.distributed.store import share_stop
 from tlt.distributed.waiting import lead, naming_who_is_awaited
 from tlt.distributed.world import Rendezvous, gather_objects, shutdown, tell
 from tlt.models.hf_weights import StoredTensors, content_hash
+from tlt.plugins import is_importable
 from tlt.report.console import near
 from tlt.report.metrics import read_metrics
 from tlt.report.outcome import Outcome, summary_rows
@@ -191,7 +192,10 @@ def recorded_seconds(run: Run) -> float:
 
 
 def next_commands(config: Config, products: Mapping[str, Path]) -> list[str]:
-    """Returns commands that use what the run has made: held-out problems of its task, and the policy's responses to them."""
+    """Returns commands that use what the run has made: held-out problems of its task, and the policy's responses to them. There
+    are none for a task that lives in this process alone."""
+    if not is_importable(config.task.name):
+        return []
     source = data_source(config, "test") or (data_source(config, "train") if config.task.name == "data" else None)
     if source is not None:
         name = near(source.name) if source.name.exists() else str(source.name)

@@ -39,6 +39,18 @@ def load_problems(config: Config, split: str) -> list[Problem]:
     ]
 
 
+def describe_overlap(train: Sequence[Problem], held_out: Sequence[Problem]) -> str | None:
+    """Returns one line about held-out problems whose prompts are trained on, too; None: there are none. It is no error, for
+    large data sets repeat some of their rows; but what they measure is not what was learned for others."""
+    trained = {problem.prompt_ids: problem.problem_id for problem in train}
+    shared = [problem for problem in held_out if problem.prompt_ids in trained]
+    if not shared:
+        return None
+    example, number = shared[0], f"{len(shared):,} of {len(held_out):,} held-out problems"
+    pair = f"{example.problem_id!r} is training problem {trained[example.prompt_ids]!r}"
+    return f"evaluation: {number} are trained on, too ({pair}): leave them out of task.data, or evaluate on others"
+
+
 def check_same_problems(world: World, *splits: Sequence[Problem]) -> None:
     """Raises UserError on all ranks where one has read other problems than the leader: machines may hold different files under
     the same name."""

@@ -40,7 +40,7 @@ from tlt.report.trackers import check_trackers
 from tlt.rl.scoring import Scorer
 from tlt.training.lock import FolderLock
 from tlt.training.loop import describe_run, main
-from tlt.training.problems import load_problems
+from tlt.training.problems import describe_overlap, load_problems
 from tlt.training.run import device_of, layout_of
 from tlt.training.saved.begun import Begun
 from tlt.training.saved.checkpoint import go_back_to
@@ -56,12 +56,14 @@ WAIT_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Findings:
-    """Holds what `preflight` read; the header shows it. num_adapted: parameters of LoRA's adapters; None: it is off."""
+    """Holds what `preflight` read; the header shows it. num_adapted: parameters of LoRA's adapters; None: it is off.  overlap:
+    one line about problems that are held out and trained on; None: there are none."""
 
     model: ModelConfig
     num_problems: int
     num_held_out: int
     num_adapted: int | None
+    overlap: str | None
 
 
 def launch_ranks(config: Config, began: Moment) -> int:
@@ -161,6 +163,8 @@ def prepare(config: Config, begun: Begun | None = None) -> Config:
         if place is None and (num_idle := device_of(config).num_idle):
             num = all_ranks(config)
             console.note(f"{num_idle} GPU(s) stay idle, for run.num_ranks is {num}; --run.num_ranks {num + num_idle} takes all")
+        if findings.overlap is not None:
+            console.note(findings.overlap)
     return config
 
 
@@ -202,7 +206,7 @@ def preflight(config: Config, begun: Begun | None = None) -> Findings:
     if begun is not None:
         inputs = Inputs.of(config, {"train": problems, "test": held_out}, model_folder(config))
         inputs.refuse_other(begun.inputs, config, begun.when)
-    return Findings(model, len(problems), len(held_out), num_adapted)
+    return Findings(model, len(problems), len(held_out), num_adapted, describe_overlap(problems, held_out))
 
 
 def plan_run(config: Config, model: ModelConfig, drafter: DrafterShape | None, longest_prompt: int) -> PlannedRun:

@@ -275,7 +275,7 @@ def test_two_hosts_end_with_the_policy_of_one(workspace: Path, undisturbed: Path
 def ray_cluster(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Two Ray nodes of one CPU each, on this machine."""
     if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed: pip install 'tlt-rl[ray]'")
+        pytest.skip("Ray is not installed: pip install '.[ray]'")
     from ray.cluster_utils import Cluster
 
     _, environment = command(workspace)
@@ -308,7 +308,7 @@ def test_on_ray_an_actor_that_is_killed_costs_time_and_changes_nothing(
 
 def test_no_ray_cluster_is_one_line(workspace: Path) -> None:
     if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed: pip install 'tlt-rl[ray]'")
+        pytest.skip("Ray is not installed: pip install '.[ray]'")
     _, environment = command(workspace)
     environment |= {"RAY_ADDRESS": "127.0.0.1:1", "RAY_gcs_rpc_server_connect_timeout_s": "1"}
     words = [sys.executable, *words_of(workspace, "none"), "--run.launcher", "ray"]

@@ -54,7 +54,7 @@ def test_generate_gives_the_same_tokens_for_the_same_seed_only(model: Path, caps
     ("line", "part"),
     [
         ("{'prompt': 1}", "prompts.jsonl:1: not valid JSON"),
-        ({}, "prompts.jsonl:1 (problem '1'): has no prompt; give exactly one of prompt"),
+        ({}, "prompts.jsonl:1 (problem '1'): has no prompt; give one of prompt"),
         ({"prompt": "1", "prompt_ids": [2]}, "has prompt and prompt_ids; give exactly one"),
         ({"prompt": 3}, "prompt is 3; it must be text"),
         ({"prompt": ""}, "prompt is ''; it must be text"),

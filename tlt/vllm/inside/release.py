@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
+from tlt.extras import how_to_install
 from tlt.types import UserError
 
 SUPPORTED = ("0.32",)
@@ -21,4 +22,4 @@ def check_installed() -> str:
             known = ", ".join(f"{release}.*" for release in SUPPORTED)
             raise UserError(f"engine: vllm {found} is installed, known are {known}; install one of these, or use engine tlt")
         return found
-    raise UserError("engine: vllm is not installed here; pip install 'tlt-rl[vllm]' (docs/vllm.md), or use engine tlt")
+    raise UserError(f"engine: vllm is not installed here; {how_to_install('vllm')} (docs/vllm.md), or use engine tlt")
