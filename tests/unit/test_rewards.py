@@ -143,13 +143,13 @@ def test_every_response_gets_its_own_reward_or_the_reason_why_it_has_none(task: 
 
 
 def test_a_hung_scorer_is_killed_at_its_time_out_while_others_go_on(task: str) -> None:
-    with RewardPool(RewardSpec(task), 2, timeout_seconds=2.0) as pool:
+    with RewardPool(RewardSpec(task), 2, timeout_seconds=1.0) as pool:
         pool.submit(("hung", 0), {}, "hang")
         pool.submit(("dead", 0), {}, "die")
         for i in range(10):
             pool.submit(("fine", i), {"worth": 1.0}, "fine")
         rewards = pool.drain()
-        assert rewards.pop(("hung", 0)) == Reward(0.0, False, "time-out: not scored within 2 s; tried twice")
+        assert rewards.pop(("hung", 0)) == Reward(0.0, False, "time-out: not scored within 1 s; tried twice")
         assert rewards.pop(("dead", 0)) == Reward(0.0, False, "the worker died: exit code 3; tried twice")
         assert rewards == {("fine", i): Reward(1.0, True) for i in range(10)}
 
@@ -188,7 +188,7 @@ def test_scorers_that_crash_again_and_again_cost_their_own_responses_only(task: 
 
 def test_of_many_responses_with_every_fault_none_is_lost_and_each_gets_its_own_verdict() -> None:
     """The benchmark, which asserts each verdict, at a fiftieth of its size and with more patience."""
-    found = benchmarks.rewards.run(num=200, share=0.1, num_workers=4, timeout=2.0, seed=1)
+    found = benchmarks.rewards.run(num=200, share=0.1, num_workers=4, timeout=1.0, seed=1)
     assert found["verdicts"] == {"None": 4, "fine": 180, "hang": 4, "nan": 4, "raise": 4, "text": 4}
     assert found["errors_counted"] == 20
     assert found["first_error"].startswith(tuple(filter(None, benchmarks.rewards.EXPECTED.values())))
