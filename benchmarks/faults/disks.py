@@ -35,6 +35,7 @@ from tlt.bench.report import environment, provenance, table, write_report
 NOT_ALLOWED = 3
 """Exit code where nothing can be mounted."""
 SIZE, INODES = "64m", 2000
+SMALL = "small"
 BALLAST = "ballast"
 FEW = ("--run.num_ranks", "1", "--run.num_steps", "4", "--evaluation.every", "2", "--run.keep_responses", "true")
 FEW += ("--sampling.max_tokens", "16", "--rollout.samples_per_problem", "2", "--rewards.num_workers", "0")
@@ -45,16 +46,21 @@ SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 @dataclass(frozen=True)
 class Fault:
     """how: full, no inodes, read-only, removed.  function: at whose call it comes about, "module:name"; empty: at once.
-    number: at which of its calls.  of: counts calls with this text in their arguments alone."""
+    number: at which of its calls.  of: counts calls with this text in their arguments alone.  code: of a run that ends as
+    promised; 0 where only a picture is lost.  words: further ones for the command."""
 
     name: str
     how: str
     function: str
     number: int = 1
     of: str = ""
+    code: int = 2
+    words: tuple[str, ...] = ()
 
 
 TIMELINE, WRITER = "tlt.report.timeline:Timeline", "tlt.training.saved.checkpoint:CheckpointWriter"
+UNKEPT = ("--run.keep_responses", "false")
+"""Else they are what is written when a page of the journal is full."""
 FAULTS = [
     Fault("config.json", "full", "tlt.training.run:Run.__init__"),
     Fault("timeline, opened", "full", f"{TIMELINE}.__init__"),
@@ -63,7 +69,7 @@ FAULTS = [
     Fault("evaluations.jsonl, first line", "full", "tlt.training.evaluate:Evaluations.add"),
     Fault("evaluations.jsonl, second line", "full", "tlt.training.evaluate:Evaluations.add", 2),
     Fault("journal, its file", "full", "tlt.training.saved.journal:FileJournal._create"),
-    Fault("journal, a record", "full", "tlt.training.saved.journal:FileJournal._append", 40),
+    Fault("journal, a record", "full", "tlt.training.saved.journal:FileJournal._append", 20, words=UNKEPT),
     Fault("responses", "full", "tlt.training.saved.responses:KeptResponses.write", 2),
     Fault("metrics, a line", "full", "tlt.report.metrics:MetricsWriter.write", 3),
     Fault("timeline, a step's spans", "full", f"{TIMELINE}.flush", 2),
@@ -73,14 +79,14 @@ FAULTS = [
     Fault("checkpoint, its manifest", "full", "tlt.training.saved.checkpoint:commit", 2),
     Fault("policy/", "full", "tlt.training.run:Run.save_policy", 1, "policy"),
     Fault("drafter/", "full", "tlt.training.loop:write_products"),
-    Fault("timeline.json", "full", "tlt.training.loop:merge_timelines"),
+    Fault("timeline.json", "full", "tlt.training.loop:merge_timelines", code=0),
     Fault("the start", "no inodes", "tlt.training.run:Run.__init__"),
     Fault("a journal's file", "no inodes", "tlt.training.saved.journal:FileJournal._create"),
     Fault("a checkpoint", "no inodes", f"{WRITER}.save", 2),
     Fault("policy/", "no inodes", "tlt.training.run:Run.save_policy", 1, "policy"),
     Fault("before the run", "read-only", ""),
     Fault("a checkpoint", "read-only", f"{WRITER}.save", 2),
-    Fault("a step", "read-only", "tlt.training.record:record", 2),
+    Fault("a step", "read-only", "tlt.training.loop:record", 2),
     Fault("policy/", "read-only", "tlt.training.run:Run.save_policy", 1, "policy"),
     Fault("a step", "removed", "tlt.training.loop:record", 2),
     Fault("a rollout", "removed", "tlt.training.loop:sample", 2),
@@ -202,14 +208,14 @@ Step = Callable[[Path], None]
 """Something done to a disk."""
 
 
-def play_case(workspace: Path, name: str, how: str, fails: Step, heals: Step, size: str = SIZE) -> dict[str, Any]:
+def play_case(workspace: Path, fault: Fault, fails: Step, heals: Step, size: str = SIZE) -> dict[str, Any]:
     """Plays a run on a disk of its own that fails, and its continuation; returns what came of both."""
     disk = workspace / "disk"
     disk.mkdir(exist_ok=True)
     mount("-t", "tmpfs", "-o", f"size={size},nr_inodes={INODES}", "tmpfs", str(disk))
     try:
         run = disk / "run"
-        words = [str(workspace / "run.toml"), "--run.out_dir", str(run), *FEW]
+        words = [str(workspace / "run.toml"), "--run.out_dir", str(run), *FEW, *fault.words]
         code, said = play(words, lambda: fails(disk))
         kept = sorted(path.name for path in run.glob("checkpoints/step-*"))
         heals(disk)
@@ -217,8 +223,8 @@ def play_case(workspace: Path, name: str, how: str, fails: Step, heals: Step, si
         differs = said_then if again else difference(run, workspace / "whole") or other_evaluations(run, workspace / "whole")
         lines = [line.strip() for line in said.splitlines() if "tlt: error: " in line or "cannot be" in line]
         told = [line.replace(str(disk), "DISK").replace(str(workspace), "WORK") for line in lines]
-        facts = {"name": name, "how": how, "code": code, "said": told, "kept": kept, "resumed": again, "differs": differs}
-        return {**facts, "traceback": "Traceback" in said + said_then}
+        facts = {"name": fault.name, "how": fault.how, "expected": fault.code, "code": code, "said": told, "kept": kept}
+        return {**facts, "resumed": again, "differs": differs, "traceback": "Traceback" in said + said_then}
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -233,8 +239,10 @@ def other_evaluations(run: Path, whole: Path) -> str:
 def is_as_promised(case: Mapping[str, Any]) -> bool:
     """One line, or none where only a picture was lost, and the run that goes on is the one that was never disturbed."""
     errors = [line for line in case["said"] if line.startswith("tlt: error: ")]
-    ended = (case["code"], len(errors)) in ((2, 1), (0, 0))
-    return ended and not case["traceback"] and case["resumed"] == 0 and not case["differs"]
+    ended = case["code"] == case["expected"] or (case["how"] == SMALL and case["code"] == 0)
+    return (
+        ended and len(errors) == bool(case["code"]) and not case["traceback"] and case["resumed"] == 0 and not case["differs"]
+    )
 
 
 def measure(workspace: Path, faults: Sequence[Fault], shares: Sequence[float]) -> list[dict[str, Any]]:
@@ -249,13 +257,12 @@ def measure(workspace: Path, faults: Sequence[Fault], shares: Sequence[float]) -
     assert code == 0, said
     cases = []
     for fault in faults:
-        cases.append(play_case(workspace, fault.name, fault.how, partial(fail_at, fault), partial(heal, fault)))
+        cases.append(play_case(workspace, fault, partial(fail_at, fault), partial(heal, fault)))
         print(json.dumps(cases[-1]), flush=True)
     most = sum(path.stat().st_size for path in whole.rglob("*") if path.is_file())
     for share in shares:
         size = f"{max(int(share * most) // 1024, 4)}k"
-        name = f"{share:.0%} of what a run leaves"
-        cases.append(play_case(workspace, name, "small", lambda disk: None, grow, size))
+        cases.append(play_case(workspace, Fault(f"{share:.0%} of what a run leaves", SMALL, ""), lambda disk: None, grow, size))
         print(json.dumps(cases[-1]), flush=True)
     return cases
 
