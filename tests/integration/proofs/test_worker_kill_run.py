@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.kills import TASK, difference, make_workspace, run_with
+from benchmarks.faults.compare import difference
+from benchmarks.faults.kills import TASK, make_workspace, run_with
 
 KILLED_ONCE = """
 import os, signal
