@@ -30,6 +30,7 @@ import torch
 from tlt.bench.measure import Ratio
 from tlt.bench.report import Changes, header, provenance, ratio_text, table, with_changes, write_report
 from tlt.bench.train import responses, synchronize
+from tlt.build.model import all_ranks
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.distributed.launch import launch
@@ -303,7 +304,7 @@ def command_line() -> int:
     rounds = options.rounds or {"evaluation": 3, "replay": 12}[options.part]
     bounds = {"rounds": rounds, "minutes": options.minutes, "updates": options.updates}
     argument = json.dumps({"part": options.part, "config": config.to_json(), "bounds": bounds})
-    code = launch(argument, config.run.num_ranks, "benchmarks.ahead_again:main", config.run.threads_per_rank)
+    code = launch(argument, all_ranks(config), "benchmarks.ahead_again:main", config.run.threads_per_rank)
     if code == 0:
         measured = json.loads((config.run.out_dir / "measured.json").read_text())
         command = " ".join(["python -m benchmarks.ahead_again", *sys.argv[1:]])

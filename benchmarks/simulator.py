@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.bench.report import environment, provenance, table, write_report
+from tlt.build.model import all_ranks
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.simulate.assumptions import GENERAL, Assumptions, LogNormalLengths, RecordedLengths
@@ -90,7 +91,7 @@ def beside(name: str, run: RecordedRun) -> list[dict[str, float]]:
     other = [step.step_seconds - step.rollout_seconds for step in run.steps]
     assumed = dataclasses.replace(assumed, lengths=lengths_in_order(run), other_seconds=other)
     num_problems, steps = run.config.rollout.problems_per_step, range(1, len(run.steps))
-    found = simulate(assumed, RUNS[name].variant, run.config.run.num_ranks, num_problems, steps)
+    found = simulate(assumed, RUNS[name].variant, len(run.ranks), num_problems, steps)
     return [
         {
             "step": real.step,
@@ -124,7 +125,7 @@ Table = tuple[Assumptions, Config, tuple[int, ...], bool]
 def row_of(table: Table, num: int) -> Row:
     """Returns the row for so many replicas. Where steps do not grow, theirs is always that of the first."""
     assumed, config, nums, grows = table
-    each = config.rollout.problems_per_step / config.run.num_ranks
+    each = config.rollout.problems_per_step / all_ranks(config)
     return expect(assumed, num, max(round(each * (num if grows else nums[0])), 1))
 
 

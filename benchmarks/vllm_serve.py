@@ -202,15 +202,19 @@ def speculation(url: str) -> dict[str, float] | None:
     return found if found["drafted"] else None
 
 
+VERDICTS = {0: "lossless", 1: "not lossless", 3: "undecided"}
+"""What the exit codes of `tlt audit` say."""
+
+
 def audit(url: str, num: int, folder: Path) -> dict[str, Any]:
     """Returns the verdict of `tlt audit --url`, and its sentence."""
     command = [sys.executable, "-m", "tlt", "audit", str(BASE), "--task", "countdown", "--num", str(num), "--samples", "4"]
     command += ["--url", url, "--engine-model", "m", "--max-tokens", "256", "--out", str(folder / "audit.json")]
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environ, cwd=ROOT, text=True, capture_output=True, check=False)
-    if done.returncode not in (0, 1):
+    if done.returncode not in VERDICTS:
         raise RuntimeError(f"tlt audit failed:\n{done.stderr[-2000:]}")
-    return {"lossless": done.returncode == 0, "said": done.stdout.splitlines()[0].replace(url, "URL")}
+    return {"verdict": VERDICTS[done.returncode], "said": done.stdout.splitlines()[0].replace(url, "URL")}
 
 
 # ── the benchmark ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -318,8 +322,8 @@ def _num_equal(left: Sequence[Any], right: Sequence[Any]) -> int:
 def keeps(found: Mapping[str, Any], num: int) -> bool:
     """Returns whether a server has kept what the law promises."""
     counts = [count for count in found["combined"].values() if not isinstance(count, str)]
-    is_lossless = found["audit"] is None or found["audit"]["lossless"]
-    return found["alone"] == found["company"] == num and set(counts) == {4} and found["children"] == 3 and is_lossless
+    is_convicted = found["audit"] is not None and found["audit"]["verdict"] == "not lossless"
+    return found["alone"] == found["company"] == num and set(counts) == {4} and found["children"] == 3 and not is_convicted
 
 
 def to_markdown(report: Mapping[str, Any]) -> str:
@@ -330,7 +334,7 @@ def to_markdown(report: Mapping[str, Any]) -> str:
             f"{found['alone']} of {found['num_alone']}",
             f"{found['company']} of {num}",
             _accepted(found["speculation"]),
-            "" if found["audit"] is None else ("lossless" if found["audit"]["lossless"] else "**not lossless**"),
+            "" if found["audit"] is None else found["audit"]["verdict"],
         ]
         for server, found in servers.items()
     ]

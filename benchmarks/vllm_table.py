@@ -340,7 +340,7 @@ def audits(cells: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
                     "law": cell["law"],
                     "first": cell["name"],
                     "num_cells": 0,
-                    "is_lossless": judged.is_lossless,
+                    "is_lossless": not judged.is_convicted,
                     "reasons": judged.reasons,
                     "num_tokens": judged.num_tokens,
                     "max_log10_e": judged.max_log10_e,

@@ -23,7 +23,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import torch
 
 from tlt.build.engine import EngineSettings, load_engine
-from tlt.build.model import Checkpoint, load_checkpoint, resolve_device
+from tlt.build.model import Checkpoint, all_ranks, load_checkpoint, resolve_device
 from tlt.clock import Moment
 from tlt.config.load import load_config
 from tlt.config.schema import Config
@@ -215,7 +215,8 @@ class TrainingResult:
     """Says what a run has left.
 
     folder: holds policy/ (and best/, drafter/) as checkpoint folders, metrics.jsonl and evaluations.jsonl.
-    evaluations: the file's lines; each has `step` (updates done), `solve_rate`, `seconds` and `by_problem`.
+    evaluations: the file's lines (`tlt.training.evaluate.Evaluation`); each has `step` (updates done), `solve_rate`, `reward`,
+        `num_unscored`, `seconds`, `by_problem` and `reward_by_problem`.
     is_finished: False where Ctrl-C or SIGTERM ended it; `tlt train --resume FOLDER` goes on.
     """
 
@@ -240,7 +241,7 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
         begin = partial(_begin, config)
         if (place := find_place()) is not None:
             is_finished = _is_finished(run_started_rank(place, begin, began, config.run.timeout_seconds), folder)
-        elif config.run.num_ranks == 1 and config.run.launcher == "local":
+        elif all_ranks(config) == 1 and config.run.launcher == "local":
             is_finished = _run_here(begin(), began)
         else:
             is_finished = _is_finished(launch_ranks(begin(), began), folder)
@@ -288,7 +289,7 @@ def _named(task: Task, config: Config) -> Iterator[str]:
     if (name := _importable_name(task)) is not None:
         yield name
         return
-    if not is_rank(config.run.num_ranks) or config.rewards.num_workers > 0:
+    if not is_rank(all_ranks(config)) or config.rewards.num_workers > 0:
         raise UserError(
             f"task: a {type(task).__name__} that no module holds cannot reach other processes; set run.num_ranks = 1 and"
             " rewards.num_workers = 0, or put it into a module and give its name, module:object"

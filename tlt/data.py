@@ -26,7 +26,8 @@ from urllib.parse import quote
 
 from tlt.files import Record, line_number, read_jsonl, write_jsonl
 from tlt.hub import Repository, pin_dataset, quiet
-from tlt.types import UserError, one_line
+from tlt.text import one_line
+from tlt.types import UserError
 
 _SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
 """Words that name a split in the name of a JSONL file."""

@@ -9,6 +9,7 @@ All of TLT writes through these two. A symlink is followed, and stays. Knows not
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, Final, TextIO, TypeVar
 
 from tlt.types import UserError
 
@@ -153,7 +154,20 @@ def _refuse_no_file(path: Path, place: str) -> None:
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:
-    return UserError(f"{path}: cannot be written ({error.strerror or error}); make room or give another path")
+    reason = error.strerror or str(error)
+    return UserError(f"{path}: cannot be written ({reason}); {way_out(reason)} or give another path")
+
+
+def way_out(reason: str) -> str:
+    """Returns what to do where something cannot be written, by the system's words for the reason."""
+    return next((remedy for code, remedy in _WAYS_OUT.items() if os.strerror(code) in reason), "make room")
+
+
+_WAYS_OUT: Final = {
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable"),
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST), "move away what lies in its place"),
+    errno.ENOENT: "bring its folder back",
+}
 
 
 # --------------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tlt.types import UserError, one_line
+from tlt.text import one_line
+from tlt.types import UserError
 
 COMPANIONS = (
     "tokenizer*",

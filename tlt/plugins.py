@@ -14,7 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from tlt.types import UserError, one_line
+from tlt.text import one_line, visible
+from tlt.types import UserError
 
 MAX_MESSAGE = 300
 """Characters that are kept of an exception's message."""
@@ -78,7 +79,7 @@ def _import(place: str, module_name: str) -> ModuleType:
 def describe(error: BaseException) -> str:
     """Returns one line of bounded length: kind, message, and the place in the user's file where it was raised."""
     if isinstance(error, UserError):
-        return str(error)
+        return visible(str(error))
     text = one_line(error, MAX_MESSAGE)
     if isinstance(error, SyntaxError | ImportError):  # they say their place themselves
         return text

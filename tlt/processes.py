@@ -181,7 +181,7 @@ def _kill_children() -> None:
                 with contextlib.suppress(PermissionError):  # another user's by now: it is waited for
                     os.kill(int(pid), signal.SIGKILL)
             if not os.waitpid(-1, os.WNOHANG)[0]:
-                time.sleep(0.002)
+                time.sleep(0.005)
 
 
 def _end_as(code: int) -> NoReturn:

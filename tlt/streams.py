@@ -116,7 +116,8 @@ def forgiving_output() -> Iterator[None]:
 
 def _note(error: OSError) -> None:
     with contextlib.suppress(OSError):  # stderr may be the same pipe: 2>&1 | head
-        print(f"tlt: stdout cannot be written ({error.strerror}); going on without printing", file=sys.stderr, flush=True)
+        sys.stderr.write(f"tlt: stdout cannot be written ({error.strerror}); going on without printing\n")
+        sys.stderr.flush()
 
 
 def discard(stream: TextIO) -> None:
@@ -133,5 +134,5 @@ def open_standard_streams() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

@@ -30,12 +30,6 @@ class UserError(ValueError):
     """A mistake of the user's. Its message is one line that names the place, the value and the remedy (exit code 2)."""
 
 
-def one_line(error: BaseException, limit: int = 10_000) -> str:
-    """Returns kind and message of an exception on one line of bounded length."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
 @dataclass(frozen=True)
 class SamplingParams:
     """The sampling of one sequence. `top_k` 0, `top_p` 1 and `min_p` 0 switch the truncation off."""

@@ -29,6 +29,7 @@ from typing import Any
 
 from torch.distributed.launcher import api as launcher
 
+from tlt.build.model import all_ranks
 from tlt.clock import Moment
 from tlt.config.load import load_config
 from tlt.distributed.failures import Restarts
@@ -92,7 +93,7 @@ def run(folder: Path) -> int:
     config = load_config(folder.parent / "run.toml", {"run.out_dir": folder / "run"})
     restarts = Restarts(len(kills) + EXTRA_RESTARTS, lambda: describe_saved(config.run.out_dir))
     argument = json.dumps({"folder": str(folder), "description": loop.describe_run(config, Moment.now())})
-    return launch(argument, config.run.num_ranks, "benchmarks.faults.victim:main", restarts=restarts)
+    return launch(argument, all_ranks(config), "benchmarks.faults.victim:main", restarts=restarts)
 
 
 def fork_ranks() -> None:

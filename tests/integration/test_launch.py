@@ -109,6 +109,14 @@ def entry(scenario, stop):
             time.sleep(0.02)
             assert time.monotonic() < latest
         raise RankAwaited("rank 0 has waited 60 s (run.timeout_seconds) in a collective for rank 1")
+    elif scenario == "stranger":
+        from torch.distributed import PrefixStore, TCPStore
+
+        if rank == 1:
+            store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+            PrefixStore("meeting", store).add("hellos", 1)
+        time.sleep(2.5)  # ranks look once a second
+        say(finished=gather_objects(world, rank))
     elif scenario == "silent store" and rank == 1:
         from tlt.distributed.store import Watch, leave_when_silent
 
@@ -287,6 +295,7 @@ SCENARIOS = {
         "agree", (("ready", 0.0, to_rank(1, signal.SIGSTOP)), ("ready", 0.3, to_parent(signal.SIGTERM)))
     ),
     "sigterm, and then a rank is awaited": Scenario("awaited", (("ready", 0.0, to_parent(signal.SIGTERM)),)),
+    "a stranger says hello": Scenario("stranger"),
     "a rank leaves a silent store": Scenario("silent store"),
     "parent killed": Scenario("loop", (("ready", 0.0, to_parent(signal.SIGKILL)),), is_spawned=True),
     "parent killed while the ranks import": Scenario(
@@ -515,9 +524,16 @@ def test_a_rank_that_is_awaited_in_vain_after_a_signal_does_not_change_how_the_r
     assert not outcome.survivors
 
 
+def test_a_strangers_hello_to_the_store_ends_no_attempt(outcomes: dict[str, Outcome]) -> None:
+    outcome = outcomes["a stranger says hello"]
+    assert (outcome.code, outcome.stderr) == (0, "")
+
+
 def test_a_rank_that_leaves_on_anothers_account_is_reported_with_its_reason(outcomes: dict[str, Outcome]) -> None:
     outcome = outcomes["a rank leaves a silent store"]
-    said = "tlt: error: rank 1 has left: the store of rank 0 at 127.0.0.1:29500 has not answered for 1 s (run.timeout_seconds)\n"
+    said = (
+        "tlt: error: rank 1 has left: the store of rank 0 at 127.0.0.1:29500 has not answered for 1 s (run.timeout_seconds)\n"
+    )
     assert (outcome.code, outcome.stderr) == (1, said)
 
 

@@ -86,20 +86,20 @@ def test_a_rejected_draft_accepted_with_probability_001_is_found(params: Samplin
     is_plain = params.temperature > 0 and not params.truncates
     report = audit(referee, with_fault(fault), params, num_responses=2000 if is_plain else 200)
     assert fault.num_planted > 20
-    assert not report.is_lossless
+    assert report.is_convicted
     if is_plain:  # the fault's tokens are rare, not impossible: only their number tells
         assert report.tokens_for_power["as observed"] is not None
         assert report.detected_at_token is not None
 
 
 def test_the_fault_at_probability_0_changes_nothing(referee: Referee) -> None:
-    assert audit(referee, with_fault(PlantedFault(0.0)), PARAMS[1], num_responses=60).is_lossless
+    assert audit(referee, with_fault(PlantedFault(0.0)), PARAMS[1], num_responses=60).reasons == ()
 
 
 def test_another_temperature_than_told_is_found(referee: Referee) -> None:
     engine = make_engine(make_policy(), Switching([CHAIN], 0), dtype=torch.float32)
     report = audit(referee, engine, SamplingParams(temperature=0.9), 200, told=SamplingParams(temperature=1.0))
-    assert not report.is_lossless
+    assert report.is_convicted
     assert report.surprise is not None
     assert report.surprise.low > 0  # too sharp
 
@@ -118,6 +118,6 @@ def test_a_stop_token_suppressed_by_the_engine_is_found(referee: Referee) -> Non
         return verify(tree, logits_BNV, noise_BNV, params)
 
     report = audit(referee, with_fault(suppressing), SamplingParams(), num_responses=400)
-    assert not report.is_lossless
+    assert report.is_convicted
     assert report.best_bet is not None
     assert report.best_bet.startswith("odds of stop 0.")

@@ -3,8 +3,9 @@
 A module may import lower floors and its own package, never a higher floor and never a sibling on its own. The exceptions:
 config, files, hub, plugins and recipes → types, for their errors are the package's UserError and strategies are read by
 Strategy.parse; config → recipes, for a configuration may be named by its recipe; config → hub, which knows the names of
-repositories; config → secrets, for a run writes its configuration down; processes → streams, for helpers print. `tlt` itself and `python -m tlt` stand above
-everything; the first hands public names on, the second starts the command line.
+repositories; config → secrets, for a run writes its configuration down; processes → streams, for helpers print; plugins and
+hub → text, for both make lines of exceptions. `tlt` itself and `python -m tlt` stand above everything; the first hands public
+names on, the second starts the command line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import tlt
 ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "accounts", "clock", "spans", "config", "files", "hub", "plugins", "processes", "recipes", "secrets", "streams"}),
+    frozenset({"types", "accounts", "clock", "spans", "config", "files", "hub", "plugins", "processes", "recipes", "secrets"})
+    | {"streams", "text"},
     frozenset({"models", "speculative", "tasks", "data"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"vllm"}),
@@ -33,6 +35,8 @@ SIBLINGS_ALLOWED = {("config", "types"), ("files", "types"), ("hub", "types"), (
     ("config", "hub"),
     ("config", "secrets"),
     ("processes", "streams"),
+    ("plugins", "text"),
+    ("hub", "text"),
 }
 ABOVE_ALL = {"__init__", "__main__"}
 

@@ -125,7 +125,7 @@ def test_the_quickstart_recipe_is_valid_toml_with_known_keys_only() -> None:
     """The model and drafter folders may not have been built where this runs; everything else must hold."""
     here = str(Path(__file__).parent)
     config = load_config(QUICKSTART, ["--model.path", here, "--drafter.path", here])
-    assert config.run.num_ranks == 2
+    assert config.run.num_ranks is None, "it suits any machine"
     assert config.drafter.train
 
 

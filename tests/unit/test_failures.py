@@ -69,3 +69,15 @@ def test_tracebacks_of_attempts_that_are_followed_go_to_a_file(tmp_path: Path, c
     said = capsys.readouterr().err
     assert said.count("\n") == 2
     assert said.count(f", traceback in {log})") == 2
+
+
+def test_what_would_steer_a_terminal_is_shown_and_carried_out_nowhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = "\x1b[2J\x1b]0;title\x07\x9b31m\u202e\ud800 naïve\t☕"
+    restarts = Restarts(1, log=tmp_path / "failures.log")
+    assert [restarts.follows(fault(message=message)) for _ in range(2)] == [True, False]
+    for text in (capsys.readouterr().err, (tmp_path / "failures.log").read_text()):
+        assert r"\x1b[2J\x1b]0;title\x07\x9b31m\u202e\ud800 naïve" in text
+        assert all(character.isprintable() or character in "\n\t" for character in text)
+    assert "  File" in (tmp_path / "failures.log").read_text().splitlines()[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -56,3 +57,15 @@ def test_a_folder_is_a_runs_as_soon_as_something_in_it_is_worth_keeping(left: st
     (tmp_path / left).write_text("{}\n")
     with pytest.raises(UserError, match=f"holds a run already; continue it with tlt train --resume {tmp_path}"):
         refuse_begun(tmp_path)
+
+
+@pytest.mark.parametrize("comes_again", [False, True])
+def test_a_folder_that_was_removed_is_missed_even_where_another_has_its_name(comes_again: bool, tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "run")
+    lock.check()
+    shutil.rmtree(tmp_path / "run")
+    if comes_again:
+        (tmp_path / "run").mkdir()
+    with pytest.raises(UserError, match=r"^run\.out_dir: .*/run has been removed, or moved, under the run; bring it"):
+        lock.check()
+    lock.release()

@@ -82,11 +82,16 @@ class Task:
 
     def score(self, problem, text):
         verb, _, how = text.partition(" ")
-        if verb == "fork" and os.fork() == 0:
-            time.sleep(0.2)
-            return {"reward": -500.0, "solved": False}
+        if verb == "fork":
+            is_child = os.fork() == 0
+            if is_child == (how == "late"):
+                time.sleep(0.2)
+            if is_child:
+                return {"reward": -500.0, "solved": False}
         if verb == "sleep":
             time.sleep(float(how))
+        if verb == "kill-others" and os.getpid() != int(how) and is_first(verb):
+            DEEDS["kill"]()
         if verb == "pid":
             return {"reward": os.getpid(), "solved": False}
         if verb in DEEDS and (how != "once" or is_first(verb)):
@@ -138,7 +143,7 @@ def test_a_response_whose_worker_is_lost_once_gets_the_reward_that_it_would_have
     ("how", "reason"),
     [
         ("kill", "the worker died: killed by SIGKILL (out of memory?)"),
-        ("rubbish", "the worker sent no answer to this request, but a UnpicklingError"),
+        ("rubbish", "the worker's pipe brought what is no answer to the request"),
     ],
 )
 def test_the_second_loss_is_the_responses_own_and_says_so(how: str, reason: str) -> None:
@@ -161,7 +166,8 @@ def test_a_worker_lost_while_idle_costs_the_next_response_neither_its_score_nor_
         pid = int(pool.drain()["a", 0].value)
         os.kill(pid, number)
         wait_for(lambda: number == signal.SIGSTOP or not is_running(pid))
-        pool.submit(("b", 0), {"worth": 2.0}, "kill once" if number == signal.SIGKILL else "fine")
+        large = {"worth": 2.0, "more": "x" * 1_000_000}  # than what a pipe takes whose other end does not read
+        pool.submit(("b", 0), large, "kill once" if number == signal.SIGKILL else "fine")
         assert pool.drain(patience=60) == {("b", 0): Reward(2.0, True)}
 
 
@@ -177,13 +183,25 @@ def test_a_signal_that_asks_to_stop_reaches_no_score() -> None:
 
 
 def test_a_forked_child_that_returns_answers_for_nobody() -> None:
-    texts = ["fork", "sleep 0.4", "fork ", "sleep 0.5", "fine"]
+    texts = ["fork late", "sleep 0.4", "fork first", "fine"]
     assert rewards_of(texts) == scored(texts)
 
 
 def test_an_answer_that_comes_late_is_taken_for_no_other_response() -> None:
     texts = ["forge-later", "sleep 0.5", "fine"]
     assert rewards_of(texts) == scored(texts)
+
+
+def test_an_answer_that_comes_while_nobody_asks_does_not_cost_the_next_response_its_second_try() -> None:
+    with RewardPool(RewardSpec("lost_task:TASK"), 1, timeout_seconds=60) as pool:
+        pool.submit(("a", 0), {}, "pid")
+        pid = int(pool.drain(patience=60)["a", 0].value)
+        pool.submit(("b", 0), {"worth": 1.0}, "forge-later")
+        pool.drain(patience=60)
+        (worker,) = pool._workers
+        assert worker.pipe.poll(60)
+        pool.submit(("c", 0), {"worth": 2.0}, f"kill-others {pid}")
+        assert pool.drain(patience=60) == {("c", 0): Reward(2.0, True)}
 
 
 @pytest.mark.parametrize("functions", [(), ("lost_task:do",), ("lost_task:do_later",)], ids=["task", "function", "coroutine"])

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import signal
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore, Store
+from torch.distributed import HashStore, Store, TCPStore
 
-from tlt.distributed.store import Attempt, attempt_store, is_over, meet
+from tlt.distributed import store as store_module
+from tlt.distributed.place import find_place
+from tlt.distributed.signals import StopRequest
+from tlt.distributed.store import Attempt, Watch, attempt_store, is_over, meet, open_store, share_stop
 from tlt.distributed.work_queue import Coordinator
 from tlt.types import UserError
 
@@ -92,6 +98,38 @@ def test_an_attempt_is_over_for_all_once_one_of_its_ranks_comes_again() -> None:
     with gathering(*(lambda rank=rank: meet(store, rank, 2, 30.0) for rank in range(2))) as attempts:
         pass
     assert not is_over(store, attempts[0])
+
+
+def test_a_stranger_who_does_not_know_the_ranks_secret_neither_ends_nor_joins_their_attempt() -> None:
+    """Another user of the machine reaches its loopback, and the store asks nobody who they are."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "TLT_SECRET": "between us"}
+    places = [find_place({**environ, "RANK": str(rank)}) for rank in range(2)]
+    stores = [open_store(place, 30.0) for place in places if place is not None]
+    with gathering(*(lambda rank=rank: meet(stores[rank], rank, 2, 30.0) for rank in range(2))) as attempts:
+        pass
+    with socket.create_connection(("127.0.0.1", port)) as noise:
+        noise.sendall(b"hello? " * 100)
+    stranger = TCPStore("127.0.0.1", port, is_master=False)
+    with pytest.raises(UserError, match="did not come"):
+        meet(stranger, 1, 2, 0.1)
+    assert not is_over(stores[0], attempts[0])
+
+
+def test_a_signal_that_one_rank_has_heard_reaches_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "WATCH_SECONDS", 0.01)
+    store, stops = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), [StopRequest() for _ in range(3)]
+    watches = [Watch() for _ in stops]
+    for stop, watch in zip(stops, watches, strict=True):
+        share_stop(attempt_store(store, Attempt(1, 3)), stop, watch)
+    stops[1].ask(signal.SIGTERM)
+    deadline = time.monotonic() + 60
+    while not all(stop.is_set() for stop in stops) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for watch in watches:
+        watch.has_left.set()
+    assert [stop.signal for stop in stops] == [signal.SIGTERM] * 3
 
 
 def test_those_who_do_not_come_are_named_in_one_line() -> None:

@@ -205,6 +205,54 @@ def test_the_trace_has_a_row_per_rank_on_one_axis_and_survives_a_resume(tmp_path
     assert read_spans(tmp_path)[1][-1] == Span("update", 1105.0, 1106.0)
 
 
+DAMAGES = {
+    "binary": (b"\xff\xfe\x00\n\x80" * 3, "3 of its 5 lines are no spans"),
+    "a line of another kind": (b'{"a": 1}\n', "1 of its 3 lines are no spans"),
+    "times that are none": (b'["decode", NaN, 1, 1, 1]\n["decode", 1, 1, 1, Infinity]\n', "2 of its 4 lines are no spans"),
+    "a line that is nested too deeply": (b"[" * 99_999 + b"\n", "1 of its 3 lines are no spans"),
+    "one long line": (b"x" * 200_000, "1 of its 3 lines are no spans"),
+    "a torn line": (b'["decode", 1', ""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_timeline_ends_no_run_and_what_is_sound_is_drawn(damage: str, tmp_path: Path) -> None:
+    data, told = DAMAGES[damage]
+    said: list[str] = []
+    path = rank_path(tmp_path, 0)
+    for start in (1.0, 2.0):
+        timeline = Timeline(0, path, say=said.append)
+        timeline.add(Span("decode", start, start + 0.5))
+        timeline.flush()
+        if start == 1.0:
+            path.write_bytes(path.read_bytes() + data)
+    (tmp_path / "timeline.rankx.jsonl").write_text("no rank's\n")
+    missing = merge_timelines(tmp_path, tmp_path / "timeline.json")
+    events = json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]
+    assert [event["ts"] for event in events if event["ph"] == "X"] == [0.0, 1e6]
+    assert [*said, *missing] == ([f"{path}: {told}; {tmp_path / 'timeline.json'} lacks them"] if told else [])
+
+
+def test_a_folder_in_the_place_of_a_timeline_or_its_picture_is_one_note_and_the_run_goes_on(tmp_path: Path) -> None:
+    rank_path(tmp_path, 1).mkdir()
+    said: list[str] = []
+    timelines = [Timeline(rank, rank_path(tmp_path, rank), say=said.append) for rank in range(2)]
+    for _ in range(2):
+        for timeline in timelines:
+            timeline.add(Span("decode", 1.0, 2.0))
+            timeline.flush()
+            assert timeline.spans == []
+    assert said == [
+        f"{rank_path(tmp_path, 1)}: cannot be written (Is a directory); timeline.json will lack what this rank does now"
+    ]
+    assert merge_timelines(tmp_path, tmp_path / "timeline.json") == [
+        f"{rank_path(tmp_path, 1)}: cannot be read (Is a directory); {tmp_path / 'timeline.json'} lacks rank 1"
+    ]
+    (tmp_path / "timeline.json").unlink()
+    (tmp_path / "timeline.json").mkdir()
+    assert merge_timelines(tmp_path, tmp_path / "timeline.json")[1].endswith("; there is no picture of the run's time")
+
+
 def test_a_span_measures_with_the_given_clock_and_nests() -> None:
     clock = itertools.count(0.0, 1.0).__next__
     timeline = Timeline(0, clock=clock)
@@ -421,6 +469,12 @@ def test_responses_that_could_not_be_scored_are_counted_below_the_row() -> None:
     assert len(said) == 1
     assert said[0].strip().startswith("step 2: 2 of ")
     assert said[0].endswith("the first: ZeroDivisionError: in score")
+
+
+def test_a_reason_that_would_steer_the_terminal_is_shown_as_it_is_written() -> None:
+    stream = io.StringIO()
+    Console(stream=stream).reward_errors(record(0, reward_errors=1, first_reward_error="\x1b[2J\x9b1m gone"))
+    assert r"\x1b[2J\x9b1m gone" in stream.getvalue()
 
 
 def test_what_stood_in_the_journal_is_said_below_the_row() -> None:

@@ -6,8 +6,10 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from huggingface_hub import constants
 
 from tests.standin import serve_hub
@@ -51,6 +53,35 @@ def test_the_header_names_model_parameters_task_device_drafter_and_folder(
     assert rows["update"] == "policy replicated (ranks on CPUs)"
     assert "recipes/countdown/drafter, trained in idle time" in rows["speculation"]
     assert rows["folder"] == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen", "notes"),
+    [
+        ([], 4, []),
+        (["--run.num_ranks", "3"], 3, ["  1 GPU(s) stay idle, for run.num_ranks is 3; --run.num_ranks 4 takes all"]),
+        (["--run.device", "cpu"], 2, []),
+    ],
+)
+def test_the_number_of_ranks_that_is_chosen_stands_in_the_configuration_and_idle_gpus_in_a_note(
+    given: list[str],
+    chosen: int,
+    notes: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
+    unsaid = [line for line in (RECIPE / "quickstart.toml").read_text().splitlines() if not line.startswith("num_ranks")]
+    (tmp_path / "mine.toml").write_text("\n".join(unsaid))
+    words = ["--model.path", str(RECIPE / "base"), "--drafter.path", str(RECIPE / "drafter"), "--task.num_problems", "8"]
+    words += ["--evaluation.num_problems", "4", "--run.out_dir", str(tmp_path / "mine")]
+    config = prepare(load_config(tmp_path / "mine.toml", [*words, *given]))
+    said = capsys.readouterr().out.splitlines()
+    assert config.run.num_ranks == chosen
+    assert next(line for line in said if line.startswith("ranks ")).split()[1] == str(chosen)
+    assert [line for line in said if "idle," in line] == notes
 
 
 def test_the_header_says_how_the_update_is_sharded_and_why(tmp_path: Path) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from tlt.config.schema import Config, ModelSection, TaskSection
+from tlt.config.schema import Config, ModelSection, RunSection, TaskSection
 from tlt.distributed.world import choose_device
 from tlt.training.run import device_of
 from tlt.types import UserError
@@ -40,6 +41,21 @@ def test_cuda_without_any_gpu_is_refused() -> None:
 def test_a_run_with_more_ranks_than_gpus_does_not_fall_back_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    config = Config(model=ModelSection(path=Path("m")), task=TaskSection(name="t"))
+    config = make_config(num_ranks=2)
     with pytest.raises(UserError, match=r"run\.num_ranks: 2"):
         device_of(config)
+
+
+@pytest.mark.parametrize(
+    ("device", "num_gpus", "said"),
+    [("auto", 1, "1 of 1 GPU(s)"), ("cuda", 8, "8 of 8 GPU(s)"), ("auto", 0, "no GPU was found")],
+)
+def test_where_nobody_says_how_many_every_gpu_has_a_rank(
+    device: Literal["auto", "cuda"], num_gpus: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert device_of(make_config(device=device)).reason == said
+
+
+def make_config(**run: Any) -> Config:
+    return Config(model=ModelSection(path=Path("m")), task=TaskSection(name="t"), run=RunSection(**run))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
@@ -17,39 +18,38 @@ _POWER_MAX_TOKENS = 5_000_000
 
 @dataclass(frozen=True)
 class Estimate:
-    """An estimate with its 95 % interval."""
+    """An estimate with its interval, which holds the truth with probability 1 − alpha, the verdict's."""
 
     value: float
     low: float
     high: float
 
 
-def mean_with_interval(values_T: Tensor) -> Estimate:
-    """Returns the mean with its normal 95 % interval; all zeros where there are no values."""
+def mean_with_interval(values_T: Tensor, alpha: float) -> Estimate:
+    """Returns the mean with its normal interval; all zeros where there are no values."""
     if not len(values_T):
         return Estimate(0.0, 0.0, 0.0)
     mean = float(values_T.mean())
-    half = 1.96 * float(values_T.std(correction=0)) / math.sqrt(len(values_T))
+    half = NormalDist().inv_cdf(1 - alpha / 2) * float(values_T.std(correction=0)) / math.sqrt(len(values_T))
     return Estimate(mean, mean - half, mean + half)
 
 
-def most_likely_share(ratios_RT: Tensor) -> tuple[str, Estimate]:
+def most_likely_share(ratios_RT: Tensor, alpha: float) -> tuple[str, Estimate]:
     """Returns the source and the share ε for which the mixture (1 − ε) p + ε r makes the tokens likeliest.
 
     ratios_RT: r(y) / p(y) of every source and token.  Where no source makes the tokens likelier by more than chance does, it is
-    the source that could hide the largest share.
+    the source that could hide the largest share. The interval counts that the source was chosen among several (Bonferroni).
     """
-    found = [_share_of(ratios_T - 1) for ratios_T in ratios_RT]
-    is_seen = max(gained for gained, _ in found) > 1.92
+    chance = NormalDist().inv_cdf(1 - alpha / len(ratios_RT) / 2) ** 2 / 2  # half of a chi-square's quantile
+    found = [_share_of(ratios_T - 1, chance) for ratios_T in ratios_RT]
+    is_seen = max(gained for gained, _ in found) > chance
     best = max(range(len(found)), key=lambda source: found[source][0] if is_seen else found[source][1].high)
     return SOURCES[best], found[best][1]
 
 
-def _share_of(gains_T: Tensor) -> tuple[float, Estimate]:
-    """Returns the log-likelihood that the best share gains, and that share.
-
-    Its interval holds all shares that lose at most 1.92 of the gain (likelihood ratio, chi-square, 95 %).
-    """
+def _share_of(gains_T: Tensor, chance: float) -> tuple[float, Estimate]:
+    """Returns the log-likelihood that the best share gains, and that share. Its interval holds all shares that lose at most
+    `chance` of the gain (likelihood ratio)."""
 
     def likelihood(share: float) -> float:
         return float(torch.log1p(share * gains_T).sum())
@@ -58,8 +58,8 @@ def _share_of(gains_T: Tensor) -> tuple[float, Estimate]:
     share = _bisect(lambda s: float((gains_T / (1 + s * gains_T)).sum()) > 0, 0.0, top)  # the likelihood is concave
     share = share if share > 1e-8 else 0.0
     gained = likelihood(share)
-    low = _bisect(lambda s: likelihood(s) < gained - 1.92, 0.0, share) if gained > 1.92 else 0.0
-    return gained, Estimate(share, low, _bisect(lambda s: likelihood(s) >= gained - 1.92, share, top))
+    low = _bisect(lambda s: likelihood(s) < gained - chance, 0.0, share) if gained > chance else 0.0
+    return gained, Estimate(share, low, _bisect(lambda s: likelihood(s) >= gained - chance, share, top))
 
 
 def _bisect(is_below: Callable[[float], bool], low: float, high: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from tlt.audit.estimates import Estimate
 
@@ -39,9 +40,8 @@ class AuditReport:
     """
 
     mode: str
-    is_lossless: bool
     reasons: tuple[str, ...]
-    """Why the engine is not lossless; empty when it is."""
+    """Why the engine is not lossless; empty where nothing was found against it."""
     num_responses: int
     num_tokens: int
     alpha: float
@@ -73,6 +73,39 @@ class AuditReport:
     logprob_gap: float | None
     """Largest difference between the log-probabilities that the engine reports and the referee's; None: it reports none."""
     offenders: tuple[Offender, ...]
+
+    @property
+    def verdict(self) -> Literal["lossless", "not lossless", "undecided"]:
+        """Undecided: nothing was found, but in so few tokens that a reference fault might not have been either, or an estimate
+        speaks against the engine that does not convict it."""
+        if self.is_convicted:
+            return "not lossless"
+        return "lossless" if self.has_enough_tokens and not self.is_doubtful else "undecided"
+
+    @property
+    def is_convicted(self) -> bool:
+        return bool(self.reasons)
+
+    @property
+    def is_lossless(self) -> bool | None:
+        """None: undecided."""
+        return None if self.verdict == "undecided" else self.verdict == "lossless"
+
+    @property
+    def tokens_needed(self) -> int | None:
+        """Tokens with which every reference fault would have been found with 95 % power; None: more than five million."""
+        needed = tuple(self.tokens_for_power.values())
+        return None if None in needed else max((tokens for tokens in needed if tokens is not None), default=0)
+
+    @property
+    def has_enough_tokens(self) -> bool:
+        return self.tokens_needed is not None and self.num_tokens >= self.tokens_needed
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether an interval leaves out what a lossless engine has."""
+        is_elsewhere = self.elsewhere is not None and self.elsewhere.low > 0
+        return is_elsewhere or (self.surprise is not None and not self.surprise.low <= 0 <= self.surprise.high)
 
     @property
     def mean_tokens(self) -> float:

@@ -8,10 +8,12 @@ encoding it again need not give the tokens that were sampled.
 from __future__ import annotations
 
 import json
+import os
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 from tlt.types import FinishReason, Request, Rollout, UserError
@@ -23,17 +25,34 @@ _FORMS: tuple[dict[str, Any], ...] = (
 _TIMEOUT_SECONDS = 600
 
 
-def complete(url: str, model: str, requests: Sequence[Request], num_parallel: int = 32) -> Iterator[Rollout]:
+@dataclass(frozen=True)
+class Endpoint:
+    """Says where to ask. model: the name it serves the model by.  api_key: what it wants to be shown; None: nothing."""
+
+    url: str
+    model: str
+    api_key: str | None = field(default=None, repr=False)
+
+
+def read_api_key(variable: str) -> str:
+    """Returns the key that an environment variable holds. Raises UserError where it holds none."""
+    if not (key := os.environ.get(variable, "").strip()):
+        raise UserError(f"--api-key-variable: {variable} is not set, or is empty; export the server's API key by that name")
+    return key
+
+
+def complete(server: Endpoint, requests: Sequence[Request], num_parallel: int = 32) -> Iterator[Rollout]:
     """Yields one response per request, in their order. Every request carries a seed of its own."""
-    form = _find_form(url, model, requests[0])
+    form = _find_form(server, requests[0])
     with ThreadPoolExecutor(num_parallel) as pool:
-        yield from pool.map(lambda request: _complete_one(url, model, request, form), requests)
+        yield from pool.map(lambda request: _complete_one(server, request, form), requests)
 
 
-def _find_form(url: str, model: str, request: Request) -> dict[str, Any]:
+def _find_form(server: Endpoint, request: Request) -> dict[str, Any]:
     """Returns the options by which this server gives token ids; asks it for one token to find out."""
+    url = server.url
     for form in _FORMS:
-        choice = _choice(url, _post(url, _payload(model, request, form, max_tokens=1)))
+        choice = _choice(url, _post(server, _payload(server.model, request, form, max_tokens=1)))
         if read_token_ids(choice) is not None:
             return form
     raise UserError(
@@ -42,8 +61,9 @@ def _find_form(url: str, model: str, request: Request) -> dict[str, Any]:
     )
 
 
-def _complete_one(url: str, model: str, request: Request, form: dict[str, Any]) -> Rollout:
-    choice = _choice(url, _post(url, _payload(model, request, form, request.params.max_tokens)))
+def _complete_one(server: Endpoint, request: Request, form: dict[str, Any]) -> Rollout:
+    url = server.url
+    choice = _choice(url, _post(server, _payload(server.model, request, form, request.params.max_tokens)))
     token_ids = read_token_ids(choice)
     if not token_ids:
         raise UserError(f"--url: {url} returned no token ids for problem {request.problem_id!r}; look at the server's log")
@@ -86,18 +106,35 @@ def _choice(url: str, answer: dict[str, Any]) -> dict[str, Any]:
     raise UserError(f"--url: {url} answered without one choice; give an OpenAI-compatible server such as http://host:8000/v1")
 
 
-def _post(url: str, payload: dict[str, Any]) -> dict[str, Any]:
+def _post(server: Endpoint, payload: dict[str, Any]) -> dict[str, Any]:
+    url, key = server.url, server.api_key
     address, body = f"{url.rstrip('/')}/completions", json.dumps(payload).encode()
     try:
         request = urllib.request.Request(address, body, {"Content-Type": "application/json"})
+        if key is not None:
+            request.add_unredirected_header("Authorization", f"Bearer {key}")  # for this server, and for none it may name
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
             found = json.loads(answer.read())
     except urllib.error.HTTPError as error:
         with error:
             said = " ".join(error.read().decode(errors="replace").split())[:200]
-        raise UserError(f"--url: {url} refuses ({error.code}: {said}); correct --engine-model and options") from None
+        raise _refused(server, f"refuses ({error.code}: {said}); {_remedy(error.code, key)}") from None
     except json.JSONDecodeError:
         raise UserError(f"--url: {url} answers no JSON; give an OpenAI-compatible server such as http://host:8000/v1") from None
     except (OSError, ValueError) as error:  # no server, no such host, no valid address
-        raise UserError(f"--url: {url} cannot be reached ({error}); start the server or correct the address") from None
+        raise _refused(server, f"cannot be reached ({error}); start the server or correct the address") from None
     return found if isinstance(found, dict) else {}
+
+
+def _refused(server: Endpoint, why: str) -> UserError:
+    """Returns the error, without the key, which a server may repeat."""
+    return UserError(f"--url: {server.url} {why.replace(server.api_key, '***') if server.api_key else why}")
+
+
+def _remedy(status: int, key: str | None) -> str:
+    """Returns what to do about an answer with this status."""
+    if status not in (401, 403):
+        return "correct --engine-model and options"
+    if key is not None:
+        return "correct the key that --api-key-variable names"
+    return "export its API key, and give --api-key-variable the variable's name"

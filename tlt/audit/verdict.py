@@ -280,7 +280,6 @@ class Auditor:
             )
         report = AuditReport(
             mode=mode,
-            is_lossless=not reasons,
             reasons=reasons,
             num_responses=len(self.lengths),
             num_tokens=self.num_tokens,
@@ -300,7 +299,7 @@ class Auditor:
 
     def _with_statistics(self, report: AuditReport) -> AuditReport:
         best = int(self.wealth_K.argmax())
-        source, share = most_likely_share(torch.cat(self.ratios_RT, dim=1))
+        source, share = most_likely_share(torch.cat(self.ratios_RT, dim=1), self.alpha)
         p_value = min(1.0, math.exp(-self.max_log_e))
         if self.num_impossible:
             p_value = min(p_value, self.num_tokens * IMPOSSIBLE)
@@ -312,16 +311,16 @@ class Auditor:
             detected_at_token=self.detected_at,
             best_bet=BETS[best],
             nats_per_token=float(self.wealth_K[best]) / self.num_tokens,
-            surprise=mean_with_interval(torch.cat(self.surprises)),
+            surprise=mean_with_interval(torch.cat(self.surprises), self.alpha),
             elsewhere=share,
             elsewhere_source=source,
-            tokens_for_power=self._tokens_for_power(report.is_lossless),
+            tokens_for_power=self._tokens_for_power(report.is_convicted),
         )
 
-    def _tokens_for_power(self, is_lossless: bool) -> dict[str, int | None]:
+    def _tokens_for_power(self, is_convicted: bool) -> dict[str, int | None]:
         """Returns the tokens needed against each reference fault; for an engine that is not lossless, against what it did."""
         sums_SRK = torch.stack(self.responses_SK, dim=1)
-        if is_lossless:
+        if not is_convicted:
             names = [f"{REFERENCE_FAULT:g} {source}" for source in REFERENCE_SOURCES]
             return {
                 name: tokens_for_power(sums_RK, self.lengths, self.log_threshold)

@@ -105,12 +105,13 @@ def summarize(name: str, pairs: Sequence[Pair], details: Mapping[str, Any]) -> d
 
 def launch_workload(config: Config, num_steps: int) -> dict[str, Any]:
     """Measures `num_steps` rollout phases on the configuration's ranks; ends this process with their exit code if they fail."""
+    from tlt.build.model import all_ranks
     from tlt.distributed.launch import launch
 
     with tempfile.TemporaryDirectory() as folder:
         inside = with_changes(config, {"run": {"out_dir": Path(folder)}})
         argument = json.dumps({"config": inside.to_json(), "steps": num_steps})
-        code = launch(argument, config.run.num_ranks, "tlt.bench.rollout:main", config.run.threads_per_rank)
+        code = launch(argument, all_ranks(config), "tlt.bench.rollout:main", config.run.threads_per_rank)
         if code:
             raise SystemExit(code)
         measured: dict[str, Any] = json.loads((Path(folder) / "bench.json").read_text())

@@ -86,11 +86,12 @@ class Plan:
 
 def launch_runs(config: Config, plan: Plan) -> int:
     """Runs the plan on the configuration's ranks and returns the exit code."""
+    from tlt.build.model import all_ranks
     from tlt.distributed.launch import launch
 
     check_folder(config, plan)
     argument = json.dumps({"config": config.to_json(), "plan": dataclasses.asdict(plan)}, default=str)
-    return launch(argument, config.run.num_ranks, "tlt.bench.train:main", config.run.threads_per_rank)
+    return launch(argument, all_ranks(config), "tlt.bench.train:main", config.run.threads_per_rank)
 
 
 def check_folder(config: Config, plan: Plan) -> None:

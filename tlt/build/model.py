@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tlt.config.schema import Config
 from tlt.distributed.place import find_place
+from tlt.distributed.ray_cluster import num_cluster_gpus
 from tlt.engine.sequence import Decode
 from tlt.hub import resolve_model
 from tlt.models.decoder import ModelConfig
@@ -20,6 +21,9 @@ from tlt.models.hf_config import OtherComputation, load_model_config
 from tlt.models.hf_weights import StoredTensors
 from tlt.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
 from tlt.types import UserError
+
+RANKS_ON_CPUS = 2
+"""Where nobody says how many: two show all that TLT does, on two cores."""
 
 
 @dataclass(frozen=True)
@@ -62,13 +66,23 @@ def drafter_folder(config: Config) -> Path | None:
 def local_ranks(config: Config) -> int:
     """Returns how many ranks this machine has: who started them says so, and `tlt train` starts all of them here."""
     place = find_place()
-    return config.run.num_ranks if place is None else place.local_world_size
+    return _ranks_to_start(config) if place is None else place.local_world_size
 
 
 def all_ranks(config: Config) -> int:
     """Returns how many ranks all machines have together."""
     place = find_place()
-    return config.run.num_ranks if place is None else place.world_size
+    return _ranks_to_start(config) if place is None else place.world_size
+
+
+def _ranks_to_start(config: Config) -> int:
+    """Returns run.num_ranks; where the user leaves it open, a rank for each GPU that there is to compute on."""
+    return config.run.num_ranks or (0 if config.run.device == "cpu" else num_gpus(config)) or RANKS_ON_CPUS
+
+
+def num_gpus(config: Config) -> int:
+    """Returns the GPUs of this machine, or of the whole Ray cluster where that starts the ranks."""
+    return num_cluster_gpus() if find_place() is None and config.run.launcher == "ray" else torch.cuda.device_count()
 
 
 def load_checkpoint(path: Path, engine: Literal["tlt", "vllm"], dtype: torch.dtype | None = None) -> Checkpoint:

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
+from tlt.audit.server import read_api_key
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import File, Names, Options
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from tlt.models.tokenizer import Tokenizer
 
 
+EXIT_CODES = {"lossless": 0, "undecided": 3, "not lossless": 1}
+SEVERITY = tuple(EXIT_CODES)
+
+
 class Audit(Options):
     """Judge whether an engine samples from the model's own probabilities.
 
@@ -36,7 +41,7 @@ class Audit(Options):
 
     Its tokens are tested against the probabilities that transformers computes.
 
-    Exit code 0: lossless; 1: not.
+    Exit code 0: lossless; 1: not; 3: undecided, for want of tokens.
     """
 
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
@@ -54,6 +59,8 @@ class Audit(Options):
     """An OpenAI-compatible server to judge, such as http://localhost:8000/v1, with --max-batch-size requests in flight."""
     engine_model: Annotated[str | None, arg(metavar="NAME")] = None
     """The name by which the server at --url serves the model."""
+    api_key_variable: Annotated[str | None, arg(metavar="NAME")] = None
+    """Environment variable with the API key that the server at --url asks for, such as OPENAI_API_KEY; none: no key is sent."""
     speculation: Annotated[Names, arg(metavar=SPECULATION + "[,...]")] = ("off",)
     """Modes of TLT's engine, each judged alone: off, adaptive, or a fixed shape such as 4x1x4 (chains of four tokens)."""
     plant_fault: Annotated[float, Field(ge=0, le=1), arg(metavar="PROBABILITY")] = 0.0
@@ -88,6 +95,8 @@ class Audit(Options):
             raise mistake("--plant-fault: is for engine tlt; vLLM verifies for itself")
         if (self.url is None) != (self.engine_model is None):
             raise mistake("--url and --engine-model belong together: the server's address and the name it serves the model by")
+        if self.api_key_variable is not None and self.url is None:
+            raise mistake(f"--api-key-variable: {self.api_key_variable} is for the server at --url; give it, or leave it out")
         if self.responses is not None and (self.prompts is not None or self.task is not None):
             raise mistake("--responses: the file holds its prompts itself; leave --prompts and --task out")
         if len(set(self.speculation)) < len(self.speculation):
@@ -98,9 +107,11 @@ class Audit(Options):
 
 
 def run(options: Audit) -> int:
-    """Judges every mode, prints and writes the reports; returns 0 where all are lossless, else 1."""
+    """Judges every mode, prints and writes the reports; returns the exit code of the worst verdict."""
     if options.out is not None:
         check_output_file(options.out, "--out")
+    if options.api_key_variable is not None:
+        read_api_key(options.api_key_variable)  # refused before anything is loaded
     folder = resolve_model(options.model)
     with show_busy():
         import torch
@@ -133,14 +144,15 @@ def run(options: Audit) -> int:
         _print_report(report)
     if options.out is not None:
         _write_reports(options, options.out, reports)
-    summary = {
-        "lossless": all(report.is_lossless for report in reports),
+    worst = max(reports, key=lambda report: SEVERITY.index(report.verdict))
+    summary: dict[str, Any] = {
+        "lossless": worst.is_lossless,
         "modes": {report.mode: {"lossless": report.is_lossless, "log10_e": report.max_log10_e} for report in reports},
     }
     if options.responses is None and options.url is None:
         summary["device"] = str(options.engine.choose_device())
     print(dumps(summary), flush=True)
-    return 0 if summary["lossless"] else 1
+    return EXIT_CODES[worst.verdict]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -167,10 +179,12 @@ def _modes(
         prompts = encode_prompts(records, tokenizer, vocab_size=vocab_size, window=window)
     requests = make_requests(prompts, params, options.sampling.samples)
     if options.url is not None:
-        from tlt.audit.server import complete
+        from tlt.audit.server import Endpoint, complete
 
         assert options.engine_model is not None
-        yield options.url, list(complete(options.url, options.engine_model, requests, options.engine.max_batch_size))
+        key = None if options.api_key_variable is None else read_api_key(options.api_key_variable)
+        server = Endpoint(options.url, options.engine_model, key)
+        yield options.url, list(complete(server, requests, options.engine.max_batch_size))
         return
     print(f"tlt: our engine computes on {options.engine.choose_device()}", file=sys.stderr, flush=True)
     for speculation in options.speculation:
@@ -229,14 +243,14 @@ def _explained(report: AuditReport, options: Audit) -> AuditReport:
     from tlt.audit.known import describe as describe_server
     from tlt.audit.known import known_fault
 
-    server = None if report.is_lossless or options.url is None else describe_server(options.url)
+    server = None if not report.is_convicted or options.url is None else describe_server(options.url)
     fault = None if server is None else known_fault(server, options.sampling.temperature)
     return report if fault is None else replace(report, reasons=(*report.reasons, fault))
 
 
 def _print_report(report: AuditReport) -> None:
     print(f"{report.mode}: {describe(report)}", flush=True)
-    for offender in () if report.is_lossless else report.offenders[:5]:
+    for offender in report.offenders[:5] if report.is_convicted else ():
         print(
             f"  response {offender.response} ({offender.problem_id}), token {offender.position}: {offender.token_id}"
             f" {offender.text!r} with p = {offender.p:.2g}; expected {offender.expected_id} {offender.expected_text!r}"
@@ -247,7 +261,14 @@ def _print_report(report: AuditReport) -> None:
 def describe(report: AuditReport) -> str:
     """Returns the report as one line."""
     size = f"{report.num_tokens} tokens in {report.num_responses} responses (mean {report.mean_tokens:.1f})"
-    verdict = "lossless" if report.is_lossless else f"NOT lossless: {'; '.join(report.reasons)}"
+    verdict = f"NOT lossless: {'; '.join(report.reasons)}" if report.is_convicted else report.verdict
+    if report.verdict == "undecided":
+        needed = "over 5 million" if report.tokens_needed is None else f"{report.tokens_needed:,}"
+        few, doubt = (
+            f"{report.num_tokens:,} of {needed} tokens",
+            "an estimate speaks against it, and the bets do not convict it",
+        )
+        verdict += f": {doubt if report.has_enough_tokens else few}; judge more"
     if report.max_log10_e is None:
         return f"{verdict}; {size}; {report.num_near_ties} near-ties"
     surprise, share = report.surprise, report.elsewhere
@@ -264,6 +285,9 @@ def describe(report: AuditReport) -> str:
 
 
 def _write_reports(options: Audit, out: Path, reports: Sequence[AuditReport]) -> None:
-    modes = [{**asdict(report), "mean_tokens": report.mean_tokens} for report in reports]
+    modes = [
+        {**asdict(report), "verdict": report.verdict, "is_lossless": report.is_lossless, "mean_tokens": report.mean_tokens}
+        for report in reports
+    ]
     record = {"command": " ".join(["tlt", *sys.argv[1:]]), "options": options.model_dump(mode="json"), "modes": modes}
     write_json(with_folder(out), record)

@@ -11,7 +11,7 @@ import tyro
 from tyro.conf import FlagConversionOff
 
 from tlt.cli import audit, bench, drafter, generate, init, plan, plan_speed, task, train
-from tlt.cli.options import Options
+from tlt.cli.options import SHOWN, Options
 from tlt.config.mistakes import find_nearest
 from tlt.files import Record
 from tlt.types import UserError
@@ -93,6 +93,7 @@ def explain(name: str) -> None:
             description=inspect.cleandoc(command.options.__doc__ or ""),
             args=["--help"],
             config=(FlagConversionOff,),
+            registry=SHOWN,
             use_underscores=command.help is not None,  # keys of the configuration have underscores
         )
     except SystemExit:

@@ -41,6 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 130
         from tlt.secrets import hide
         from tlt.streams import StdoutError
+        from tlt.text import visible
         from tlt.types import UserError
 
         if isinstance(error, StdoutError):
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         if not isinstance(error, UserError):
             raise
-        _say(hide(f"error: {' '.join(str(error).split())}"))
+        _say(hide(visible(f"error: {' '.join(str(error).split())}")))
         return 2
     finally:
         if is_ours:

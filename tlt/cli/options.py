@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args
 
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from tyro.conf import Positional, Suppress, arg
-from tyro.constructors import PrimitiveConstructorSpec
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from tlt.config.arguments import read_words
 from tlt.config.mistakes import LONGEST_SHOWN, Keys, find_nearest, mistake, remedy, shorten
@@ -32,16 +32,23 @@ File = Annotated[Path | None, arg(metavar="FILE")]
 _POSITIONAL = get_args(Positional[int])[1]  # the marker that tyro.conf.Positional leaves on a type
 
 
-def _listed(metavar: str) -> tuple[BeforeValidator, PrimitiveConstructorSpec[tuple[Any, ...]]]:
-    """Returns how a list is read, and how the help shows it: with commas."""
-    shown = PrimitiveConstructorSpec[tuple[Any, ...]](
+def _shown_with_commas(metavar: str) -> PrimitiveConstructorSpec[tuple[Any, ...]]:
+    return PrimitiveConstructorSpec[tuple[Any, ...]](
         nargs=1,
         metavar=metavar,
         instance_from_str=lambda texts: tuple(split_words(texts[0])),
-        is_instance=lambda value: isinstance(value, tuple),
-        str_from_instance=lambda values: [",".join(map(str, values))],
+        is_instance=lambda value: isinstance(value, tuple | list),
+        str_from_instance=lambda values: [",".join(map(str, values)) or "none"],
     )
-    return BeforeValidator(split_words), shown
+
+
+SHOWN = ConstructorRegistry()
+"""How the help shows what the configuration declares, which knows no help: its lists as they are written."""
+
+
+@SHOWN.primitive_rule
+def _show_list(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[tuple[Any, ...]] | None:
+    return _shown_with_commas("LIST") if info.type_origin in (tuple, list) else None
 
 
 def _read_json(value: str, what: str, example: str) -> Any:
@@ -86,9 +93,9 @@ _SHOWN_AS_TEXTS = PrimitiveConstructorSpec[tuple[str, ...]](
 )
 StopTexts = Annotated[tuple[str, ...], BeforeValidator(_read_texts), _SHOWN_AS_TEXTS]
 
-_WORDS, _NUMBERS = _listed("NAME,..."), _listed("N,...")
-Names = Annotated[tuple[str, ...], Field(min_length=1), *_WORDS]
-Numbers = Annotated[tuple[PositiveInt, ...], Field(min_length=1), *_NUMBERS]
+_LISTED = Field(min_length=1), BeforeValidator(split_words)
+Names = Annotated[tuple[str, ...], *_LISTED, _shown_with_commas("NAME,...")]
+Numbers = Annotated[tuple[PositiveInt, ...], *_LISTED, _shown_with_commas("N,...")]
 
 
 class Options(Explained):

@@ -78,7 +78,9 @@ def speed(options: PlanSpeed) -> Record:
 
 def num_problems(config: Config, num_replicas: int) -> int:
     """Returns the problems of a step in which each replica has as many as a rank of the configuration."""
-    return max(round(config.rollout.problems_per_step * num_replicas / config.run.num_ranks), 1)
+    from tlt.build.model import all_ranks
+
+    return max(round(config.rollout.problems_per_step * num_replicas / all_ranks(config)), 1)
 
 
 def assume(options: PlanSpeed, config: Config) -> Assumptions:

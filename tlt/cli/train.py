@@ -81,8 +81,8 @@ def _run(options: Train, began: Moment) -> int:
 
 
 def patience_of(options: Train, overrides: Sequence[str]) -> float:
-    """Returns the seconds for which a rank waits for the others to come: run.timeout_seconds, as far as this machine knows it. A
-    machine without the configuration, which rank 0 alone needs to have, waits by default; rank 0 says what is wrong with it."""
+    """Returns the seconds for which a rank waits for the others to come: run.timeout_seconds, where this machine knows it. One
+    without the configuration, which rank 0 alone has to have, waits by default; rank 0 says what is wrong with it."""
     resumed = options.resume.parents[1] if is_checkpoint(options.resume) else Path(options.resume or "")
     try:
         return load_config(options.config or resumed / "config.json", overrides).run.timeout_seconds
@@ -138,7 +138,7 @@ def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Conf
     """Returns the configuration with the number of ranks that were started. is_asked: whether the user has given one."""
     if place is None:
         return config
-    if is_asked:
+    if is_asked and config.run.num_ranks is not None:
         check_num_ranks(place, config.run.num_ranks)
     values = config.model_dump()
     values["run"]["num_ranks"] = place.world_size

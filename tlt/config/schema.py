@@ -37,8 +37,9 @@ class RunSection(Section):
     """Seed of sampling, problem order and generated problems: the same seed gives the same run."""
     num_steps: PositiveInt = 100
     """Policy steps of the run; each generates responses, then updates the policy."""
-    num_ranks: PositiveInt = 2
-    """Processes that train, on all machines. What torchrun or srun have started goes before it."""
+    num_ranks: PositiveInt | None = None
+    """Processes that train, on all machines; none: one for each GPU that run.device may use, or 2 on CPUs. What torchrun or
+    srun have started goes before it."""
     launcher: Literal["local", "ray"] = "local"
     """Who starts the ranks: this machine (local), or an existing Ray cluster (ray). torchrun and srun have done it already."""
     max_restarts: NonNegativeInt = 3
@@ -199,9 +200,10 @@ class SamplingSection(Section):
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Drops tokens less probable than this share of the most probable one; 0 keeps all tokens."""
     max_tokens: PositiveInt = 2048
-    """Length at which a training response is cut off, in tokens."""
+    """Length at which a response is cut off, in tokens."""
     stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    """Texts that end a response, which keeps them; beside the model's own stop tokens."""
+    """Texts that end a response, which keeps them; beside the model's own stop tokens. On the command line a list such as
+    '["</answer>"]'."""
 
 
 class OptimizerSection(Section):
@@ -251,7 +253,7 @@ class EvaluationSection(Section):
     temperature: NonNegativeFloat = 1.0
     """Sampling temperature of evaluations; at 0 the most probable token is taken."""
     keep_best: bool = True
-    """Also keep the policy of the best evaluation."""
+    """Also keep the policy of the best evaluation: by solve rate, or by mean reward where rewards.functions alone score."""
 
 
 class TrackingSection(Section):

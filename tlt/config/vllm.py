@@ -11,17 +11,17 @@ class VllmSection(Section):
     """Settings of vLLM, where rollout.engine is vllm."""
 
     tensor_parallel: PositiveInt = 1
-    """Devices that one vLLM is spread over."""
+    """For vLLM: devices that one engine is spread over."""
     max_draft_tokens: PositiveInt = 8
-    """Tokens that vLLM drafts at a time, at most; adaptive speculation chooses a number up to this at every step."""
+    """For vLLM: tokens that it drafts at a time, at most; adaptive speculation chooses a number up to this at every step."""
     compile: bool = True
-    """Whether vLLM compiles the model, and on GPUs captures graphs; it then starts later and generates faster."""
+    """For vLLM: whether it compiles the model, and on GPUs captures graphs; it then starts later and generates faster."""
     own_process: bool = False
-    """Whether vLLM's worker is a process of its own even on one device, as it is with several ranks. What the target computed
-    is not captured for the drafter's training then, and computed again."""
+    """For vLLM: whether its worker is a process of its own even on one device, as it is with several ranks. What the target
+    computed is not captured for the drafter's training then, and computed again."""
     prefix_caching: bool = True
-    """Whether vLLM reads what several prompts begin with once. What it has cached is not captured for the drafter's training;
-    that is then computed again."""
+    """For vLLM: whether it reads what several prompts begin with once. What it has cached is not captured for the drafter's
+    training; that is then computed again."""
     transfer: Literal["auto", "host", "ipc"] = "auto"
-    """How weights reach a worker of vLLM's that is a process of its own. ipc: it reads them in the memory of the GPU that it
+    """For vLLM: how weights reach a worker that is a process of its own. ipc: it reads them in the memory of the GPU that it
     shares with the trainer, by vLLM's own weight transfer. host: through the machine's memory. auto: ipc where that can be."""

@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from tlt.distributed.signals import say
 from tlt.secrets import hide
+from tlt.text import visible
 
 EXIT_OK = 0
 EXIT_FAILURE = 1
@@ -136,9 +137,9 @@ class Restarts:
         """Appends the traceback to the log; returns where it is."""
         if not failure.traceback:
             return ""
-        text = hide(f"{'; '.join(failure.causes)}\n{failure.traceback}")
+        text = hide(visible(f"{'; '.join(failure.causes)}\n{failure.traceback}"))
         if self._log is None or not self._log.parent.is_dir():
-            sys.stderr.write(hide(failure.traceback))
+            sys.stderr.write(hide(visible(failure.traceback)))
             return ""
         with self._log.open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
@@ -146,7 +147,7 @@ class Restarts:
 
 
 def _tell(failure: Failure, why: str | None = None) -> None:
-    sys.stderr.write(hide(failure.traceback))
+    sys.stderr.write(hide(visible(failure.traceback)))
     for cause in failure.causes:
         say(f"error: {cause}" + (f"; {why}" if why else ""))
 

@@ -38,7 +38,7 @@ from tlt.distributed.failures import (
     Restarts,
     find_cause,
 )
-from tlt.distributed.place import find_place
+from tlt.distributed.place import SECRET, find_place
 from tlt.distributed.signals import SharedStop, StopRequest, Supervisor, handling_stop_signals, listen_as_rank, say
 from tlt.processes import how_it_ended
 from tlt.streams import forgive_output
@@ -59,8 +59,8 @@ def launch(
     """Runs `entry(argument, stop)` on every rank and returns the exit code of the command.
 
     0: all ranks returned. 2: a rank raised UserError; its one line is on stderr. 1: a rank failed otherwise; its own traceback
-    is on stderr, once, or one line that names the rank that was killed. 130, 143: stopped by SIGINT, SIGTERM, which the launcher
-    or a rank has heard, all ranks having returned, one being awaited in vain, or the grace period being over.
+    is on stderr, once, or one line that names the rank that was killed. 130, 143: stopped by SIGINT, SIGTERM, which the
+    launcher or a rank has heard, all ranks having returned, one being awaited in vain, or the grace period being over.
 
     argument: any text that `entry` understands: a configuration as JSON, or JSON that holds one and what else the ranks need.
     entry: an importable function, or "package.module:function".
@@ -151,6 +151,7 @@ def _attempt(argument: str, entry: Entry | str, supervisor: Supervisor, monitor_
     from tlt.distributed import one_machine
 
     report_dir = tempfile.mkdtemp(prefix="tlt-launch-")
+    os.environ[SECRET] = uuid.uuid4().hex
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -200,14 +201,15 @@ def _quiet_agent() -> Iterator[None]:
 def _environment(threads_per_rank: int) -> Iterator[None]:
     """Sets what the ranks inherit. The store of the rendezvous is not shared with them: across restarts gloo would read stale
     addresses from it (torch issue 135712). RES_OPTIONS: a reverse look-up of localhost may otherwise take 5 s. Ranks of one
-    machine talk over its loopback, so that nobody else can reach them."""
+    machine talk over its loopback: other machines cannot reach them. Other users of this one can; those who do not know the
+    attempt's secret say nothing that its ranks would read (docs/security.md)."""
     added = {
         "OMP_NUM_THREADS": str(threads_per_rank),
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
         **({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if sys.platform == "linux" else {}),
     }
-    previous = {name: os.environ.get(name) for name in (*added, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+    previous = {name: os.environ.get(name) for name in (*added, SECRET, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
     os.environ.update(added)
     try:
         yield

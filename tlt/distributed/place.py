@@ -20,6 +20,8 @@ from tlt.types import UserError
 
 ATTEMPTS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")
 """Variables in which launchers count how often they have started the same ranks again."""
+SECRET = "TLT_SECRET"
+"""Variable by which a launcher gives its ranks a word that nobody else knows."""
 MAX_HOSTS = 2**16
 """As many nodes as Slurm knows at most; a list of more is a mistake, and not to be held in memory."""
 
@@ -32,6 +34,7 @@ class Place:
 
     local_rank, local_world_size: its number among the ranks of its machine, and how many they are.
     master_addr, master_port: where the ranks meet.  is_server: whether this one opens that port, for the launcher has not.
+    secret: names the ranks' part of the store, for whoever does not know it to write elsewhere; empty: all of it is theirs.
     has_own_gpu: whether the launcher shows each rank one GPU, its own.
     is_restart: whether the launcher has started these ranks before.
     """
@@ -45,6 +48,7 @@ class Place:
     is_server: bool = False
     has_own_gpu: bool = False
     is_restart: bool = False
+    secret: str = ""
 
     @property
     def is_leader(self) -> bool:
@@ -125,6 +129,7 @@ def _torchrun_place(environ: Mapping[str, str]) -> Place:
         is_server=rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         has_own_gpu=environ.get("TLT_OWN_GPU") == "1",
         is_restart=_is_restart(environ),
+        secret=environ.get(SECRET, ""),
     )
 
 
@@ -159,6 +164,7 @@ def _slurm_place(environ: Mapping[str, str]) -> Place:
         is_server=rank == 0,
         has_own_gpu=len(environ.get("CUDA_VISIBLE_DEVICES", ",").split(",")) == 1,  # srun --gpus-per-task=1
         is_restart=_is_restart(environ),
+        secret=environ.get(SECRET, ""),
     )
 
 

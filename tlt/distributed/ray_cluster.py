@@ -15,6 +15,7 @@ import pkgutil
 import socket
 import time
 import traceback
+import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.distributed.failures import EXIT_FAILURE, EXIT_OK, EXIT_USER_ERROR, Failure, RankFailure, Restarts, find_cause
+from tlt.distributed.place import SECRET
 from tlt.distributed.signals import StopRequest, handling_stop_signals, say
 from tlt.types import UserError
 
@@ -240,12 +242,12 @@ def _environs(places: list[tuple[str, str, str, int]], has_own_gpu: bool) -> lis
     """Returns what torchrun would set for each rank."""
     per_node = Counter(node for node, *_ in places)
     seen: Counter[str] = Counter()
-    environs = []
+    environs, secret = [], uuid.uuid4().hex
     for rank, (node, *_) in enumerate(places):
         values = {"RANK": rank, "WORLD_SIZE": len(places), "LOCAL_RANK": seen[node], "LOCAL_WORLD_SIZE": per_node[node]}
         values |= {"MASTER_PORT": places[0][3], "TLT_OWN_GPU": int(has_own_gpu)}
         seen[node] += 1
-        environs.append({"MASTER_ADDR": places[0][1], **{name: str(value) for name, value in values.items()}})
+        environs.append({"MASTER_ADDR": places[0][1], SECRET: secret, **{name: str(value) for name, value in values.items()}})
     return environs
 
 

@@ -29,6 +29,7 @@ from types import FrameType
 
 from tlt.distributed.place import find_place
 from tlt.secrets import hide
+from tlt.text import visible
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REPEAT_SECONDS = 1.0
@@ -70,7 +71,7 @@ class StopRequest:
 def say(text: str) -> None:
     """Prints one line of the launcher's to stderr. Where nobody can read it (`2>&1 | head`) it is lost, and ends nothing."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(hide(f"tlt: {text}\n"))
+        sys.stderr.write(hide(visible(f"tlt: {text}\n")))
         sys.stderr.flush()
 
 

@@ -5,6 +5,7 @@ no launcher and no work.
     rank 0    gathers a token of every rank ─▶ roster/N, latest = N ─▶ waits for here/N/… ─▶ go/N
                        ▲                                                     │
                        └────── N + 1, where a rank has said hello anew ◀─────┘
+    stop      the signal that a rank has heard, for all
     later     whoever sees that one more has said hello leaves: it was started again, and this attempt is over
 
 torchrun keeps one store through all restarts of a run, and its machines do not count restarts alike. So nothing but a token
@@ -15,7 +16,7 @@ store is read by a later one: everything else lies under the prefix of the attem
 from __future__ import annotations
 
 import json
-import os
+import signal
 import socket
 import threading
 import time
@@ -28,7 +29,7 @@ from torch.distributed import PrefixStore, Store, TCPStore
 
 from tlt.distributed.failures import leave
 from tlt.distributed.place import Place
-from tlt.distributed.signals import say
+from tlt.distributed.signals import StopRequest, say
 from tlt.types import UserError
 
 ABSENT = b"-"
@@ -44,10 +45,11 @@ def read_now(store: Store, key: str) -> bytes:
 
 
 def open_store(place: Place, timeout_seconds: float) -> Store:
-    """Returns the store of the launcher, or of rank 0, which opens it then. Raises UserError where nobody answers there."""
+    """Returns the ranks' part of the store of the launcher, or of rank 0, which opens it then. Raises UserError where nobody
+    answers there."""
     where, timeout = f"{place.master_addr}:{place.master_port}", timedelta(seconds=timeout_seconds)
     try:
-        return TCPStore(
+        store = TCPStore(
             place.master_addr,
             place.master_port,
             is_master=place.is_server,
@@ -59,6 +61,7 @@ def open_store(place: Place, timeout_seconds: float) -> Store:
         what = "cannot be opened" if place.is_server else f"nobody answered within {timeout_seconds:g} s"
         reason = str(error).splitlines()[0]
         raise UserError(f"MASTER_ADDR, MASTER_PORT: {where} {what} ({reason}); every rank needs rank 0's address") from None
+    return PrefixStore(place.secret, store) if place.secret else store
 
 
 def _listen(place: Place) -> int | None:
@@ -150,6 +153,30 @@ def leave_when_over(store: Store, attempt: Attempt) -> Watch:
 
     threading.Thread(target=look, name="tlt-attempt", daemon=True).start()
     return watch
+
+
+def share_stop(store: Store, stop: StopRequest, watch: Watch) -> None:
+    """Starts a thread by which a signal that one rank has heard reaches all of the attempt: whoever has started them may send
+    it to one alone, which would stop in the middle of a phase, and wait there for the others to come.
+
+    store: the attempt's.
+    """
+    connection: Store = store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
+
+    def look() -> None:
+        while not watch.has_left.wait(WATCH_SECONDS):
+            try:
+                heard = read_now(connection, "stop")
+                if stop.signal is not None:
+                    connection.set("stop", str(int(stop.signal)))
+                    return
+            except RuntimeError:  # the store is gone: `leave_when_silent` and the next collective see to that
+                return
+            if heard != ABSENT:
+                stop.ask(signal.Signals(int(heard)))
+                return
+
+    threading.Thread(target=look, name="tlt-stop", daemon=True).start()
 
 
 def leave_when_silent(watch: Watch, timeout_seconds: float, whose: str) -> None:

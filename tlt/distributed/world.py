@@ -57,10 +57,12 @@ class World:
 
 @dataclass(frozen=True)
 class DeviceChoice:
-    """The kind of device that ranks compute on ("cpu" or "cuda"), and why, in a few words for the user."""
+    """The kind of device that ranks compute on ("cpu" or "cuda"), and why, in a few words for the user. num_idle: GPUs that no
+    rank has, though it might."""
 
     name: str
     reason: str
+    num_idle: int = 0
 
 
 def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
@@ -80,7 +82,7 @@ def choose_device(wanted: str, num_ranks: int, num_gpus: int) -> DeviceChoice:
             f"run.num_ranks: {num_ranks} ranks cannot have a GPU each, this machine has {num_gpus}; "
             f"give --run.num_ranks {num_gpus} or --run.device cpu"
         )
-    return DeviceChoice("cuda", f"{num_ranks} of {num_gpus} GPU(s)")
+    return DeviceChoice("cuda", f"{num_ranks} of {num_gpus} GPU(s)", num_gpus - num_ranks)
 
 
 @dataclass(frozen=True)

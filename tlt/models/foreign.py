@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tlt.models.hf_files import existing_directory
-from tlt.types import UserError, one_line
+from tlt.text import one_line
+from tlt.types import UserError
 
 
 class Limits(Protocol):

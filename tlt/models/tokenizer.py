@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from tlt.models.hf_files import existing_directory, read_json
-from tlt.types import UserError, one_line
+from tlt.text import one_line
+from tlt.types import UserError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 

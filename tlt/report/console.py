@@ -31,6 +31,7 @@ from rich.text import Text
 from tlt.accounts import DrafterCheck, IdleUse
 from tlt.report.metrics import StepRecord
 from tlt.streams import forgive
+from tlt.text import visible
 
 WIDTH = 100
 ROWS_PER_HEADER = 25
@@ -176,7 +177,7 @@ class Console:
 
     def note(self, text: str) -> None:
         """Prints a line of its own between the rows."""
-        self._print(Text(f"  {text}", style="italic"))
+        self._print(Text(f"  {visible(text)}", style="italic"))
 
     def step(self, record: StepRecord) -> None:
         """Prints the step's row, and a line about rewards that could not be had."""

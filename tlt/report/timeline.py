@@ -5,12 +5,16 @@
     rank 1   | prefill | decode | train drafter ........... | update           |
 
 Recording appends to a list; `flush` appends to `timeline.rank<R>.jsonl`; `merge_timelines` makes one timeline.json of all.
-Times in these files are Unix seconds of rank 0's clock, so that ranks and resumed runs share one axis.
+Times in these files are Unix seconds of rank 0's clock, so that ranks and resumed runs share one axis. It is a picture: what
+of it cannot be read or written is said and left out, and ends no run.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import os
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,6 +25,7 @@ from typing import Any
 from tlt.clock import machine_name
 from tlt.files import read_appended, write_atomically
 from tlt.spans import Span, SpanName
+from tlt.types import UserError
 
 GENERATION = frozenset({SpanName.PREFILL, SpanName.DECODE, SpanName.SPECULATE})
 DRAFTER_TRAINING = frozenset({SpanName.TRAIN_DRAFTER, SpanName.CHECK_DRAFTER})
@@ -30,6 +35,9 @@ MERGE_GAP_SECONDS = 0.001
 
 _EPOCH_ROUNDS = 7
 """Exchanges by which ranks on different machines compare their clocks."""
+_NAME = re.compile(r"timeline\.rank(\d+)\.jsonl", re.ASCII)
+_LONGEST_LINE = 1 << 16
+"""Bytes."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +60,7 @@ class Timeline:
     epoch: from `shared_epoch`; by default the clock itself is the axis.
     path: file that `flush` appends to; None: nothing is ever written. An earlier attempt's spans in it stay.
     clock: seconds that only grow; whoever records spans of its own reads this one.
+    say: is told, once, that the file cannot be written; nothing more is then.
     """
 
     def __init__(
@@ -60,14 +69,26 @@ class Timeline:
         path: str | Path | None = None,
         epoch: Epoch = Epoch(),
         clock: Callable[[], float] = time.perf_counter,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.rank, self.epoch = rank, epoch
         self._path = None if path is None else Path(path)
-        self.clock = clock
+        self.clock, self._say = clock, say
+        self._is_lost = False
         self._spans: list[list[Any]] = []  # [name, start, end, busy seconds, number of spans merged]
         if self._path is not None:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            _end_torn_line(self._path)
+            with self._writing(self._path) as path:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _end_torn_line(path)
+
+    @contextmanager
+    def _writing(self, path: Path) -> Iterator[Path]:
+        """Gives the file up where it cannot be written."""
+        try:
+            yield path
+        except OSError as error:
+            self._is_lost = True
+            self._say(f"{path}: cannot be written ({error.strerror}); timeline.json will lack what this rank does now")
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -104,9 +125,10 @@ class Timeline:
             return
         epoch = self.epoch.to_unix
         lines = [json.dumps([name, start + epoch, end + epoch, busy, count]) for name, start, end, busy, count in self._spans]
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write("".join(line + "\n" for line in lines))
         self.clear()
+        if not self._is_lost:
+            with self._writing(self._path) as path, path.open("a", encoding="utf-8") as file:
+                file.write("".join(line + "\n" for line in lines))
 
     def clear(self) -> None:
         """Forgets what was recorded."""
@@ -141,44 +163,85 @@ def rank_path(directory: str | Path, rank: int) -> Path:
 
 
 def read_spans(directory: str | Path) -> dict[int, list[Span]]:
-    """Returns the flushed spans of every rank of a run, in Unix seconds of rank 0."""
-    return {rank: [Span(name, start, end) for name, start, end, _, _ in rows] for rank, rows in _read_rows(directory).items()}
+    """Returns the flushed spans of every rank of a run, in Unix seconds of rank 0. UserError for a file that is damaged."""
+    rows = {rank: read_appended(path, _read_row, "span") for rank, path in _paths_in(Path(directory)).items()}
+    return {rank: [Span(name, start, end) for name, start, end, _, _ in of_rank] for rank, of_rank in rows.items()}
 
 
-def merge_timelines(directory: str | Path, out: str | Path) -> None:
-    """Writes one Chrome trace of all ranks' files, a row per rank, starting at 0."""
-    rows_by_rank = _read_rows(directory)
-    origin = min((row[1] for rows in rows_by_rank.values() for row in rows), default=0.0)
-    events: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "TLT"}}]
-    for rank, rows in rows_by_rank.items():
-        events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
-        events.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}})
-        for name, start, end, busy, count in sorted(rows, key=lambda row: (row[1], -row[2])):
-            times = {"ts": _microseconds(start - origin), "dur": _microseconds(end - start)}
-            args = {"args": {"spans": count, "busy_ms": round(busy * 1e3, 3)}} if count > 1 else {}
-            events.append({"ph": "X", "pid": 0, "tid": rank, "name": name, **times, **args})
-    text = ",\n".join(json.dumps(event) for event in events)
-    with write_atomically(Path(out)) as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n' + text + "\n]}\n")
+def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
+    """Writes one Chrome trace of all ranks' files, a row per rank, starting at 0. Returns a line about each thing that is not
+    in it, because it could not be read or written."""
+    paths, starts, missing = _paths_in(Path(directory)), [], []
+    for rank, path in [*paths.items()]:
+        try:
+            found = [None if row is None else row[1] for row in _rows(path)]
+        except OSError as error:
+            missing.append(f"{path}: cannot be read ({error.strerror}); {out} lacks rank {rank}")
+            del paths[rank]
+            continue
+        starts += [start for start in found if start is not None]
+        if num_bad := found.count(None):
+            missing.append(f"{path}: {num_bad} of its {len(found)} lines are no spans; {out} lacks them")
+    try:
+        with write_atomically(Path(out)) as file:
+            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            file.write(json.dumps({"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "TLT"}}))
+            for rank, path in paths.items():
+                file.writelines(f",\n{json.dumps(event)}" for event in _events(rank, path, min(starts, default=0.0)))
+            file.write("\n]}\n")
+    except (UserError, OSError) as error:
+        missing.append(f"{error}; there is no picture of the run's time")
+    return missing
 
 
-def _read_rows(directory: str | Path) -> dict[int, list[list[Any]]]:
-    paths = {int(path.name.split(".")[1].removeprefix("rank")): path for path in Path(directory).glob("timeline.rank*.jsonl")}
-    return {rank: read_appended(path, _read_row, "span") for rank, path in sorted(paths.items())}
+def _events(rank: int, path: Path, origin: float) -> Iterator[dict[str, Any]]:
+    """Yields what a trace has of one rank."""
+    yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
+    yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
+    for name, start, end, busy, count in sorted(filter(None, _rows(path)), key=lambda row: (row[1], -row[2])):
+        times = {"ts": _microseconds(start - origin), "dur": _microseconds(end - start)}
+        args = {"args": {"spans": count, "busy_ms": round(busy * 1e3, 3)}} if count > 1 else {}
+        yield {"ph": "X", "pid": 0, "tid": rank, "name": name, **times, **args}
+
+
+def _paths_in(directory: Path) -> dict[int, Path]:
+    """Returns the ranks' files."""
+    matches = ((_NAME.fullmatch(path.name), path) for path in directory.glob("timeline.rank*.jsonl"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def _rows(path: Path) -> Iterator[list[Any] | None]:
+    """Yields the rows of a file, line by line; None for a line that is none. A last line that a kill tore is left out."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for line in file:
+            if line.endswith("\n"):
+                try:
+                    yield _read_row(line)
+                except (ValueError, TypeError, OverflowError, RecursionError):
+                    yield None
 
 
 def _read_row(line: str) -> list[Any]:
     name, start, end, busy, count = json.loads(line)
-    return [str(name), float(start), float(end), float(busy), int(count)]
+    seconds = float(start), float(end), float(busy)
+    if not all(map(math.isfinite, seconds)):
+        raise ValueError("a time is not finite")
+    return [str(name), *seconds, int(count)]
 
 
 def _end_torn_line(path: Path) -> None:
-    """Drops a last line that a kill tore, so that appending starts on a line of its own."""
-    if path.exists():
-        text = path.read_text(encoding="utf-8")
-        if not text.endswith("\n"):
-            with write_atomically(path) as file:
-                file.write(text[: text.rfind("\n") + 1])
+    """Drops a last line that a kill tore, so that appending starts on a line of its own. Something longer than any line of ours
+    is ended in its place."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        start = file.seek(max(end - _LONGEST_LINE, 0))
+        newline = file.read().rfind(b"\n")
+        if start and newline < 0:
+            file.write(b"\n")
+        else:
+            file.truncate(start + newline + 1)
 
 
 def _microseconds(seconds: float) -> float:

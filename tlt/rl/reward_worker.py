@@ -22,6 +22,7 @@ START_SECONDS = 120.0
 """Time limit for a worker to start and to import its task."""
 EXIT_SECONDS = 5.0
 """Time limit for a worker to end after it has closed its pipe: its own exit code says more than that it was killed."""
+NO_ANSWER = "the worker's pipe brought what is no answer to the request"
 
 
 class Request(NamedTuple):
@@ -65,10 +66,13 @@ class Worker:
             self.kill()
             return Reward(0.0, False, f"the worker could not start: {reason}")
         if self.pipe.poll():  # it is dead, or has spoken since its last answer
-            raise self._spoke(self._read(had_response=False), had_response=False)
+            self._read(had_response=False)
+            raise self._lost(NO_ANSWER, had_response=False)
         self._number += 1
         try:
             self.pipe.send(Request(self._number, response))
+        except BlockingIOError:
+            raise self._lost("the worker has stopped reading its pipe", had_response=False) from None
         except OSError:
             raise self._died(had_response=False) from None
         if not self.pipe.poll(timeout_seconds):
@@ -76,8 +80,7 @@ class Worker:
         match self._read(had_response=True):
             case Answer(self._number, Reward() as reward):
                 return reward
-            case other:
-                raise self._spoke(other, had_response=True)
+        raise self._lost(NO_ANSWER, had_response=True)
 
     def kill(self) -> None:
         """Kills the process; once more does nothing. Another thread that waits on the pipe sees its end."""
@@ -90,29 +93,25 @@ class Worker:
             raise self._lost(f"the worker did not start within {START_SECONDS:g} s", had_response=False)
         reason = self._read(had_response=False)
         if not isinstance(reason, str):
-            raise self._spoke(reason, had_response=False)
+            raise self._lost(NO_ANSWER, had_response=False)
         self.is_ready = not reason
         return reason
 
     def _read(self, had_response: bool) -> Any:
-        """Returns the message that has come."""
+        """Returns the message that has come. Raises WorkerLost where it is the pipe's end, or none."""
         try:
             return self.pipe.recv()
         except ConnectionResetError:  # it died with the request unread
             raise self._died(had_response=False) from None
         except EOFError:
             raise self._died(had_response) from None
-        except Exception as error:  # bytes that are no message may raise anything when they are read as one
-            raise self._spoke(error, had_response) from None
+        except Exception:  # bytes that are no message, or half of one, may raise anything
+            raise self._lost(NO_ANSWER, had_response) from None
 
     def _died(self, had_response: bool) -> WorkerLost:
         code = self._helper.end(EXIT_SECONDS)
         how = "the worker closed its pipe" if code is None else f"the worker died: {how_it_ended(code)}"
         return self._lost(how, had_response)
-
-    def _spoke(self, message: object, had_response: bool) -> WorkerLost:
-        what = f"an answer to request {message.number}" if isinstance(message, Answer) else f"a {type(message).__name__}"
-        return self._lost(f"the worker sent no answer to this request, but {what}", had_response)
 
     def _lost(self, how: str, had_response: bool) -> WorkerLost:
         self.kill()

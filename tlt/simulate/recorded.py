@@ -100,7 +100,7 @@ def assume_recorded(run: RecordedRun, config: Config, interference: float = 0.0)
         references_mib=rollout.references_mib,
         knows_off=num_measured(run, Strategy.OFF) >= ENOUGH_STEPS,
         interference=interference,
-        per_host=run.config.run.num_ranks,
+        per_host=len(run.ranks),
         seed=config.run.seed,
         lines=(
             lengths_line,

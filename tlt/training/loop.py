@@ -9,7 +9,6 @@ The same program runs on every rank; what rank 0 does besides is write files and
 
 from __future__ import annotations
 
-import errno
 import json
 import shlex
 import time
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from tlt.accounts import IdleUse
 from tlt.clock import Moment
 from tlt.config.schema import Config
+from tlt.distributed.store import share_stop
 from tlt.distributed.waiting import lead, naming_who_is_awaited
 from tlt.distributed.world import Rendezvous, gather_objects, shutdown, tell
 from tlt.models.hf_weights import StoredTensors, content_hash
@@ -32,7 +32,7 @@ from tlt.rl.finite import NonFiniteUpdate
 from tlt.rl.rewards import check_scorable
 from tlt.spans import SpanName
 from tlt.training.evaluate import evaluate, settle_best
-from tlt.training.lock import forget_journal
+from tlt.training.lock import explain, forget_journal
 from tlt.training.problems import data_source, problems_of_step, spare_problems
 from tlt.training.record import record
 from tlt.training.rollout.ahead import ahead_of
@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest
 
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
-
-
 def describe_run(config: Config, began: Moment) -> str:
     """Returns what the ranks have to know, for `main` to read. began: the user's command."""
     return json.dumps({"config": config.to_json(), "began": asdict(began.told())})
@@ -62,6 +59,8 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
     described = json.loads(description)
     config = Config.from_json(described["config"])
     world = join_ranks(config, met)
+    if world.watch is not None:
+        share_stop(world.store, stop, world.watch)
     try:
         with naming_who_is_awaited(world):
             run = Run(config, world, stop, began=Moment(**described["began"]).here())
@@ -75,10 +74,9 @@ def main(description: str, stop: StopRequest, met: Rendezvous | None = None) -> 
             f"{error}; " + ("no checkpoint is kept" if kept is None else f"the last checkpoint is {kept}")
         ) from None
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if (mistake := explain(error, config.run.out_dir)) is None:
             raise
-        folder, reason = config.run.out_dir, error.strerror
-        raise UserError(f"{folder}: cannot be written ({reason}); make room, then tlt train --resume {folder}") from error
+        raise mistake from error
     del run
     stop.signal = next(filter(None, gather_objects(world, stop.signal)), None)  # one rank has heard it, and the run has ended
     shutdown(world)
@@ -176,7 +174,8 @@ def write_products(run: Run) -> None:
     forget_journal(folder)  # the last checkpoint has all of it
     policy_hash = content_hash(StoredTensors(folder / "policy", run.policy.config))
     run.drafter.save(folder / "drafter", {"policy_hash": policy_hash, "policy_step": run.step})
-    merge_timelines(folder, folder / "timeline.json")
+    for missing in merge_timelines(folder, folder / "timeline.json"):
+        run.console.note(missing)
     names = ["policy", "adapter", "best", "drafter", "evaluations.jsonl", "metrics.jsonl", "config.json", "timeline.json"]
     names += [RESPONSES] if run.responses is not None else []
     products = {name: folder / name for name in names if (folder / name).exists()}

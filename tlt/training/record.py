@@ -26,6 +26,7 @@ def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, 
     run.timeline.record(SpanName.STEP, started, ended)
     cpu_seconds = sum(gather_objects(run.world, time.process_time() - cpu_started))
     line = step_record(run.step, run.config.algorithm.name, phase, update, ended - started, cpu_seconds, run.idle.worth())
+    run.check_folder()
     if run.metrics is not None:
         run.metrics.write(line)
     run.tracking.log(run.step + 1, step_values(line))

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from tlt.build.engine import EngineSettings, build_backend, load_stored
-from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder, open_model
+from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder, num_gpus, open_model
 from tlt.build.policy import build_policy_trainer, master_dtype, reward_spec, sampling_params
 from tlt.clock import Moment
 from tlt.config.schema import Config
 from tlt.distributed.place import find_place
-from tlt.distributed.ray_cluster import num_cluster_gpus
 from tlt.distributed.sharding import Gathered, LayoutChoice, choose_layout, layer_by_layer, whole
 from tlt.distributed.waiting import lead, together
 from tlt.distributed.work_queue import Coordinator, connect_coordinator
@@ -92,8 +91,8 @@ class Run:
             with write_atomically(self.out_dir / "config.json") as file:  # a resumed run writes it again
                 file.write(config.to_json())
         epoch = shared_epoch(world.rank, partial(gather_objects, world))
-        self.timeline = Timeline(world.rank, rank_path(self.out_dir, world.rank), epoch)
         self.console = Console(enabled=prints and world.is_leader, num_steps=config.run.num_steps)
+        self.timeline = Timeline(world.rank, rank_path(self.out_dir, world.rank), epoch, say=self.console.note)
         try:
             with self.console.status("loading model and problems"):
                 self._load(coordinator, stop)
@@ -262,6 +261,7 @@ class Run:
     def checkpoint(self) -> None:
         """Keeps all that the rest of the run depends on; every rank calls it, and writes its part."""
         with self.timeline.span(SpanName.CHECKPOINT):
+            self.check_folder()
             self._keep_references()
             self.checkpoints.wait()  # this one follows the one before
             own_state = {"policy": self.trainer.counters(), "drafter": self.drafter.counters(), "idle": self.idle.counters()}
@@ -270,9 +270,15 @@ class Run:
             own = {"drafter": self.drafter.own_counters(), "tuner": counters_of(self.engine.tuner), "drafting": drafting}
             self.checkpoints.save(Checkpoint(self.step, self.id, self._tensors(), counters, own, self.inputs))
 
+    def check_folder(self) -> None:
+        """Raises UserError, on the leader, where the run's folder is not there any more: writing would make another."""
+        if self.lock is not None:
+            self.lock.check()
+
     def save_policy(self, folder: Path, extra: Mapping[str, Any] | None = None) -> None:
         """Writes the policy as a checkpoint that transformers loads; every rank calls it, and rank 0 writes. extra: further
         keys of its config.json."""
+        self.check_folder()
         config, tensors = self.policy.config, Gathered(self.policy)
         if self.is_sharded and not self.world.is_leader:
             for _ in tensors.values():  # rank 0 gathers every tensor, and all take part
@@ -309,11 +315,9 @@ def device_of(config: Config) -> DeviceChoice:
     """Returns the kind of device that the ranks of this machine compute on. Who has started them says how many they are; `tlt
     train` starts all of them here."""
     place = find_place()
-    if place is None and config.run.launcher == "ray":
-        return choose_device(config.run.device, config.run.num_ranks, num_cluster_gpus())
     num_ranks = local_ranks(config)
     has_own_gpu = place is not None and place.has_own_gpu and torch.cuda.is_available()
-    return choose_device(config.run.device, num_ranks, num_ranks if has_own_gpu else torch.cuda.device_count())
+    return choose_device(config.run.device, num_ranks, num_ranks if has_own_gpu else num_gpus(config))
 
 
 def layout_of(config: Config) -> LayoutChoice:

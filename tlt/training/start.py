@@ -66,17 +66,17 @@ class Findings:
 
 def launch_ranks(config: Config, began: Moment) -> int:
     """Trains on ranks of their own; returns the exit code. began: the user's command."""
-    run = config.run
+    run, num_ranks = config.run, all_ranks(config)
     restarts = Restarts(run.max_restarts, lambda: describe_saved(run.out_dir), run.out_dir / "failures.log")
     on_ray = run.launcher == "ray" and find_place() is None
-    if on_ray or not is_rank(run.num_ranks):
+    if on_ray or not is_rank(num_ranks):
         with Console() as console:
-            console.note(f"starting {run.num_ranks} ranks …")  # which import torch, and are silent until they have
+            console.note(f"starting {num_ranks} ranks …")  # which import torch, and are silent until they have
     if on_ray:
         needs = RankNeeds(run.threads_per_rank, num_gpus=int(device_of(config).name == "cuda"))
         describe = partial(describe_run, config, began)
-        return launch_on_ray(describe, run.num_ranks, "tlt.training.loop:main", needs, run.timeout_seconds, restarts)
-    return launch(describe_run(config, began), run.num_ranks, "tlt.training.loop:main", run.threads_per_rank, restarts=restarts)
+        return launch_on_ray(describe, num_ranks, "tlt.training.loop:main", needs, run.timeout_seconds, restarts)
+    return launch(describe_run(config, began), num_ranks, "tlt.training.loop:main", run.threads_per_rank, restarts=restarts)
 
 
 def describe_saved(folder: Path) -> str:
@@ -158,13 +158,17 @@ def prepare(config: Config, begun: Begun | None = None) -> Config:
         if is_first:
             FolderLock(config.run.out_dir).release()
         console.header(describe(config, findings))
+        if place is None and (num_idle := device_of(config).num_idle):
+            num = all_ranks(config)
+            console.note(f"{num_idle} GPU(s) stay idle, for run.num_ranks is {num}; --run.num_ranks {num + num_idle} takes all")
     return config
 
 
 def pin(config: Config) -> Config:
-    """Returns the configuration with the commit of whatever it names on the hub, downloaded where it is not in the cache: ranks
-    and a resumed run take the same, without a network."""
+    """Returns the configuration with what it leaves to this moment: the number of ranks, and the commit of whatever it names on
+    the hub, downloaded where it is not in the cache: ranks and a resumed run take the same, without a network."""
     values = config.model_dump()
+    values["run"]["num_ranks"] = all_ranks(config)
     if (model := pin_model(config.model.path, config.model.revision)) is not None:
         values["model"] |= {"path": model.name, "revision": model.revision}
     if config.drafter.path is not None and (drafter := pin_model(config.drafter.path)) is not None:
@@ -225,7 +229,7 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
         "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
         "algorithm": describe_algorithm(config),
         **({"rewards": _weighted(config)} if config.rewards.functions else {}),
-        "ranks": f"{run.num_ranks} on {device.name} ({device.reason}), {run.dtype}",
+        "ranks": f"{all_ranks(config)} on {device.name} ({device.reason}), {run.dtype}",
         "update": describe_update(config) + describe_lora(config, findings.num_adapted, num_parameters),
         **({"engine": "vLLM, with TLT's sampling law inside"} if rollout.engine == "vllm" else {}),
         "speculation": speculation,

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from tlt.config.vllm import VllmSection
-from tlt.types import UserError, one_line
+from tlt.text import one_line
+from tlt.types import UserError
 from tlt.vllm.inside.digest import digest
 
 Way = Literal["direct", "host", "ipc"]

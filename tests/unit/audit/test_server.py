@@ -32,11 +32,11 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., str]]:
-    """Starts a completions endpoint that answers each payload by the function given, and has these other pages; returns its
-    address."""
+    """Starts a completions endpoint that answers each payload by the function given, has these other pages, and asks for a key
+    where one is given; returns its address."""
     servers = []
 
-    def start(answer: Answer, pages: Mapping[str, str] = MappingProxyType({})) -> str:
+    def start(answer: Answer, pages: Mapping[str, str] = MappingProxyType({}), key: str = "") -> str:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 self.send_response(200 if self.path in pages else 404)
@@ -46,7 +46,10 @@ def serve() -> Iterator[Callable[..., str]]:
             def do_POST(self) -> None:
                 payload = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 body = json.dumps(answer(payload)).encode()
-                self.send_response(200 if self.path == "/v1/completions" else 404)
+                status = 200 if self.path == "/v1/completions" else 404
+                if key and (shown := self.headers["Authorization"]) != f"Bearer {key}":
+                    status, body = 401, json.dumps({"error": f"not authorized by {shown}"}).encode()
+                self.send_response(status)
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)
@@ -91,7 +94,7 @@ def sampler(model: Path, form: str, temperature: float = 1.0) -> Answer:
 
 
 @pytest.mark.parametrize(
-    ("form", "temperature", "expected"), [("token_ids", 1.0, 0), ("logprobs", 1.0, 0), ("token_ids", 0.5, 1)]
+    ("form", "temperature", "expected"), [("token_ids", 1.0, 3), ("logprobs", 1.0, 3), ("token_ids", 0.5, 1)]
 )
 def test_a_server_is_judged(
     form: str,
@@ -119,7 +122,7 @@ ARGUMENTS = ("--engine-model", "m", "--prompts", "prompts.jsonl", "--samples", "
         (0.5, "0.32.0", DRAFTING, True),
         (0.5, "0.32.0", "vllm:num_requests_running 0", False),  # it does not draft: what is wrong is something else
         (0.5, "0.40.1", DRAFTING, False),
-        (1.0, "0.32.0", DRAFTING, False),  # lossless
+        (1.0, "0.32.0", DRAFTING, False),  # nothing is wrong
     ],
 )
 def test_the_bug_of_vllms_cpu_builds_is_named_where_a_drafting_server_fails(
@@ -134,7 +137,7 @@ def test_the_bug_of_vllms_cpu_builds_is_named_where_a_drafting_server_fails(
 ) -> None:
     url = serve(sampler(model, "token_ids", temperature), {"/version": json.dumps({"version": version}), "/metrics": metrics})
     code, _, output = run(capsys, str(model), "--url", url, *ARGUMENTS)
-    assert code == (temperature != 1.0)
+    assert code == (1 if temperature != 1.0 else 3)
     assert ("vllm issue 55005" in output and "not of vLLM on GPUs" in output) == is_named
 
 
@@ -176,3 +179,41 @@ def test_a_server_that_refuses_is_quoted(
     line = fail(capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl")
     assert "refuses (404" in line
     assert "no such path" in line
+
+
+KEY = "a key of the server's"
+
+
+def test_an_api_key_is_read_from_the_variable_that_is_named_and_written_nowhere(
+    model: Path, here: Path, serve: Callable[..., str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = serve(sampler(model, "token_ids", 1.0), key=KEY)
+    monkeypatch.setenv("OF_THE_SERVER", f"{KEY}\n")
+    words = ("--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl", "--samples", "2", "--max-tokens", "4")
+    code, _, said = run(capsys, str(model), *words, "--api-key-variable", "OF_THE_SERVER", "--out", "report.json")
+    assert code == 3
+    assert KEY not in said + (here / "report.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "not authorized by None\"}); export its API key, and give --api-key-variable the variable's name"),
+        (("--api-key-variable", "WRONG"), 'not authorized by Bearer ***"}); correct the key that --api-key-variable names'),
+        (("--api-key-variable", "NOT_SET"), "--api-key-variable: NOT_SET is not set, or is empty; export the server's API key"),
+    ],
+)
+def test_a_server_that_wants_a_key_is_told_apart_from_one_that_wants_another_model(
+    words: tuple[str, ...],
+    message: str,
+    model: Path,
+    here: Path,
+    serve: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    url = serve(sampler(model, "token_ids", 1.0), key=KEY)
+    monkeypatch.setenv("WRONG", "another key")
+    line = fail(capsys, "audit", str(model), "--url", url, "--engine-model", "m", "--prompts", "prompts.jsonl", *words)
+    assert message in line
+    assert "another key" not in line

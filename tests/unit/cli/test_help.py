@@ -8,9 +8,14 @@ import pytest
 from pydantic import BaseModel
 
 from tlt.cli.commands import COMMANDS
+from tlt.cli.main import main
 from tlt.cli.options import Options
+from tlt.config.load import load_config
+from tlt.config.lora import ALL_TARGETS
 from tlt.config.schema import Config
 from tlt.config.section import Section
+from tlt.config.vllm import VllmSection
+from tlt.recipes import find_recipe
 
 
 def declarations() -> Iterator[type[BaseModel]]:
@@ -28,3 +33,27 @@ def test_every_option_is_explained_in_whole_sentences_and_one_paragraph(declarat
     assert issubclass(declaration, Options | Section)
     texts = {name: field.description or "" for name, field in declaration.model_fields.items() if name != "overrides"}
     assert [name for name, text in texts.items() if not text.endswith(".") or "\n" in text] == []
+
+
+def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *command: str) -> str:
+    """The help on one line, without its frames."""
+    monkeypatch.setenv("COLUMNS", "4000")
+    assert main([*command, "--help"]) == 0
+    return " ".join(capsys.readouterr().out.replace("│", " ").split())
+
+
+def test_lists_are_shown_as_they_are_read(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(capsys, monkeypatch, "train")
+    for option in ("lora.targets", "tracking.use", "rewards.functions", "rewards.weights", "sampling.stop"):
+        assert f"--{option} LIST " in text
+    assert f"(default: {','.join(ALL_TARGETS)})" in text
+    read = load_config(find_recipe("countdown"), ["--lora.rank", "2", "--lora.targets", ",".join(ALL_TARGETS)])
+    assert read.lora.targets == ALL_TARGETS
+
+
+def test_an_option_says_what_it_is_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = shown(capsys, monkeypatch, "generate")
+    assert "training response" not in text
+    for name, field in VllmSection.model_fields.items():
+        assert f"--{name.replace('_', '-')} " in text
+        assert (field.description or "").startswith("For vLLM: ")

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from tlt.types import one_line
+from tlt.text import one_line
 
 Key = tuple[int, int, int, int]
 """As `Request.key` has it."""

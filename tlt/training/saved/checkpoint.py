@@ -39,7 +39,7 @@ from tlt.distributed.shards import (
 )
 from tlt.distributed.waiting import PATIENCE_SECONDS, connect_waiting, together
 from tlt.distributed.world import World, gather_objects
-from tlt.files import flush
+from tlt.files import flush, way_out
 from tlt.training.saved.inputs import NO_INPUTS, Inputs
 from tlt.training.saved.manifest import (
     FORMAT,
@@ -150,7 +150,7 @@ class CheckpointWriter:
             error, self._error = self._error, None
             kept = latest_checkpoint(self.folder)
             left = "there is none before it" if kept is None else f"the one before, {kept}, is whole"
-            remedy = f"make room, then tlt train --resume {self.folder.parent}"
+            remedy = f"{way_out(str(error))}, then tlt train --resume {self.folder.parent}"
             raise UserError(f"the checkpoint of step {self._step} is not written ({error}); {left}; {remedy}") from error
 
     def close(self) -> None:

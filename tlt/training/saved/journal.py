@@ -164,7 +164,8 @@ class FileJournal(Journal):
 
     def _create(self) -> int:
         folder = folder_of(self.folder, self._base.step)
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # without its parent, which is the run's folder: one that was removed stays so
+        folder.mkdir(exist_ok=True)
         names = (path.name for path in folder.iterdir())
         earlier = [int(match[2]) for match in map(_NAME.fullmatch, names) if match and int(match[1]) == self.world.rank]
         path = folder / f"replica-{self.world.rank:05d}.{max(earlier, default=-1) + 1}"
