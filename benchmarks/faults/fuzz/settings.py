@@ -9,21 +9,8 @@ from typing import Any
 from benchmarks.faults.fuzz.case import Case, Place
 from tlt.config.load import load_config
 
-EXTREME = (
-    "1e-320",
-    "1e-300",
-    "1e-9",
-    "1e300",
-    "1.7e308",
-    "0",
-    "1",
-    "-1",
-    "2",
-    "7",
-    "65536",
-    "2147483648",
-    "4611686018427387904",
-)
+NUMBERS = ("0", "1", "2", "7", "65536", "2147483648", "4611686018427387904", "-1")
+EXTREME = ("1e-320", "1e-300", "1e-9", "1e300", "1.7e308", "0", "1", "0.999999", "7", "-1")
 SLOW = {
     *("run.num_steps", "run.num_ranks", "run.out_dir", "run.launcher", "task.num_problems", "evaluation.num_problems"),
     *("rollout.samples_per_problem", "rollout.problems_per_step", "evaluation.samples_per_problem", "rewards.num_workers"),
@@ -46,7 +33,7 @@ def settings(place: Place, rng: Random, ranks: int = 1) -> Case:
                 rng.choice(("auto", "off", "none", "adaptive", "x", "1x1x1", "ngram:4", "bfloat16", "float32")),
             ]
         else:
-            words += [f"--{key}", rng.choice(EXTREME)]
+            words += [f"--{key}", rng.choice(NUMBERS if isinstance(value, int) else EXTREME)]
     return place.train("--run.num_ranks", str(ranks), *words)
 
 

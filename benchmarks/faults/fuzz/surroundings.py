@@ -44,7 +44,7 @@ LAUNCHERS: tuple[dict[str, str | None], ...] = (
     {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
     {**SLURM},
     {**SLURM, "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "7"},
-    {},
+    {"OMPI_COMM_WORLD_RANK": "0", "LOCAL_RANK": "0"},
 )
 """What launchers say."""
 PLACES = {
@@ -95,8 +95,8 @@ def started_by_others(place: Place, rng: Random) -> Case:
     port is none."""
     environ: dict[str, str | None] = dict.fromkeys(RANKS)
     environ |= rng.choice(LAUNCHERS)
-    words = sorted(name for name, value in environ.items() if value is not None)
-    for name in (*rng.sample(words, rng.choice((0, 1, 1, 2))), *rng.sample(sorted(RANKS), rng.choice((0, 1, 2)))):
+    words = sorted(name for name, value in environ.items() if value is not None and name in RANKS)
+    for name in (*rng.sample(words, rng.choice((0, 1, 1))), *rng.sample(sorted(RANKS), rng.choice((0, 1, 2)))):
         environ[name] = rng.choice(RANKS[name])
     config = str(place.write("run.toml", to_toml(place.config())))
     if rng.random() < 0.4:
