@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlt.config.algorithm import AlgorithmSection
-from tlt.config.schema import OptimizerSection, SamplingSection
+from tlt.config.sampling import SamplingSection
+from tlt.config.schema import OptimizerSection
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import Transformer
 from tlt.models.lora import BaseOf, bit_sum
