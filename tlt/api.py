@@ -171,7 +171,7 @@ class Engine:
         vocab_size, window = self.config.vocab_size, self.config.max_positions
         encoded = encode_prompts(records, self.tokenizer, vocab_size=vocab_size, window=window)
         if "max_tokens" in sampling:
-            check_room(encoded, params.max_tokens, window, "max_tokens:")
+            check_room(encoded, params.max_tokens, window, "max_tokens")
         return make_requests(encoded, params, samples)
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Response]:

@@ -16,7 +16,7 @@ from tlt.cli.options import Drafter, Options, StopTexts
 from tlt.config.sampling import SamplingSection
 from tlt.config.vllm import VllmSection
 from tlt.hub import Repository, resolve_model
-from tlt.kinds import BatchSize, Gib, Samples, Seed, Threads
+from tlt.kinds import BatchSize, Gib, MaxTokens, Samples, Seed, Threads
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class SamplingOptions(SamplingSection, Options):
 
     model_config = ConfigDict(strict=False)
 
+    max_tokens: MaxTokens = 2048
+    """Length at which a response is cut off, in tokens; left out, no later than the model's window ends."""
     stop: StopTexts = ()
     """Text that ends a response, or a JSON list of such texts; the response keeps it."""
     samples: Samples = 1

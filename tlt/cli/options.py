@@ -146,7 +146,7 @@ def _fields(kind: type[Options]) -> Iterator[tuple[str, Keys]]:
 def _assign(values: dict[str, Any], kind: type[Options], keys: Keys, text: str) -> None:
     field = kind.model_fields[keys[0]]
     if isinstance(field.default, Options):
-        values = values.setdefault(keys[0], field.default.model_dump())  # this command's defaults of the group
+        values = values.setdefault(keys[0], field.default.model_dump(exclude_unset=True))  # this command's own defaults
         field = type(field.default).model_fields[keys[1]]
     can_be_none = type(None) in get_args(field.annotation)
     values[keys[-1]] = None if can_be_none and text.lower() == "none" else text

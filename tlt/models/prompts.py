@@ -9,7 +9,7 @@ from typing import Any
 from tlt.files import Record, get_id
 from tlt.kinds import plain, shorten
 from tlt.models.tokenizer import Tokenizer, check_prompt
-from tlt.types import Request, SamplingParams, UserError
+from tlt.types import Problem, Request, SamplingParams, UserError
 
 KINDS = ("prompt", "prompt_ids", "messages")
 """Keys by which a record gives its prompt: text, token ids, or chat messages for the tokenizer's template. As in TRL's and
@@ -118,13 +118,13 @@ def _with_system_prompt(value: Any, kind: str, place: str, chat: ChatFormat) -> 
     return [{"role": "system", "content": chat.system_prompt}, *messages]
 
 
-def check_room(prompts: Iterable[Prompt], max_tokens: int, window: int, place: str) -> None:
-    """Raises UserError, which begins with `place`, where a response could not get as long as it may: the window ends before."""
+def check_room(prompts: Iterable[Prompt | Problem], max_tokens: int, window: int, place: str) -> None:
+    """Raises UserError, which begins with `place`, where the window ends before a response has got as long as it may."""
     longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids), default=None)
     if longest is None or (room := window - len(longest.prompt_ids)) >= max_tokens:
         return
     window_says = f"the model's window of {window} tokens leaves {room} after the prompt of problem {longest.problem_id!r}"
-    raise UserError(f"{place} is {max_tokens}, but {window_says}; give {room} or less, or shorter prompts")
+    raise UserError(f"{place}: is {max_tokens}, but {window_says}; give {room} or less, or shorter prompts")
 
 
 def make_requests(prompts: Iterable[Prompt], params: SamplingParams, samples: int) -> list[Request]:
