@@ -58,7 +58,7 @@ class Audit(Options):
     """Modes of TLT's engine, each judged alone: off, adaptive, or a fixed shape such as 4x1x4 (chains of four tokens)."""
     plant_fault: Annotated[Share, arg(metavar="PROBABILITY")] = 0.0
     """Makes TLT's engine accept a rejected draft with this probability, to show that the audit finds such a fault."""
-    alpha: Annotated[float, Field(ge=1e-12, lt=1)] = 1e-4
+    alpha: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     """Probability with which a lossless engine may be judged not lossless."""
     tolerance: Share = 1e-3
     """Nats by which rounding may move a log-probability; at temperature 0, the gap up to which two tokens count as tied."""

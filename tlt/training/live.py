@@ -65,7 +65,7 @@ class LiveSettings:
 
     def __post_init__(self) -> None:
         if self.drafter is not None and not (isinstance(self.drafter, str | Path) and Path(self.drafter).is_dir()):
-            raise UserError(f"drafter: {shorten(self.drafter)} does not exist; give a drafter's folder")
+            raise UserError(f"drafter: {self.drafter} does not exist; give a drafter's folder")
         if checked("speculation", self.speculation, str) != "adaptive":
             Strategy.parse(self.speculation)
         if checked("dtype", self.dtype, str | None) is not None:
