@@ -21,7 +21,7 @@ from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import Fixed, default_arms
-from tlt.types import Request, Rollout, SamplingParams, Strategy, StrategyTuner
+from tlt.types import Request, Rollout, SamplingParams, Strategy, StrategyTuner, UserError
 
 PARAMS = (SamplingParams(1.0), SamplingParams(0.0), SamplingParams(0.8, top_k=9, top_p=0.95, min_p=0.02))
 ARMS = ("ahead:8x1x8", "ahead:100x1x100", "ahead+learned:64x1x64", "ahead+learned:5x1x5")
@@ -200,6 +200,39 @@ def test_references_are_bounded_and_the_first_leave_first() -> None:
     none = References(0)
     none.keep((0, 0, 0, 0), range(3))
     assert not len(none)
+
+
+@pytest.mark.parametrize("token_id", [VOCAB, 10**6, -1])
+def test_a_reference_of_another_vocabulary_is_one_line(token_id: int) -> None:
+    references = References(None)
+    references.keep(requests_for()[0].key, [token_id] * 20)
+    engine = make_engine(make_policy(), Fixed(Strategy.parse("ahead:8x1x8")))
+    assert engine.drafter is not None
+    engine.load_drafter(AheadDrafter(engine.drafter, references, 8))
+    place = "^reference for problem 'p0', sample 0: "
+    with pytest.raises(UserError, match=rf"{place}token id {token_id} is outside the vocabulary of {VOCAB};"):
+        list(engine.generate(requests_for()))
+
+
+def test_a_reference_to_a_token_without_an_embedding_changes_nothing() -> None:
+    """A row of the embedding that is never drawn may hold anything: no draft may bring it into the cache."""
+    config = replace(CONFIG, tie_embeddings=False)
+    policy, hole = make_policy(config=config), 60
+    with torch.no_grad():
+        policy.get_parameter("model.embed_tokens.weight")[hole] = float("nan")
+        policy.get_parameter("lm_head.weight")[hole] = 0.0
+    requests = [replace(request, params=replace(request.params, temperature=0.0)) for request in requests_for()]
+    want = by_key(make_engine(policy).generate(requests))
+    references = References(None)
+    for request in requests:
+        right = want[request.problem_id, request.sample_index].token_ids
+        references.keep(request.key, [*right[:3], hole, *right[4:]])
+    engine = make_engine(policy, Fixed(Strategy.parse("ahead:8x1x8")))
+    assert engine.drafter is not None
+    engine.load_drafter(AheadDrafter(engine.drafter, references, 8))
+    for key, rollout in by_key(engine.generate(requests)).items():
+        assert rollout.token_ids == want[key].token_ids
+    assert engine.stats.num_verifications > 0
 
 
 def test_the_window_ends_a_draft() -> None:

@@ -7,9 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.lossless.helpers import CONFIG, STOP, make_engine, make_policy, make_requests, tokens_of
+from tests.lossless.helpers import CONFIG, STOP, VOCAB, make_engine, make_policy, make_requests, tokens_of
 from tlt.engine.backend import Capabilities, RolloutBackend
+from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
+from tlt.models.packed import PackedTransformer
 from tlt.tuning.tuner import Fixed, make_tuner
 from tlt.types import Request, SamplingParams, Strategy, UserError
 
@@ -50,7 +52,7 @@ def test_what_is_prefilled_at_once_is_bounded(monkeypatch: pytest.MonkeyPatch) -
 def test_when_a_request_ends_only_the_last_sequence_moves() -> None:
     """No copy of the whole cache: slots of sequences that neither ended nor came last keep their memory, untouched."""
     engine = make_engine(POLICY)
-    engine.add([request("a", i, (1, 2, 3), max_tokens=2 if i == 1 else 9, stop=-1) for i in range(4)])
+    engine.add([request("a", i, (1, 2, 3), max_tokens=2 if i == 1 else 9, stop=VOCAB) for i in range(4)])
     engine.step()
     storage = engine.cache.groups[0]
     staying = [storage[:, slot].clone() for slot in (0, 2)]
@@ -69,7 +71,7 @@ def test_the_tail_does_not_pay_for_the_memory_of_what_has_ended() -> None:
     """One long response among short ones: the cache grows for it alone, and keeps what it knew. Others that come while it runs
     get as much room each, those that come after it start small."""
     limits = [140, 2, 2, 2, 2, 2]
-    requests = [request("a", i, (1, 2, 3), max_tokens=limit, stop=-1) for i, limit in enumerate(limits)]
+    requests = [request("a", i, (1, 2, 3), max_tokens=limit, stop=VOCAB) for i, limit in enumerate(limits)]
     alone = tokens_of(make_engine(POLICY), requests[:1])
     engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
     assert alone.items() <= tokens_of(engine, requests).items()
@@ -116,6 +118,34 @@ def test_a_response_ends_at_a_stop_token_at_its_limit_or_at_the_window() -> None
         assert rollout.finish_reason == ("stop" if ended_by_stop else "length")
         assert STOP not in rollout.token_ids[:-1]
         assert len(rollout.logprobs) == len(rollout.token_ids)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.OFF, Strategy("learned", 3, 1, 3)], ids=str)
+def test_a_response_that_was_over_when_it_came_ends_there(strategy: Strategy) -> None:
+    """A Request may go on from tokens of the caller's own. Beside them others are generated as ever."""
+    (other,) = make_engine(POLICY).generate([request("other", 0, (1, 2, 3), max_tokens=20)])
+    for num, last, end, reason in ((5, 1, 5, "length"), (10, 1, 5, "length"), (3, STOP, 3, "stop"), (10, STOP, 5, "length")):
+        begun = (*[1] * (num - 1), last)
+        over = replace(request("over", 0, (1, 2, 3)), token_ids=begun, logprobs=(-1.0,) * num)
+        engine = make_engine(POLICY, Fixed(strategy))
+        found = {r.problem_id: r for r in engine.generate([over, request("other", 0, (1, 2, 3), max_tokens=20)])}
+        assert (found["over"].token_ids, found["over"].finish_reason) == (begun[:end], reason)
+        assert found["over"].logprobs == (-1.0,) * end
+        assert found["other"].token_ids == other.token_ids
+
+
+def test_a_response_that_ends_with_a_stop_text_goes_on_no_more() -> None:
+    engine = RolloutEngine(PackedTransformer(POLICY.config, torch.float64), decode=lambda ids: "".join(map(chr, ids)))
+    engine.load_policy(dict(POLICY.named_parameters()))
+    texts = SamplingParams(max_tokens=30, stop=("\x05\x06",))
+    begun = Request("begun", 0, (1, 2, 3), texts, token_ids=(9, 5, 6), logprobs=(-1.0,) * 3)
+    (found,) = engine.generate([begun])
+    assert (found.token_ids, found.finish_reason) == ((9, 5, 6), "stop")
+
+
+def test_a_response_to_go_on_from_needs_a_logprob_for_each_token() -> None:
+    with pytest.raises(UserError, match="'begun' has 3 token_ids but 2 logprobs; give one each"):
+        make_engine(POLICY).add([replace(request("begun", 0, (1,)), token_ids=(4, 5, 6), logprobs=(-1.0, -1.0))])
 
 
 @pytest.mark.parametrize("strategy", [Strategy.OFF, Strategy("ngram", 3, 1, 3)], ids=str)

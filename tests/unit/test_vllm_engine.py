@@ -419,3 +419,14 @@ def test_requests_stop_where_they_are_told() -> None:
 def test_the_self_check_fits_into_the_smallest_window(window: int) -> None:
     for request in probes(VOCAB, 2, window):
         assert 1 <= len(request.prompt_ids) < len(request.prompt_ids) + request.params.max_tokens <= window
+
+
+def test_a_response_that_was_over_when_it_came_ends_there_and_vllm_never_sees_it() -> None:
+    link = PretendLink()
+    engine = VllmEngine(link, max_batch_size=SLOTS, window=WINDOW)  # type: ignore[arg-type]  # the pretend one
+    params = dataclasses.replace(REQUESTS[0].params, max_tokens=5)
+    over = Request("over", 0, (1, 2), params, token_ids=(3,) * 10, logprobs=(-1.0,) * 10)
+    (found,) = engine.generate([over])
+    assert (found.token_ids, found.finish_reason) == ((3,) * 5, "length")
+    assert not link.requests
+    assert texts(list(engine.generate([over, *REQUESTS[:2]]))).keys() >= {("over", 0)}

@@ -75,7 +75,7 @@ class RolloutEngine:
         self.config, self.device = model.config, model.device
         self.tuner, self.stats = tuner, EngineStats()
         self.drafter: Drafter[Any] | None = None
-        self.scheduler = Scheduler(max_batch_size, self.config.max_positions)
+        self.scheduler = Scheduler(max_batch_size, self.config.max_positions, decode)
         self.cache = Cache(self.config, self.config.num_layers, model.dtype, self.device, max_batch_size)
         self.memory = CacheMemory(self.cache, self.config.max_positions, cache_bytes)
         self.max_depth = Strategy.MAX_DEPTH if tuner is not None else 0
@@ -191,8 +191,9 @@ class RolloutEngine:
         admissions = self.scheduler.admit(self.memory.fits_longer)
         if admissions:
             self._prefill(admissions)
+        ended = self._release_finished(captures)  # those that were over when they came
         if not self.scheduler.running:
-            return []
+            return ended
         start = time.perf_counter()
         batch = self._batch_state(sum(len(admission.slots) for admission in admissions))
         strategy = self._choose(batch)
@@ -225,7 +226,7 @@ class RolloutEngine:
         followed = tuple(version is not None for version in proposal.references)
         outcome = StepOutcome(num_tokens, accepted, tuple(drafted) if accepted else (), end - start, followed)
         self._account(strategy, batch, outcome, start)
-        return self._release_finished(captures)
+        return ended + self._release_finished(captures)
 
     def _prefill(self, admissions: list[Admission]) -> None:
         """Reads what has been admitted, every distinct text once."""

@@ -10,7 +10,7 @@ early most are never computed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -86,6 +86,9 @@ def read(
 ) -> tuple[Tensor, Read]:
     """Lets the target read the trees, laid out as `nodes`. Returns what the drafter reads, [B, N, F], and what is verified."""
     B, N = tree.tokens_BN.shape
+    if N > 1 and (unsound_V := model.unsound_V) is not None:  # another guess is as good, for it is verified
+        roots_B1 = tree.tokens_BN[:, :1]
+        tree = replace(tree, tokens_BN=torch.where(unsound_V[tree.tokens_BN], roots_B1, tree.tokens_BN))
     config, columns_BN = model.config, nodes.columns_BN
     attend = cached(config, cache.layers, columns_BN, nodes.length, nodes.mask_BNL, nodes.lengths, nodes.counts)
     real_N = attend.real_N

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tlt.engine.sequence import Sequence
+from tlt.engine.sequence import Decode, Sequence
 from tlt.types import Request
 
 
@@ -23,8 +23,8 @@ class Admission:
 
 
 class Scheduler:
-    def __init__(self, max_slots: int, window: int) -> None:
-        self.max_slots, self.window = max_slots, window
+    def __init__(self, max_slots: int, window: int, decode: Decode | None = None) -> None:
+        self.max_slots, self.window, self.decode = max_slots, window, decode
         self.waiting: deque[Request] = deque()
         self.running: list[Sequence] = []
 
@@ -55,7 +55,7 @@ class Scheduler:
             longest = max(longest, len(request.prompt_ids) + len(request.token_ids))
             if self.running and not fits(slot + 1, longest):
                 break
-            self.running.append(Sequence.start(self.waiting.popleft(), self.window))
+            self.running.append(Sequence.start(self.waiting.popleft(), self.window, self.decode))
             tokens = tuple(self.running[slot].tokens)
             if admissions and admissions[-1].tokens == tokens:
                 admissions[-1] = Admission(tokens, (*admissions[-1].slots, slot))

@@ -27,10 +27,15 @@ class Sequence:
     finish_reason: FinishReason | None = None
 
     @staticmethod
-    def start(request: Request, window: int) -> Sequence:
-        """Starts from the prompt, or from where another engine left off. `window`: positions that the model has."""
+    def start(request: Request, window: int, decode: Decode | None = None) -> Sequence:
+        """Starts from the prompt, or from where another engine left off: over already, where what that drew has an end, and
+        then without what lies behind it. `window`: positions that the model has."""
         max_tokens = min(request.params.max_tokens, window - len(request.prompt_ids))
-        return Sequence(request, max_tokens, [*request.prompt_ids, *request.token_ids], list(request.logprobs))
+        sequence = Sequence(request, max_tokens, [*request.prompt_ids])
+        sequence.extend(request.token_ids, request.logprobs)
+        if sequence.finish_reason != "stop" and request.token_ids and decode is not None and sequence._says_stop(decode):
+            sequence.finish_reason = "stop"
+        return sequence
 
     @property
     def response_ids(self) -> tuple[int, ...]:
@@ -64,7 +69,7 @@ class Sequence:
             if token in self.request.params.stop_ids or (decode is not None and self._says_stop(decode)):
                 self.finish_reason = "stop"
                 break
-            if len(self.logprobs) == self.max_tokens:
+            if len(self.logprobs) >= self.max_tokens:
                 self.finish_reason = "length"
                 break
         return len(self.logprobs) - before
@@ -106,6 +111,9 @@ def check_request(request: Request, window: int, decodes: bool) -> None:
         raise UserError(f"{prompt} is empty; give it at least one token")
     if length >= window:
         raise UserError(f"{prompt} has {length} tokens; the model's window is {window}, so shorten it to at most {window - 1}")
+    if len(request.token_ids) != len(request.logprobs):
+        has = f"{len(request.token_ids)} token_ids but {len(request.logprobs)} logprobs"
+        raise UserError(f"response to problem {request.problem_id!r} has {has}; give one each, to go on from there")
     if request.params.stop and not decodes:
         raise UserError(f"sampling: stop is {request.params.stop!r}, but the model's folder has no tokenizer; give stop_ids")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -203,6 +204,15 @@ class PackedTransformer:
         if missing:
             raise KeyError(min(missing))
         self.version = version
+        vars(self).pop("unsound_V", None)
+
+    @cached_property
+    def unsound_V(self) -> Tensor | None:
+        """Tokens whose embedding is not finite, as padding may be that is never drawn, bool[V]; None: there are none. No draft
+        may hold one: what it leaves in the cache would spoil what is computed of the tokens before it."""
+        if torch.stack(self.embedding_VE.aminmax()).isfinite().all():
+            return None
+        return ~self.embedding_VE.isfinite().all(dim=1)
 
     def _load_part(self, part: Mapping[str, Tensor]) -> set[str]:
         """Returns what was loaded: names, and the prefixes of layers."""

@@ -32,6 +32,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
 from tlt.models.lora import count_adapters
+from tlt.models.prompts import check_room
 from tlt.plan import subject
 from tlt.plan.fit import Run as PlannedRun
 from tlt.plan.fit import refuse
@@ -198,11 +199,12 @@ def preflight(config: Config, begun: Begun | None = None) -> Findings:
         stored = load_drafter(drafter, model)
         choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
     problems = load_problems(config, "train")
+    held_out = load_problems(config, "test") if config.evaluation.num_problems else []
+    check_room([*problems, *held_out], config.sampling.max_tokens, model.max_positions, "sampling.max_tokens")
     longest_prompt = max(len(problem.prompt_ids) for problem in problems)
     refuse(plan_run(config, model, None if drafter is None else stored.config, longest_prompt))
     check_replay(config, problems, model)
     Scorer(reward_spec(config)).check(problems[0].data)
-    held_out = load_problems(config, "test") if config.evaluation.num_problems else []
     if begun is not None:
         inputs = Inputs.of(config, {"train": problems, "test": held_out}, model_folder(config))
         inputs.refuse_other(begun.inputs, config, begun.when)

@@ -105,7 +105,7 @@ def build_vllm(
         copy = PackedTransformer(learned.target, dtype, link.device) if plan.trains else None
     kinds = kinds if references is None else ahead_kinds(kinds)
     tuner = make_tuner(plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depths[-1], trees=False)
-    speculation = Speculation(kinds, tuner, drafter, copy, None if references is None else Following(references))
+    speculation = Speculation(kinds, tuner, drafter, copy, None if references is None else Following(references, vocab_size))
     slots, window = settings.max_batch_size, settings.window
     engine = VllmEngine(link, max_batch_size=slots, window=window, speculation=speculation, on_span=on_span, decode=decode)
     if policy:

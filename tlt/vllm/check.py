@@ -35,7 +35,8 @@ def check_law(engine: VllmEngine, vocab_size: int) -> None:
             engine.link.draft(depth)
             rollouts = _check(engine, requests)
         if following is not None:
-            engine.tuner, engine.following = Fixed(Strategy("ahead", NUM_TOKENS, 1, NUM_TOKENS)), Following(References())
+            engine.tuner = Fixed(Strategy("ahead", NUM_TOKENS, 1, NUM_TOKENS))
+            engine.following = Following(References(), vocab_size)
             for request, rollout in zip(requests, rollouts, strict=True):
                 engine.following.references.keep(request.key, rollout.token_ids)
             _check(engine, requests)

@@ -183,9 +183,9 @@ class VllmEngine:
 
         captures: whether what the target captured at their tokens is wanted, for drafter training.
         """
-        self._admit()
+        ended = self._admit()
         if not self._running:
-            return []
+            return ended
         start = time.perf_counter()
         batch = self._batch_state()
         self._choose(batch)
@@ -206,13 +206,17 @@ class VllmEngine:
         accepted, drafted, followed = zip(*verified, strict=True) if verified else ((), (), ())
         outcome = StepOutcome(num_tokens, accepted, drafted, time.perf_counter() - start, followed)
         self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start)
-        return self._finish(captures)
+        return ended + self._finish(captures)
 
-    def _admit(self) -> None:
-        self._num_admitted = 0
+    def _admit(self) -> list[Finished]:
+        """Hands waiting requests to vLLM while there is room; returns those that were over when they came."""
+        self._num_admitted, ended = 0, []
         while self._waiting and len(self._running) < self.max_batch_size:
             request, name = self._waiting.popleft(), f"tlt-{next(self._numbers)}"
-            sequence = Sequence.start(request, self.window)
+            sequence = Sequence.start(request, self.window, self.decode)
+            if sequence.finish_reason is not None:
+                ended.append(Finished(sequence.to_rollout(self.policy_version)))
+                continue
             stop_ids = list(request.params.stop_ids)
             self._internal_id[name] = self.link.add(
                 name, sequence.tokens, sequence.num_left, stop_ids, RowLaw.extra_args(request)
@@ -222,6 +226,7 @@ class VllmEngine:
             if self.following is not None:
                 self.following.enter(name, request)
             self._num_admitted += 1
+        return ended
 
     def _batch_state(self) -> BatchState:
         running = self._running.values()

@@ -18,8 +18,8 @@ from tlt.types import Lead, Request, Strategy
 class Following:
     """Keeps a follower for every running sequence that has a reference, by the sequence's name."""
 
-    def __init__(self, references: References) -> None:
-        self.references, self.leading = references, Leading()
+    def __init__(self, references: References, vocab_size: int) -> None:
+        self.references, self.leading, self.vocab_size = references, Leading(), vocab_size
         self._followers: dict[str, Follower] = {}
 
     def enter(self, name: str, request: Request) -> None:
@@ -42,7 +42,8 @@ class Following:
         if not strategy.follows:
             return {}
         asked = [(name, running[name], follower) for name, follower in self._followers.items()]
-        drafts = {name: self.leading.draft(f, one.tokens, one.request, strategy.depth) for name, one, f in asked}
+        depth, vocab_size = strategy.depth, self.vocab_size
+        drafts = {name: self.leading.draft(f, one.tokens, one.request, depth, vocab_size) for name, one, f in asked}
         return {name: [*draft] for name, draft in drafts.items() if draft}
 
     def version(self, name: str) -> int | str:

@@ -27,7 +27,7 @@ from tlt.drafter.drafting.references import Reference, References
 from tlt.drafter.drafting.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.tree import chain
-from tlt.types import Hindsight, Lead, Request, Rollout, Strategy, Verdict
+from tlt.types import Hindsight, Lead, Request, Rollout, Strategy, UserError, Verdict
 
 AHEAD = "ahead"
 """The kind that drafts from references alone; `ahead+KIND` lets another drafter draft where there is none."""
@@ -134,12 +134,19 @@ class Leading:
         agreed, compared = self.hits[case][bucket]
         return lead(agreed / compared, self.confidence_threshold, len(follower.reference) - follower.place)
 
-    def draft(self, follower: Follower | None, tokens: Sequence[int], request: Request, depth: int) -> Sequence[int]:
-        """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept."""
+    def draft(
+        self, follower: Follower | None, tokens: Sequence[int], request: Request, depth: int, vocab_size: int
+    ) -> Sequence[int]:
+        """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept. Raises
+        UserError for a reference of another vocabulary."""
         if follower is None:
             return ()
         num_left = len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1  # the target adds one of its own
-        return follower.next_tokens(max(min(depth, self.lead(follower).length, num_left), 0))
+        drafted = follower.next_tokens(max(min(depth, self.lead(follower).length, num_left), 0))
+        if (bad := next((token for token in drafted if not 0 <= token < vocab_size), None)) is not None:
+            place = f"reference for problem {request.problem_id!r}, sample {request.sample_index}"
+            raise UserError(f"{place}: token id {bad} is outside the vocabulary of {vocab_size}; keep responses of this model")
+        return drafted
 
     def restore(self, hits: Sequence[Sequence[Sequence[float]]]) -> None:
         """Takes up the `hits` of a run that goes on."""
@@ -246,7 +253,8 @@ class AheadDrafter:
             return AheadProposal(inner.tree, inner)
         followers = self.followers[: len(context.tokens)]
         rows = zip(followers, context.tokens, context.requests, strict=True)
-        drafts = [self.leading.draft(*row, strategy.depth) for row in rows]
+        vocab_size = noise_BDV.shape[-1]
+        drafts = [self.leading.draft(*row, strategy.depth, vocab_size) for row in rows]
         longest, roots = max(map(len, drafts)), [tokens[-1] for tokens in context.tokens]
         nodes = [[root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)]
         tree = chain(torch.tensor(nodes, device=noise_BDV.device), [1 + len(draft) for draft in drafts])
