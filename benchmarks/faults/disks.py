@@ -37,7 +37,16 @@ NOT_ALLOWED = 3
 SIZE, INODES = "64m", 2000
 SMALL = "small"
 BALLAST = "ballast"
-FEW = ("--run.num_ranks", "1", "--run.num_steps", "4", "--evaluation.every", "2", "--run.keep_responses", "true")
+FEW: tuple[str, ...] = (
+    "--run.num_ranks",
+    "1",
+    "--run.num_steps",
+    "4",
+    "--evaluation.every",
+    "2",
+    "--run.keep_responses",
+    "true",
+)
 FEW += ("--sampling.max_tokens", "16", "--rollout.samples_per_problem", "2", "--rewards.num_workers", "0")
 SHARES = (0.02, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 """Sizes of the sweep, of what an undisturbed run takes at most."""
