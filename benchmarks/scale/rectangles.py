@@ -37,6 +37,9 @@ from tlt.types import Request, SamplingParams
 
 RECIPE = Path("recipes/countdown")
 GIB = 2**30
+SOME = slice(22, 39)
+"""Neighbours in the workload with three long responses among them: enough to fill a small memory."""
+PAGE = 16
 LONGEST = 32768
 
 
@@ -49,7 +52,7 @@ class PagedMemory(CacheMemory):
     def __init__(self, memory: CacheMemory, scheduler: Scheduler, block: int) -> None:
         super().__init__(memory.cache, memory.window, memory._cache_bytes)
         self.scheduler, self.block, self.drafter = scheduler, block, memory.drafter
-        self.token_bytes = self.slot_bytes(128) // 128
+        self.token_bytes = self.slot_bytes(memory.window) // memory.window
 
     def _fits(self, lengths: Sequence[int]) -> bool:
         limit = self.budget.max_bytes
@@ -81,7 +84,7 @@ class Course:
     num_read: int
 
     def to_json(self) -> dict[str, float]:
-        return {**vars(self), "mean_batch": self.tokens / self.steps, "read_again": self.num_read / self.tokens}
+        return {**vars(self), "tokens_a_step": self.tokens / self.steps, "read_again": self.num_read / self.tokens}
 
 
 # ── a real engine ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -93,22 +96,22 @@ def generate(engine: RolloutEngine, requests: Sequence[Request]) -> tuple[dict[t
     return responses, Course(stats.num_steps, stats.num_tokens, stats.num_preemptions, stats.num_reread_tokens)
 
 
-def run_engines(num_requests: int, budget_tokens: int) -> list[dict[str, Any]]:
+def run_engines(budget_tokens: int) -> list[dict[str, Any]]:
     """Returns what the recipe's model does with the long-tail workload, in float64. budget_tokens: that the caches hold."""
     model = load_model(RECIPE / "base")
     drafter = load_stored(RECIPE / "drafter", model)
     workload = read_workload(RECIPE / "longtail.json")
-    requests = workload.requests[:num_requests]
+    requests = workload.requests[SOME]
     rows: list[dict[str, Any]] = []
     expected: dict[tuple[str, int], tuple[int, ...]] = {}
     for storage, speculation in (("ample", "off"), *((s, way) for way in ("off", "4x1x4") for s in ("rectangle", "pages"))):
-        settings = EngineSettings(speculation, dtype=torch.float64, max_batch_size=num_requests)
+        settings = EngineSettings(speculation, dtype=torch.float64, max_batch_size=len(requests))
         engine = build_engine(model.config, model.tensors, settings, drafter)
-        num_bytes = engine.memory.slot_bytes(128) // 128 * budget_tokens
+        num_bytes = engine.memory.slot_bytes(budget_tokens)
         if storage != "ample":
             engine.memory._cache_bytes = partial(int, num_bytes)
         if storage == "pages":
-            engine.memory = PagedMemory(engine.memory, engine.scheduler, 128)
+            engine.memory = PagedMemory(engine.memory, engine.scheduler, PAGE)
         responses, course = generate(engine, requests)
         expected = expected or responses
         assert responses == expected, f"{storage}, {speculation}: other tokens"
@@ -116,7 +119,7 @@ def run_engines(num_requests: int, budget_tokens: int) -> list[dict[str, Any]]:
         if speculation == "off" and storage != "ample":
             lengths = [len(expected[r.problem_id, r.sample_index]) for r in requests]
             prompts = [len(r.prompt_ids) for r in requests]
-            simulated = simulate(model.config, torch.float64, prompts, lengths, num_bytes, 128 if storage == "pages" else None)
+            simulated = simulate(model.config, torch.float64, prompts, lengths, num_bytes, PAGE if storage == "pages" else None)
             assert simulated == course, f"{storage}: {simulated} for {course}"
         print(rows[-1], flush=True)
     return rows
@@ -184,14 +187,15 @@ def run_large(config: ModelConfig, gibs: Sequence[float]) -> list[dict[str, Any]
 def to_markdown(report: dict[str, Any]) -> str:
     def cells(row: dict[str, Any]) -> list[str]:
         again = f"{row['read_again']:.0%}"
-        return [f"{row['steps']:,}", f"{row['mean_batch']:.1f}", f"{row['num_preemptions']:,}", again]
+        return [f"{row['steps']:,}", f"{row['tokens_a_step']:.1f}", f"{row['num_preemptions']:,}", again]
 
-    counts = ["engine steps", "mean batch", "sequences that left", "tokens read again"]
+    counts = ["engine steps", "tokens a step", "sequences that left", "tokens read again"]
     real = [[row["storage"], row["speculation"], *cells(row)] for row in report["real"]]
     large = [[f"{row['gib']:g}", row["storage"], *cells(row)] for row in report["large"]]
     words = (
-        f"The recipe's model in float64, {report['num_requests']} responses of the long-tail workload, caches for"
-        f" {report['budget_tokens']:,} tokens. All say the same tokens. Pages are decisions alone: their storage had no bound."
+        f"The recipe's model in float64, {SOME.stop - SOME.start} responses of the long-tail workload, caches for"
+        f" {report['budget_tokens']:,} tokens. All say the same tokens. Pages, of {PAGE} tokens, are decisions alone: their"
+        " storage had no bound."
     )
     others = (
         f"Without a model: {report['num_large']} responses with the lengths of that workload, made longer up to {LONGEST:,}"
@@ -207,10 +211,9 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=24)
-    parser.add_argument("--budget-tokens", type=int, default=3072)
+    parser.add_argument("--budget-tokens", type=int, default=2560)
     parser.add_argument("--model", type=Path, default=Path("tests/unit/published_configs/Qwen2.5-7B.json"))
-    parser.add_argument("--gib", default="4,16,40")
+    parser.add_argument("--gib", default="2,4,8,16")
     parser.add_argument("--out", type=Path, required=True, help="without its ending: .json and .md are written")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -218,12 +221,11 @@ def main() -> None:
     report = {
         "command": "python -m benchmarks.scale.rectangles",
         "environment": environment(),
-        "num_requests": options.requests,
         "budget_tokens": options.budget_tokens,
         "num_large": len(read_workload(RECIPE / "longtail.json").lengths),
         "token_bytes": 2 * config.num_kv_heads * config.head_dim * config.num_layers * torch.bfloat16.itemsize,
         "large": run_large(config, [float(gib) for gib in options.gib.split(",")]),
-        "real": run_engines(options.requests, options.budget_tokens),
+        "real": run_engines(options.budget_tokens),
     }
     write_report(options.out, report, to_markdown(report))
 
