@@ -104,9 +104,6 @@ def plain(value: Any) -> Any:
     return tuple(plain(item) for item in value) if isinstance(value, Collection) and not isinstance(value, str) else value
 
 
-A_PATH = "it must be a path"
-
-
 def remedy(detail: ErrorDetails) -> str:
     """Returns what pydantic asks for, as the end of our line."""
     message = detail["msg"]
@@ -114,8 +111,9 @@ def remedy(detail: ErrorDetails) -> str:
         return message
     message = message.replace("Input should be", "it must be", 1).replace("Value should", "it must", 1)
     message = message.replace("String should", "it must", 1)
+    message = message.replace("Input is not a valid path for <class 'pathlib.Path'>", "it must be a path")
     message = message.partition(", unable to parse")[0].replace("a valid dictionary", "a table such as '{key = 1}'")
-    message = message.replace("a valid tuple", "a list").replace("Input is not a valid path for <class 'pathlib.Path'>", A_PATH)
+    message = message.replace("a valid tuple", "a list")
     return message[:1].lower() + message[1:]
 
 

@@ -227,9 +227,8 @@ def test_max_tokens_beyond_the_window_is_refused_where_it_is_asked_for(model: Pa
     write_lines("prompts.jsonl", {"prompt": "1"}, {"problem_id": "long", "prompt": "1" * 20})
     room = WINDOW - 20
     told = f"is {room + 1}, but the model's window of {WINDOW} tokens leaves {room} after the prompt of problem 'long'"
-    assert (
-        refuse(capsys, model, "--max-tokens", str(room + 1)) == f"--max-tokens: {told}; give {room} or less, or shorter prompts"
-    )
+    line = f"--max-tokens: {told}; give {room} or less, or shorter prompts"
+    assert refuse(capsys, model, "--max-tokens", str(room + 1)) == line
     for words in ([], ["--max-tokens", str(room)]):
         files = ("--prompts", "prompts.jsonl", "--out", "out.jsonl")
         assert succeed(capsys, "generate", str(model), *files, *words)["responses"] == 2
