@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
+from tlt.kinds import MaxTokens, MinP, Seed, StopIds, StopTexts, Temperature, TopK, TopP, convert, kinds_of
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -35,33 +37,31 @@ def one_line(error: BaseException, limit: int = 10_000) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
+def checked(place: str, value: object, kind: Any) -> Any:
+    """Returns the value as one of a kind (kinds.py). Raises UserError, "PLACE: is VALUE; REMEDY"."""
+    try:
+        return convert(value, kind)
+    except ValueError as error:
+        raise UserError(f"{place}: {error}") from None
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """The sampling of one sequence. `top_k` 0, `top_p` 1 and `min_p` 0 switch the truncation off."""
+    """The sampling of one sequence. `top_k` 0, `top_p` 1 and `min_p` 0 switch the truncation off; `max_tokens` are fewer where
+    the model's window ends; `stop` are texts that end a response at the first token after which it holds one of them."""
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_tokens: int = 2048
-    stop_ids: tuple[int, ...] = ()
-    seed: int = 0
-    stop: tuple[str, ...] = ()
-    """Texts that end a response at the first token after which its text holds one of them (engine/sequence.py)."""
+    temperature: Temperature = 1.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    max_tokens: MaxTokens = 2048
+    stop_ids: StopIds = ()
+    seed: Seed = 0
+    stop: StopTexts = ()
 
     def __post_init__(self) -> None:
-        stop: object = self.stop  # a single text is a sequence of texts, too
-        checks = (
-            (self.temperature >= 0, "temperature", self.temperature, "0 (greedy) or more"),
-            (self.top_k >= 0, "top_k", self.top_k, "0 (off) or more"),
-            (0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]"),
-            (0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]"),
-            (self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more"),
-            (not isinstance(stop, str) and all(self.stop), "stop", repr(stop), "a list of texts, none of them empty"),
-        )
-        for is_valid, name, value, remedy in checks:
-            if not is_valid:
-                raise UserError(f"sampling: {name} is {value}; it must be {remedy}")
+        for name, kind in kinds_of(SamplingParams).items():
+            object.__setattr__(self, name, checked(name, getattr(self, name), kind))
 
     @property
     def truncates(self) -> bool:

@@ -80,7 +80,7 @@ def test_requests_that_differ_in_any_field_have_different_keys() -> None:
         replace(REQUEST, purpose="evaluation"),
         replace(REQUEST, purpose="generate"),
         replace(REQUEST, params=SamplingParams(seed=18)),
-        replace(REQUEST, params=SamplingParams(seed=-17)),
+        replace(REQUEST, params=SamplingParams(seed=2**63 - 17)),
     ]
     assert len({request.key for request in variants}) == len(variants)
 

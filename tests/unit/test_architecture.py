@@ -3,8 +3,9 @@
 A module may import lower floors and its own package, never a higher floor and never a sibling on its own. The exceptions:
 config, files, hub, plugins and recipes → types, for their errors are the package's UserError and strategies are read by
 Strategy.parse; config → recipes, for a configuration may be named by its recipe; config → hub, which knows the names of
-repositories; config → secrets, for a run writes its configuration down. `tlt` itself and `python -m tlt` stand above
-everything; the first hands public names on, the second starts the command line.
+repositories; config → secrets, for a run writes its configuration down; config and types → kinds, by which both check what a
+user gives. `tlt` itself and `python -m tlt` stand above everything; the first hands public names on, the second starts the
+command line.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import tlt
 ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "accounts", "spans", "config", "files", "hub", "plugins", "processes", "recipes", "secrets"}),
+    frozenset({"types", "accounts", "spans", "config", "files", "hub", "kinds", "plugins", "processes", "recipes", "secrets"}),
     frozenset({"models", "speculative", "tasks", "data"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"vllm"}),
@@ -32,6 +33,8 @@ SIBLINGS_ALLOWED = {("config", "types"), ("files", "types"), ("hub", "types"), (
     ("config", "recipes"),
     ("config", "hub"),
     ("config", "secrets"),
+    ("config", "kinds"),
+    ("types", "kinds"),
 }
 ABOVE_ALL = {"__init__", "__main__"}
 

@@ -15,10 +15,10 @@ from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import File, Names, Options
 from tlt.config.mistakes import mistake
-from tlt.config.section import PositiveInt
 from tlt.drafter.response_files import response_ids
 from tlt.files import check_output_file, dumps, get_id, read_jsonl, write_json
 from tlt.hub import resolve_model
+from tlt.kinds import Problems, Share
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Audit(Options):
     prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
     task: Annotated[str | None, arg(metavar="NAME")] = None
     """A task, such as countdown, whose test problems are answered instead of --prompts."""
-    num: PositiveInt = 64
+    num: Problems = 64
     """Number of problems of --task to answer."""
     responses: File = None
     """JSONL of another engine's responses to judge, with prompt_ids and token_ids; all that it gave, none picked out."""
@@ -56,11 +56,11 @@ class Audit(Options):
     """The name by which the server at --url serves the model."""
     speculation: Annotated[Names, arg(metavar=SPECULATION + "[,...]")] = ("off",)
     """Modes of TLT's engine, each judged alone: off, adaptive, or a fixed shape such as 4x1x4 (chains of four tokens)."""
-    plant_fault: Annotated[float, Field(ge=0, le=1), arg(metavar="PROBABILITY")] = 0.0
+    plant_fault: Annotated[Share, arg(metavar="PROBABILITY")] = 0.0
     """Makes TLT's engine accept a rejected draft with this probability, to show that the audit finds such a fault."""
     alpha: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     """Probability with which a lossless engine may be judged not lossless."""
-    tolerance: Annotated[float, Field(ge=0, le=1)] = 1e-3
+    tolerance: Share = 1e-3
     """Nats by which rounding may move a log-probability; at temperature 0, the gap up to which two tokens count as tied."""
     referee_dtype: Literal["float32", "float64"] = "float32"
     """Number type of transformers' model, which the tokens are tested against; it runs on the CPU."""

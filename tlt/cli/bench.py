@@ -11,8 +11,8 @@ from tyro.conf import Positional, arg
 from tlt.cli.engine import show_busy
 from tlt.cli.options import Names, Numbers, WithOverrides
 from tlt.config.load import load_config
-from tlt.config.section import PositiveFloat, PositiveInt
 from tlt.files import Record, check_output_file
+from tlt.kinds import PositiveFloat, PositiveInt
 from tlt.types import UserError
 
 Config = Annotated[Positional[Path], arg(metavar="CONFIG")]

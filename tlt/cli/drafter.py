@@ -17,17 +17,26 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
-from tlt.cli.options import Drafter, File, Options, Seed
+from tlt.cli.options import Drafter, File, Options
 from tlt.config.mistakes import mistake
-from tlt.config.section import NonNegativeInt, PositiveFloat, PositiveInt
 from tlt.drafter.response_files import read_responses
 from tlt.files import Record, check_new_folder, check_output_file, write_json
 from tlt.hub import resolve_model
+from tlt.kinds import (
+    BatchSize,
+    LearningRate,
+    MaxTokens,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Samples,
+    Seed,
+    Temperature,
+    Threads,
+)
 from tlt.types import Rollout, SamplingParams, Strategy, UserError
 
 _ANSWERS_AT_A_TIME = 64
-
-Temperature = Annotated[float, Field(ge=0)]
 
 
 class DrafterTrain(Options):
@@ -41,9 +50,9 @@ class DrafterTrain(Options):
     """JSONL of responses with prompt_ids and token_ids, as tlt generate writes it."""
     prompts: Data = None
     """Prompts, as for tlt generate, which the model answers first; instead of --responses."""
-    samples: PositiveInt = 1
+    samples: Samples = 1
     """Responses to every prompt of --prompts."""
-    max_tokens: PositiveInt = 2048
+    max_tokens: MaxTokens = 2048
     """Length at which a response to --prompts is cut off, in tokens."""
     temperature: Temperature = 1.0
     """Sampling temperature of the responses to --prompts."""
@@ -51,17 +60,17 @@ class DrafterTrain(Options):
     """Drafter to start from, a folder or OWNER/NAME on the hub, instead of a random one."""
     preset: Annotated[Literal["eagle", "hass", "eagle3"] | None, arg(metavar="{eagle,hass,eagle3}")] = None
     """Form of the drafter and how it is trained (docs/drafter.md); by default that of --init, else hass."""
-    draft_vocab: Annotated[Annotated[int, Field(ge=2)] | None, arg(metavar="N")] = None
+    draft_vocab: Annotated[Annotated[PositiveInt, Field(ge=2)] | None, arg(metavar="N")] = None
     """Lets an eagle3 drafter propose only the N most frequent tokens of the responses."""
     epochs: PositiveFloat = 1.0
     """Passes over the responses; fractions are allowed."""
-    learning_rate: PositiveFloat = 1e-3
+    learning_rate: LearningRate = 1e-3
     """Highest learning rate: it rises over the first 5 % of the tokens and falls over the second half."""
     tokens_per_micro_step: PositiveInt = 512
     """Tokens per optimizer step."""
     seed: Seed = 0
     """Seed of the initial weights, of the order of the responses, and of the sampling with --prompts."""
-    threads: PositiveInt = 1
+    threads: Threads = 1
     """CPU threads to compute with."""
     data: Annotated[PromptOptions, OmitArgPrefixes] = PromptOptions()
     """What --prompts is read as."""
@@ -107,17 +116,17 @@ class DrafterEval(Options):
     """Tokens drafted for each verification, in a chain; vLLM calls it num_speculative_tokens."""
     temperature: Temperature = 0.0
     """Sampling temperature of the responses; at 0 the most probable token is taken."""
-    samples: PositiveInt = 1
+    samples: Samples = 1
     """Responses to every prompt."""
-    max_tokens: PositiveInt = 512
+    max_tokens: MaxTokens = 512
     """Length at which a response is cut off, in tokens."""
     seed: Seed = 0
     """Seed of the sampling: the same seed gives the same responses."""
-    max_batch_size: PositiveInt = 8
+    max_batch_size: BatchSize = 8
     """Sequences that are decoded at a time."""
     rounds: NonNegativeInt = 2
     """Times that the responses are generated with and without the drafter, in turns, to time both; 0: not at all."""
-    threads: PositiveInt = 1
+    threads: Threads = 1
     """CPU threads to compute with."""
     data: Annotated[PromptOptions, OmitArgPrefixes] = PromptOptions()
     """What --prompts is read as."""

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import ConfigDict
 
-from tlt.cli.options import Drafter, Options, Seed, StopTexts
-from tlt.config.schema import SamplingSection
-from tlt.config.section import PositiveFloat, PositiveInt
+from tlt.cli.options import Drafter, Options, StopTexts
+from tlt.config.sampling import SamplingSection
 from tlt.config.vllm import VllmSection
 from tlt.hub import Repository, resolve_model
+from tlt.kinds import BatchSize, Gib, MaxTokens, Samples, Seed, Threads
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -34,9 +34,11 @@ class SamplingOptions(SamplingSection, Options):
 
     model_config = ConfigDict(strict=False)
 
+    max_tokens: MaxTokens = 2048
+    """Length at which a response is cut off, in tokens; left out, no later than the model's window ends."""
     stop: StopTexts = ()
     """Text that ends a response, or a JSON list of such texts; the response keeps it."""
-    samples: PositiveInt = 1
+    samples: Samples = 1
     """Responses to every prompt."""
     seed: Seed = 0
     """Seed of the sampling: the same seed gives the same tokens, whatever the speculation."""
@@ -59,11 +61,11 @@ class EngineOptions(VllmSection, Options):
     """Number type of the engine's weights and activations."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that the engine computes on; auto takes a GPU where there is one."""
-    max_batch_size: PositiveInt = 64
+    max_batch_size: BatchSize = 64
     """Sequences that are decoded at a time."""
-    kv_gib: PositiveFloat | None = None
+    kv_gib: Gib | None = None
     """GiB for keys, values and the drafter's caches. None: four fifths of what is free on a GPU, half of a machine's memory."""
-    threads: PositiveInt = 1
+    threads: Threads = 1
     """CPU threads to compute with."""
 
     def check(self, speculation: str, has_references: bool = False) -> None:

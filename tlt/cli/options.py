@@ -18,12 +18,12 @@ from tyro.conf import Positional, Suppress, arg
 from tyro.constructors import PrimitiveConstructorSpec
 
 from tlt.config.arguments import read_words
-from tlt.config.mistakes import Keys, find_nearest, mistake, remedy
+from tlt.config.mistakes import Keys, find_nearest, mistake
 from tlt.config.schema import Config
-from tlt.config.section import Explained, PositiveInt, split_words
+from tlt.config.section import Explained, split_words
+from tlt.kinds import BatchSize, remedy
 from tlt.types import UserError
 
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Folder = Annotated[Path | None, arg(metavar="DIR")]
 Drafter = Annotated[Path | None, arg(metavar="DRAFTER")]
 File = Annotated[Path | None, arg(metavar="FILE")]
@@ -87,7 +87,7 @@ StopTexts = Annotated[tuple[str, ...], BeforeValidator(_read_texts), _SHOWN_AS_T
 
 _WORDS, _NUMBERS = _listed("NAME,..."), _listed("N,...")
 Names = Annotated[tuple[str, ...], Field(min_length=1), *_WORDS]
-Numbers = Annotated[tuple[PositiveInt, ...], Field(min_length=1), *_NUMBERS]
+Numbers = Annotated[tuple[BatchSize, ...], Field(min_length=1), *_NUMBERS]
 
 
 class Options(Explained):
@@ -146,7 +146,7 @@ def _fields(kind: type[Options]) -> Iterator[tuple[str, Keys]]:
 def _assign(values: dict[str, Any], kind: type[Options], keys: Keys, text: str) -> None:
     field = kind.model_fields[keys[0]]
     if isinstance(field.default, Options):
-        values = values.setdefault(keys[0], field.default.model_dump())  # this command's defaults of the group
+        values = values.setdefault(keys[0], field.default.model_dump(exclude_unset=True))  # this command's own defaults
         field = type(field.default).model_fields[keys[1]]
     can_be_none = type(None) in get_args(field.annotation)
     values[keys[-1]] = None if can_be_none and text.lower() == "none" else text

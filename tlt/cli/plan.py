@@ -11,8 +11,8 @@ from tyro.conf import Positional, arg
 from tlt.cli.options import File, WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.config.section import NonNegativeInt, PositiveFloat, PositiveInt
 from tlt.files import Record, check_output_file, write_json
+from tlt.kinds import Gib, NonNegativeInt, Processes
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,9 +34,9 @@ class PlanMemory(WithOverrides):
 
     config: Annotated[Positional[Path], arg(metavar="CONFIG")]
     """TOML configuration, or the name of a recipe such as countdown."""
-    device_gib: PositiveFloat | None = None
+    device_gib: Gib | None = None
     """Memory of a GPU in GiB, or of the machine where run.device is cpu; none: of what is found here."""
-    ranks: PositiveInt | None = None
+    ranks: Processes | None = None
     """Ranks of all machines; none: run.num_ranks, as on a single machine."""
     prompt_tokens: NonNegativeInt = 1024
     """Tokens of the longest prompt."""

@@ -12,8 +12,8 @@ from tyro.conf import Positional, arg
 from tlt.cli.options import File, Folder, Numbers, WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.config.section import NonNegativeFloat, PositiveFloat, PositiveInt
 from tlt.files import Record, check_output_file, write_json
+from tlt.kinds import NonNegativeFloat, PositiveInt, Tokens
 from tlt.types import UserError
 
 if TYPE_CHECKING:
@@ -40,15 +40,15 @@ class PlanSpeed(WithOverrides):
     minutes."""
     run: Folder = None
     """Folder of a run that has measured lengths, costs and acceptance; none: a GPU-like cost curve and the options below."""
-    median_tokens: PositiveFloat | None = None
+    median_tokens: Tokens | None = None
     """Without --run: half of the responses are longer; none: an eighth of sampling.max_tokens."""
-    p95_tokens: PositiveFloat | None = None
+    p95_tokens: Tokens | None = None
     """Without --run: one response in twenty would be longer; none: sampling.max_tokens, at which all are cut."""
-    step_ms: PositiveFloat = 25.0
+    step_ms: Annotated[float, Field(ge=1e-6, le=1e6)] = 25.0
     """Without --run: milliseconds of a decoding step without speculation."""
-    knee: PositiveFloat = 512.0
+    knee: Tokens = 512.0
     """Without --run: tokens in one forward up to which a step takes no longer."""
-    rollout_share: Annotated[float, Field(gt=0, le=1)] = 0.85
+    rollout_share: Annotated[float, Field(ge=1e-3, le=1)] = 0.85
     """Without --run: share of a step that is rollout, without speculation, for the first of --replicas."""
     interference: NonNegativeFloat = 0.0
     """Share by which a busy replica's steps take longer when all others of its host do idle work."""

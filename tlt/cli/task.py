@@ -10,11 +10,11 @@ from pydantic import Field, model_validator
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from tlt.cli.data import Columns, Data, DataOptions, Subset
-from tlt.cli.options import File, Options, Seed, json_object
+from tlt.cli.options import File, Options, json_object
 from tlt.config.mistakes import mistake
-from tlt.config.section import PositiveInt
 from tlt.data import DataSource, read_data
 from tlt.files import Record, check_output_file, get_id, read_jsonl, write_jsonl
+from tlt.kinds import Problems, Seed
 from tlt.types import Reward, UserError
 
 TaskName = Annotated[Positional[str], arg(metavar="NAME")]
@@ -25,7 +25,7 @@ class WriteProblems(Options):
 
     name: TaskName
     """A task that comes with TLT, such as countdown, or your own as module:object."""
-    num: PositiveInt
+    num: Problems
     """Number of problems to write; of data, the first ones."""
     out: Annotated[Path, arg(metavar="FILE")]
     """JSONL to write, with one problem a line."""

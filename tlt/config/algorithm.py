@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from tlt.config.mistakes import mistake
-from tlt.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from tlt.config.section import Section
+from tlt.kinds import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, PositiveShare
 
 Name = Literal["grpo", "dr-grpo", "dapo", "rloo", "reinforce++", "gspo", "cispo"]
 Advantage = Literal["group-std", "group-mean", "leave-one-out", "batch-whitened"]
@@ -82,7 +83,7 @@ class AlgorithmSection(Section):
     """Mean of the tokens' losses; None: the algorithm's choice.
     token: over all tokens of an optimizer step. sequence: over responses, of the mean of each.
     constant: the sum, divided by responses x sampling.max_tokens."""
-    clip_low: Annotated[float, Field(gt=0, le=1)] | None = None
+    clip_low: PositiveShare | None = None
     """The ratio is clipped below at 1 - clip_low; None: the algorithm's choice."""
     clip_high: PositiveFloat | None = None
     """The ratio is clipped above at 1 + clip_high; None: the algorithm's choice."""

@@ -6,7 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from tlt.config.section import AnyPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from tlt.config.section import AnyPath, Section
+from tlt.kinds import (
+    CouplingTemperature,
+    LearningRate,
+    Mib,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveShare,
+    ProperShare,
+)
 
 
 class DrafterSection(Section):
@@ -18,20 +29,20 @@ class DrafterSection(Section):
     """Whether idle ranks train the drafter, as long as it brings more than it costs ranks at work beside them."""
     preset: Literal["eagle", "hass", "eagle3"] | None = None
     """How the drafter is trained (docs/drafter.md); None: by the preset that its folder names."""
-    unrolled_steps: PositiveInt | None = None
+    unrolled_steps: Annotated[int, Field(ge=1, le=64)] | None = None
     """Steps for which the drafter's training feeds it its own outputs; None: the preset's number."""
-    step_decay: Annotated[float, Field(gt=0, le=1)] | None = None
+    step_decay: PositiveShare | None = None
     """Weight of each unrolled step's loss in the drafter's training, as a share of the step before; None: the preset's."""
     feature_weight: NonNegativeFloat | None = None
     """Weight of the Smooth L1 loss between the drafter's hidden state and the target's feature; None: the preset's.
     eagle3 has no such loss."""
     distribution_weight: PositiveFloat | None = None
     """Weight of the cross-entropy between the target's distribution and the drafter's; None: the preset's."""
-    learning_rate: PositiveFloat = 3e-4
+    learning_rate: LearningRate = 3e-4
     """Learning rate of the drafter's training in idle time."""
     tokens_per_micro_step: PositiveInt = 1024
     """Most tokens of one optimizer step of the drafter; fewer where it would take over half a percent of a policy step."""
-    buffer_mib: PositiveInt = 512
+    buffer_mib: Mib = 512
     """MiB of responses and features that each rank keeps to train the drafter on; the oldest are dropped first."""
     carry_longest: NonNegativeInt = 8
     """Number of the previous step's longest responses that the drafter is trained on again."""
@@ -54,11 +65,11 @@ class DrafterSection(Section):
     That the drafter is finite and the same on all ranks is checked in every step."""
     ranking: Literal["coupled", "top-k"] = "coupled"
     """Drafts are ranked by log q / tau + the sampling noise (coupled) or by log q (top-k, EAGLE-2). Changes the speed alone."""
-    coupling_temperature: PositiveFloat | None = None
+    coupling_temperature: CouplingTemperature | None = None
     """Temperature tau of the coupled ranking; None: tuned while running."""
-    confidence_threshold: Annotated[float, Field(ge=0, lt=1)] = 0.4
+    confidence_threshold: ProperShare = 0.4
     """Drafting a chain stops where the chance that the whole chain is accepted falls below this; 0: never."""
-    feature_window: Annotated[int, Field(ge=256)] = 4096
+    feature_window: Annotated[PositiveInt, Field(ge=256)] = 4096
     """Latest positions of each sequence whose features are kept, so that the drafter can be switched on later."""
     ngram_tokens: NonNegativeInt = 200_000
     """Response tokens that each rank indexes for drafts by retrieval; about 300 bytes each."""

@@ -25,6 +25,7 @@ from tlt.config.arguments import read_words
 from tlt.config.mistakes import Keys, section_of, validate
 from tlt.config.schema import DEFAULT_OUT_DIR, Config
 from tlt.hub import Repository
+from tlt.kinds import shorten
 from tlt.recipes import resolve_config
 from tlt.secrets import holds_credential
 from tlt.types import UserError
@@ -43,6 +44,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     Raises UserError, one line, for a file that is missing or no TOML, a key that is unknown (the nearest is suggested),
     a value of the wrong type or out of range, an override without a value, and a path that leads nowhere.
     """
+    if not isinstance(source, str | Path | Mapping):
+        raise UserError(f"config: is {shorten(source)}; give a TOML file, the name of a recipe, or a dict of sections")
     if isinstance(source, Mapping):
         file, folder, values = "config", Path(), copy.deepcopy(dict(source))
     else:
@@ -132,6 +135,8 @@ class Override:
 
 def read_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> list[Override]:
     """Reads {"section.key": value}, or words `--section.key value`. Text is read as the key wants it."""
+    if not isinstance(overrides, Mapping | list | tuple) or not all(isinstance(word, str) for word in overrides):
+        raise UserError(f"overrides: is {shorten(overrides)}; give a dict such as {{'run.num_steps': 20}}, or a list of words")
     if isinstance(overrides, Mapping):
         return [_read_override(f"overrides[{name!r}]", name, value) for name, value in overrides.items()]
     words = read_words(overrides)

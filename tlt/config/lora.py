@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from tlt.config.mistakes import mistake
-from tlt.config.section import NonNegativeInt, PositiveFloat, Section, split_words
+from tlt.config.section import Section, split_words
+from tlt.kinds import PositiveFloat, Rank
 
 ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -16,7 +17,7 @@ ALL_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 class LoraSection(Section):
     """LoRA: the policy's weights are frozen, and adapters of low rank beside its matrices are trained alone (docs/lora.md)."""
 
-    rank: NonNegativeInt = 0
+    rank: Rank = 0
     """Rank of the adapters, as PEFT's r; 0: there are none, and the whole policy is trained."""
     alpha: PositiveFloat = 32.0
     """Weight of the adapters, as PEFT's lora_alpha: a matrix W becomes W + alpha / rank × B A."""

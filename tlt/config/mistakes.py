@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails, PydanticCustomError
 
+from tlt.kinds import remedy, shorten
 from tlt.types import UserError
 
 Keys = tuple[str, ...]
@@ -38,22 +39,6 @@ def validate(model: type[Table], values: Any, file: str, places: Mapping[Keys, s
 def first_mistake(error: ValidationError) -> ErrorDetails:
     """Returns an unknown key before all others, for it often explains them: the key it was meant to be is then missing."""
     return min(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
-
-
-def remedy(detail: ErrorDetails) -> str:
-    """Returns what pydantic asks for, as the end of our line."""
-    message = detail["msg"]
-    if detail["type"] == "mistake":
-        return message
-    message = message.replace("Input should be", "it must be", 1).replace("Value should", "it must", 1)
-    message = message.partition(", unable to parse")[0].replace("a valid dictionary", "a table such as '{key = 1}'")
-    return message[:1].lower() + message[1:]
-
-
-def shorten(value: Any, limit: int = 80) -> str:
-    """Returns the value on one line of bounded length."""
-    text = " ".join(repr(value).split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def find_nearest(word: str, known: Iterable[str]) -> str | None:

@@ -7,7 +7,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, model_validator
 
 from tlt.config.mistakes import mistake
-from tlt.config.section import NonNegativeInt, PositiveFloat, Section, split_words
+from tlt.config.section import Section, split_words
+from tlt.kinds import AnyFloat, Seconds, Workers
 
 
 class RewardsSection(Section):
@@ -19,14 +20,14 @@ class RewardsSection(Section):
     """Reward functions in TRL's signature as "package.module:object", and "task" for the task's own score; none: that alone. On
     the command line with commas between."""
     weights: Annotated[
-        tuple[Annotated[float, Field(strict=False)], ...], Field(strict=False), BeforeValidator(split_words)
+        tuple[Annotated[AnyFloat, Field(strict=False)], ...], Field(strict=False), BeforeValidator(split_words)
     ] = ()
     """Weights of the functions in the sum that is the reward, with commas between on the command line; none: 1 each."""
-    solved_at: float = 1.0
+    solved_at: AnyFloat = 1.0
     """A response is solved from this reward on, where "task", which says so itself, is not among the functions."""
-    num_workers: NonNegativeInt = 1
+    num_workers: Workers = 1
     """Worker processes of each rank that score responses; 0: the rank scores itself, without time-out, as in a notebook."""
-    timeout_seconds: PositiveFloat = 10.0
+    timeout_seconds: Seconds = 10.0
     """Time limit of scoring one response; past it the response has no score, and the reason is recorded."""
 
     @model_validator(mode="after")

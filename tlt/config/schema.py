@@ -16,8 +16,28 @@ from tlt.config.drafter import DrafterSection
 from tlt.config.lora import LoraSection
 from tlt.config.mistakes import mistake, validate
 from tlt.config.rewards import RewardsSection
-from tlt.config.section import AnyPath, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section, split_words
+from tlt.config.sampling import SamplingSection
+from tlt.config.section import AnyPath, Section, split_words
 from tlt.config.vllm import VllmSection
+from tlt.kinds import (
+    BatchSize,
+    Epsilon,
+    Gib,
+    LearningRate,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Problems,
+    Processes,
+    ProperShare,
+    Samples,
+    Seconds,
+    Seed,
+    Temperature,
+    Threads,
+    WeightDecay,
+)
 from tlt.types import Strategy, UserError
 
 _DEFAULT_NUM_PROBLEMS = 4096
@@ -34,19 +54,19 @@ class RunSection(Section):
 
     out_dir: AnyPath = DEFAULT_OUT_DIR
     """Folder of everything the run writes; relative to the working directory."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    seed: Seed = 0
     """Seed of sampling, problem order and generated problems: the same seed gives the same run."""
     num_steps: PositiveInt = 100
     """Policy steps of the run; each generates responses, then updates the policy."""
-    num_ranks: PositiveInt = 2
+    num_ranks: Processes = 2
     """Processes that train, on all machines. What torchrun or srun have started goes before it."""
     launcher: Literal["local", "ray"] = "local"
     """Who starts the ranks: this machine (local), or an existing Ray cluster (ray). torchrun and srun have done it already."""
     max_restarts: NonNegativeInt = 3
     """Times that all ranks are started again, from what is saved, after one has died or failed; torchrun counts its own."""
-    timeout_seconds: Annotated[float, Field(ge=1)] = 600.0
+    timeout_seconds: Annotated[Seconds, Field(ge=1)] = 600.0
     """Seconds for which a rank waits for the others, in a collective or for a sign of life, before it gives the attempt up."""
-    threads_per_rank: PositiveInt = 1
+    threads_per_rank: Threads = 1
     """CPU threads of each rank."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device that ranks compute on; auto takes GPUs where every rank can have one of its own, else the CPU."""
@@ -103,7 +123,7 @@ class TaskSection(Section):
     The default stands for the rows of task.data, scored by rewards.functions alone."""
     options: dict[str, Any] = Field(default={})
     """The task's own options, given to its problems() as keyword arguments."""
-    num_problems: PositiveInt | None = None
+    num_problems: Problems | None = None
     """Number of training problems that the task makes, shuffled anew in each epoch; 4096 unless data gives them."""
     data: AnyPath | None = None
     """Training problems, instead of num_problems: a JSONL or Parquet file, a folder of them or of save_to_disk, or a dataset of
@@ -136,13 +156,13 @@ class TaskSection(Section):
 class RolloutSection(Section):
     """The responses of a policy step: how many, and how they are generated."""
 
-    problems_per_step: PositiveInt = 8
+    problems_per_step: Problems = 8
     """Problems that each policy step answers."""
-    samples_per_problem: Annotated[int, Field(ge=2)] = 4
+    samples_per_problem: Annotated[Samples, Field(ge=2)] = 4
     """Responses to each problem of a step, a GRPO group: advantages compare them, so at least 2."""
-    max_batch_size: PositiveInt = 64
+    max_batch_size: BatchSize = 64
     """Sequences that each rank decodes at a time."""
-    kv_gib: PositiveFloat | None = None
+    kv_gib: Gib | None = None
     """GiB that each rank has for keys, values and the drafter's caches. Where they are spent, some sequences wait and are read
     again later, with the same tokens (docs/memory.md). None: four fifths of what is free on a GPU; on a CPU half of the
     machine's memory, divided by its ranks."""
@@ -188,35 +208,18 @@ class RolloutSection(Section):
         return value
 
 
-class SamplingSection(Section):
-    """The sampling of training responses. RL trains on the law it samples: truncation is off by default."""
-
-    temperature: NonNegativeFloat = 1.0
-    """Sampling temperature; at 0 the most probable token is taken."""
-    top_k: NonNegativeInt = 0
-    """Draws from this many of the most probable tokens; 0 keeps all tokens."""
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Draws from the fewest tokens that hold this probability; 1 keeps all tokens."""
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Drops tokens less probable than this share of the most probable one; 0 keeps all tokens."""
-    max_tokens: PositiveInt = 2048
-    """Length at which a training response is cut off, in tokens."""
-    stop: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(strict=False)] = ()
-    """Texts that end a response, which keeps them; beside the model's own stop tokens."""
-
-
 class OptimizerSection(Section):
     """AdamW for the policy."""
 
-    learning_rate: PositiveFloat = 1e-6
+    learning_rate: LearningRate = 1e-6
     """Learning rate of the policy after the warm-up."""
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta1: ProperShare = 0.9
     """AdamW's decay rate of the mean gradient."""
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    beta2: ProperShare = 0.95
     """AdamW's decay rate of the mean squared gradient."""
-    eps: PositiveFloat = 1e-8
+    eps: Epsilon = 1e-8
     """AdamW's epsilon."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: WeightDecay = 0.0
     """AdamW's weight decay of the policy."""
     warmup_steps: NonNegativeInt = 0
     """Policy steps in which the learning rate rises linearly from 0."""
@@ -237,7 +240,7 @@ class EvaluationSection(Section):
 
     every: NonNegativeInt = 0
     """Policy steps between evaluations; 0: only before the first step and after the last."""
-    num_problems: NonNegativeInt = 256
+    num_problems: Annotated[int, Field(ge=0, le=2**24)] = 256
     """Held-out problems of an evaluation; 0: no evaluation."""
     data: AnyPath | None = None
     """Held-out problems: a file, folder or dataset as for task.data; None: task.data where `split` is set."""
@@ -247,9 +250,9 @@ class EvaluationSection(Section):
     """Split of the dataset; None: the only one, else test."""
     columns: dict[str, str] | None = None
     """The dataset's names of columns, by ours; None: as for task.data."""
-    samples_per_problem: PositiveInt = 4
+    samples_per_problem: Samples = 4
     """Responses to each held-out problem."""
-    temperature: NonNegativeFloat = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature of evaluations; at 0 the most probable token is taken."""
     keep_best: bool = True
     """Also keep the policy of the best evaluation."""

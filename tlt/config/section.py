@@ -1,4 +1,4 @@
-"""What all sections of the configuration share: their base, how keys are explained, ranges of numbers. Knows no section."""
+"""What all sections of the configuration share: their base, and how keys are explained. Knows no section."""
 
 from __future__ import annotations
 
@@ -13,10 +13,6 @@ from tlt.config.mistakes import mistake
 LONGEST_NAME = 255
 """Bytes of a file's name."""
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
 AnyPath = Annotated[Path, Field(strict=False)]
 
 

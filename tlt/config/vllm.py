@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from tlt.config.section import PositiveInt, Section
+from pydantic import Field
+
+from tlt.config.section import Section
+from tlt.kinds import Processes
+from tlt.types import Strategy
 
 
 class VllmSection(Section):
     """Settings of vLLM, where rollout.engine is vllm."""
 
-    tensor_parallel: PositiveInt = 1
+    tensor_parallel: Processes = 1
     """Devices that one vLLM is spread over."""
-    max_draft_tokens: PositiveInt = 8
+    max_draft_tokens: Annotated[int, Field(ge=1, le=Strategy.MAX_DEPTH)] = 8
     """Tokens that vLLM drafts at a time, at most; adaptive speculation chooses a number up to this at every step."""
     compile: bool = True
     """Whether vLLM compiles the model, and on GPUs captures graphs; it then starts later and generates faster."""

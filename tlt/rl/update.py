@@ -28,7 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tlt.config.algorithm import AlgorithmSection
-from tlt.config.schema import OptimizerSection, SamplingSection
+from tlt.config.sampling import SamplingSection
+from tlt.config.schema import OptimizerSection
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import Transformer
 from tlt.models.lora import BaseOf, bit_sum
@@ -97,6 +98,9 @@ class Totals:
 Frozen = tuple[Tensor, Tensor]
 """(logprobs_T, entropy_T) of a micro-batch under a policy that does not move."""
 
+COLDEST = 1e-6
+"""The least sampling temperature that is trained at: logits are divided by it in float32."""
+
 
 class PolicyTrainer:
     """Owns the optimizer of `model`; every rank of `process_group` holds one and calls `update` with the same rollouts.
@@ -120,8 +124,9 @@ class PolicyTrainer:
         reference: Transformer | BaseOf | None = None,
         reduces_each: bool = True,
     ) -> None:
-        if sampling.temperature <= 0:
-            raise UserError(f"sampling: temperature is {sampling.temperature}; a policy gradient needs samples: set it above 0")
+        if sampling.temperature < COLDEST:
+            needs = f"a policy gradient needs samples: set it to {COLDEST} or more"
+            raise UserError(f"sampling: temperature is {sampling.temperature}; {needs}")
         assert (reference is not None) == (algorithm.kl_coefficient > 0), "a reference policy is for a KL coefficient above 0"
         self.settings, self.schedule = algorithm, optimizer
         self.algorithm = algorithm.resolve(sampling.max_tokens)
