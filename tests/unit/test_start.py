@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,17 @@ def test_the_header_says_how_the_update_is_sharded_and_why(tmp_path: Path) -> No
     config = load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), *sharded])
     said = "policy sharded (FSDP2) (parallel.policy is fsdp), computed in bfloat16, activations checkpointed"
     assert describe_update(config) == said
+
+
+def test_responses_that_the_window_would_cut_are_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    config, window = make_config(tmp_path), 4096
+    problems = [*load_problems(config, "train"), *load_problems(config, "test")]
+    room = window - max(len(problem.prompt_ids) for problem in problems)
+    for max_tokens, is_refused in ((room, False), (room + 1, True)):
+        longer = load_config(config.model_dump(), {"sampling.max_tokens": max_tokens})
+        told = f"is {room + 1}, but the model's window of {window} tokens leaves {room} after .*; give {room}"
+        with pytest.raises(UserError, match=rf"^sampling\.max_tokens: {told}") if is_refused else nullcontext():
+            preflight(longer)
 
 
 def test_a_type_for_a_sharded_update_is_refused_where_the_policy_is_replicated(tmp_path: Path) -> None:

@@ -60,12 +60,14 @@ def run(options: Generate) -> Record:
         from tlt.api import to_response
         from tlt.build.engine import load_engine
         from tlt.build.model import load_checkpoint
-        from tlt.models.prompts import make_requests
+        from tlt.models.prompts import check_room, make_requests
 
         options.engine.check(options.speculation, options.references is not None)
         model = load_checkpoint(folder, options.engine.engine)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
     prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
+    if "max_tokens" in options.sampling.model_fields_set:
+        check_room(prompts, options.sampling.max_tokens, window, "--max-tokens")
     requests = make_requests(prompts, options.sampling.params(model.stop_ids), options.sampling.samples)
 
     references = None

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tlt.files import Record, get_id
+from tlt.kinds import plain, shorten
 from tlt.models.tokenizer import Tokenizer, check_prompt
-from tlt.types import Request, SamplingParams, UserError
+from tlt.types import Problem, Request, SamplingParams, UserError
 
 KINDS = ("prompt", "prompt_ids", "messages")
 """Keys by which a record gives its prompt: text, token ids, or chat messages for the tokenizer's template. As in TRL's and
@@ -85,12 +86,21 @@ def encode_prompt(record: Record, tokenizer: Tokenizer | None, place: str, chat:
     return tokenizer.encode_chat(_with_system_prompt(value, kind, place, chat), place, chat.variables)
 
 
+def read_ids(value: Any, place: str) -> tuple[int, ...]:
+    """Returns token ids that are given as a list or tuple, or as an array of NumPy's or torch's of one dimension."""
+    is_list = isinstance(value, list | tuple)
+    ids = value if is_list and all(type(token) is int for token in value) else plain(value)
+    is_ordered = isinstance(value, Sequence) or hasattr(value, "tolist")
+    if not (is_ordered and isinstance(ids, list | tuple) and all(type(token) is int for token in ids)):
+        raise UserError(f"{place}: prompt_ids is {shorten(value)}; it must be a list of whole numbers")
+    return tuple(ids)
+
+
 def _check_ids(value: Any, place: str, chat: ChatFormat) -> tuple[int, ...]:
-    if not isinstance(value, list | tuple) or not all(type(token) is int for token in value):
-        raise UserError(f"{place}: prompt_ids must be a list of whole numbers")
+    ids = read_ids(value, place)
     if chat.system_prompt is not None:
         raise UserError(f"{place}: the system prompt cannot be put before prompt_ids; remove it, or give prompt or messages")
-    return tuple(value)
+    return ids
 
 
 def _with_system_prompt(value: Any, kind: str, place: str, chat: ChatFormat) -> list[Record]:
@@ -106,6 +116,15 @@ def _with_system_prompt(value: Any, kind: str, place: str, chat: ChatFormat) -> 
     if messages[0].get("role") == "system":
         raise UserError(f"{place}: {kind} begins with a system message already; remove the system prompt that is set")
     return [{"role": "system", "content": chat.system_prompt}, *messages]
+
+
+def check_room(prompts: Iterable[Prompt | Problem], max_tokens: int, window: int, place: str) -> None:
+    """Raises UserError, which begins with `place`, where the window ends before a response has got as long as it may."""
+    longest = max(prompts, key=lambda prompt: len(prompt.prompt_ids), default=None)
+    if longest is None or (room := window - len(longest.prompt_ids)) >= max_tokens:
+        return
+    window_says = f"the model's window of {window} tokens leaves {room} after the prompt of problem {longest.problem_id!r}"
+    raise UserError(f"{place}: is {max_tokens}, but {window_says}; give {room} or less, or shorter prompts")
 
 
 def make_requests(prompts: Iterable[Prompt], params: SamplingParams, samples: int) -> list[Request]:

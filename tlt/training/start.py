@@ -31,6 +31,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
 from tlt.models.lora import count_adapters
+from tlt.models.prompts import check_room
 from tlt.plan import subject
 from tlt.plan.fit import Run as PlannedRun
 from tlt.plan.fit import refuse
@@ -184,12 +185,13 @@ def preflight(config: Config) -> Findings:
         stored = load_drafter(drafter, model)
         choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
     problems = load_problems(config, "train")
+    held_out = load_problems(config, "test") if config.evaluation.num_problems else []
+    check_room([*problems, *held_out], config.sampling.max_tokens, model.max_positions, "sampling.max_tokens")
     longest_prompt = max(len(problem.prompt_ids) for problem in problems)
     refuse(plan_run(config, model, None if drafter is None else stored.config, longest_prompt))
     check_replay(config, problems, model)
     Scorer(reward_spec(config)).check(problems[0].data)
-    num_held_out = len(load_problems(config, "test")) if config.evaluation.num_problems else 0
-    return Findings(model, len(problems), num_held_out, num_adapted)
+    return Findings(model, len(problems), len(held_out), num_adapted)
 
 
 def plan_run(config: Config, model: ModelConfig, drafter: DrafterShape | None, longest_prompt: int) -> PlannedRun:

@@ -60,7 +60,7 @@ def test_generate_gives_the_same_tokens_for_the_same_seed_only(model: Path, caps
         ({"prompt": ""}, "prompt is ''; it must be text"),
         ({"prompt": "[2,9;7]"}, "has no token for ';' (column 5); remove it"),
         ({"prompt_ids": [2, 61]}, "token id 61 is outside the vocabulary of 61"),
-        ({"prompt_ids": [2.5]}, "prompt_ids must be a list of whole numbers"),
+        ({"prompt_ids": [2.5]}, "prompt_ids is [2.5]; it must be a list of whole numbers"),
         ({"prompt_ids": []}, "the prompt is empty; give at least one token"),
         ({"messages": [{"role": "user", "content": "1"}]}, "has no chat template; give prompt (text) or prompt_ids"),
         ({"messages": ["1"]}, "messages must be a list of objects"),
@@ -220,3 +220,15 @@ def test_what_takes_seconds_is_said_on_a_terminal_alone(is_terminal: bool, monke
     with show_busy("loading"):
         pass
     assert ("loading" in stream.getvalue()) == is_terminal
+
+
+@pytest.mark.usefixtures("here")
+def test_max_tokens_beyond_the_window_is_refused_where_it_is_asked_for(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_lines("prompts.jsonl", {"prompt": "1"}, {"problem_id": "long", "prompt": "1" * 20})
+    room = WINDOW - 20
+    told = f"is {room + 1}, but the model's window of {WINDOW} tokens leaves {room} after the prompt of problem 'long'"
+    line = f"--max-tokens: {told}; give {room} or less, or shorter prompts"
+    assert refuse(capsys, model, "--max-tokens", str(room + 1)) == line
+    for words in ([], ["--max-tokens", str(room)]):
+        files = ("--prompts", "prompts.jsonl", "--out", "out.jsonl")
+        assert succeed(capsys, "generate", str(model), *files, *words)["responses"] == 2
