@@ -12,11 +12,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, TypedDict, Unpack
@@ -26,6 +25,7 @@ import torch
 from tlt.build.engine import EngineSettings, load_engine
 from tlt.build.model import Checkpoint, load_checkpoint, resolve_device
 from tlt.config.load import load_config
+from tlt.config.mistakes import find_nearest
 from tlt.config.schema import Config
 from tlt.distributed.failures import EXIT_OK, EXIT_USER_ERROR
 from tlt.distributed.launch import is_rank
@@ -35,23 +35,28 @@ from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.files import Record
 from tlt.hub import Repository, resolve_model
-from tlt.models.prompts import encode_prompts, make_requests
+from tlt.kinds import BatchSize, Samples, shorten
+from tlt.models.prompts import check_room, encode_prompts, make_requests
 from tlt.models.tokenizer import Tokenizer
 from tlt.tasks.base import Task
 from tlt.training.evaluate import Evaluation, read_evaluations
 from tlt.training.lock import can_go_on, forget_journal, refuse_begun
 from tlt.training.loop import describe_run, main
 from tlt.training.start import launch_ranks, prepare, run_started_rank
-from tlt.types import FinishReason, Request, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
+from tlt.types import FinishReason, Request, Rollout, SamplingParams, Strategy, UserError, checked, resolve_dtype
 
 # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Mapping[str, Any]
-"""Text, token ids, chat messages, or a record as in a prompts file: {"prompt": …, "problem_id": …}."""
+"""Text, token ids (also as an array of NumPy's or torch's), chat messages, or a record as in a prompts file:
+{"prompt": …, "problem_id": …}."""
 
 
 class Sampling(TypedDict, total=False):
-    """Keyword arguments of `generate`, with the meanings and defaults of SamplingParams. stop_ids: else the model's own."""
+    """Keyword arguments of `generate`, with the meanings and defaults of SamplingParams.
+
+    stop_ids: else the model's own.  max_tokens: refused where the model's window ends before; else 2048, or what it leaves.
+    """
 
     temperature: float
     top_k: int
@@ -115,10 +120,13 @@ class Engine:
         engine: what generates, TLT's own engine or an installed vLLM with the same sampling law inside, which also takes
             models that TLT does not train (docs/vllm.md).
         """
-        if max_batch_size < 1:
-            raise UserError(f"max_batch_size: is {max_batch_size}; it must be 1 or more")
+        checked("max_batch_size", max_batch_size, BatchSize)
+        for name, value in (("path", path), ("drafter", drafter)):
+            if not ((isinstance(value, str | Path) and str(value).strip()) or (value is None and name == "drafter")):
+                raise UserError(f"{name}: is {shorten(value)}; give a folder, or a name on the Hugging Face hub")
+        checked("revision", revision, str | None)
         if engine not in ("tlt", "vllm"):
-            raise UserError(f"engine: is {engine!r}; give tlt or vllm")
+            raise UserError(f"engine: is {shorten(engine)}; give tlt or vllm")
         if drafter is not None and not Path(drafter).is_dir() and Repository.parse(drafter) is None:
             raise UserError(f"drafter: {drafter} does not exist; give a drafter's folder, or its name on the Hugging Face hub")
         settings = EngineSettings(
@@ -151,17 +159,19 @@ class Engine:
         return self._run(self._requests(prompts, samples, sampling))
 
     def _requests(self, prompts: Iterable[Prompt], samples: int, sampling: Sampling) -> list[Request]:
-        if isinstance(prompts, str | Mapping):
-            raise UserError(f"prompts: is a single {type(prompts).__name__}; give a list of prompts")
-        if samples < 1:
-            raise UserError(f"samples: is {samples}; it must be 1 or more")
+        if isinstance(prompts, str | bytes | Mapping | Set) or not isinstance(prompts, Iterable):
+            raise UserError(f"prompts: is {shorten(prompts)}; give a list of prompts")
+        samples = checked("samples", samples, Samples)
+        if unknown := next(iter(sampling.keys() - Sampling.__annotations__.keys()), None):
+            known = find_nearest(unknown, Sampling.__annotations__) or f"one of {', '.join(Sampling.__annotations__)}"
+            raise UserError(f"{unknown}: is no argument of generate and stream; give {known}")
         given: Sampling = {"stop_ids": self.stop_ids, **sampling}
         params = SamplingParams(**given)
-        if not 0 <= params.seed < 2**63:
-            raise UserError(f"seed: is {params.seed}; it must be in [0, 2^63)")
         records = [(f"prompts:{number}", _to_record(number, prompt)) for number, prompt in enumerate(prompts, start=1)]
         vocab_size, window = self.config.vocab_size, self.config.max_positions
         encoded = encode_prompts(records, self.tokenizer, vocab_size=vocab_size, window=window)
+        if "max_tokens" in sampling:
+            check_room(encoded, params.max_tokens, window, "max_tokens")
         return make_requests(encoded, params, samples)
 
     def _run(self, requests: Sequence[Request]) -> Iterator[Response]:
@@ -175,23 +185,17 @@ class Engine:
             self._engine.abort()  # nothing is left to, unless the caller broke off
 
 
-def _to_record(number: int, prompt: Prompt) -> Record:
+def _to_record(number: int, prompt: Any) -> Record:
     """Returns the prompt as a line of a prompts file would give it."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, Mapping):
         return dict(prompt)
-    if not isinstance(prompt, Sequence):
-        raise UserError(f"prompts:{number}: cannot be a {type(prompt).__name__}; give text, token ids, messages or a record")
-    items = list(prompt)
-    if items and all(isinstance(item, Mapping) for item in items):
-        return {"messages": items}
-    return {"prompt_ids": [_to_int(item) for item in items]}
-
-
-def _to_int(item: Any) -> Any:
-    """Makes another library's whole number, such as numpy's, Python's; what is none is refused with the record."""
-    return item if isinstance(item, bool) or not isinstance(item, Integral) else int(item)
+    if isinstance(prompt, bytes | bytearray | memoryview) or not (isinstance(prompt, Sequence) or hasattr(prompt, "tolist")):
+        raise UserError(f"prompts:{number}: is {shorten(prompt)}; give text, token ids, messages or a record")
+    if isinstance(prompt, Sequence) and prompt and all(isinstance(item, Mapping) for item in prompt):
+        return {"messages": list(prompt)}
+    return {"prompt_ids": prompt}
 
 
 def to_response(rollout: Rollout, tokenizer: Tokenizer | None) -> Response:
@@ -224,9 +228,10 @@ class TrainingResult:
     is_finished: bool
 
 
-def train(config: Config, task: Task | None = None) -> TrainingResult:
+def train(config: Config | str | Path | Mapping[str, Any], task: Task | None = None) -> TrainingResult:
     """Trains a policy, as `tlt train` does, and returns when the run has ended.
 
+    config: a Config, or what `load_config` makes one of: a file, the name of a recipe, the sections as a dict.
     task: an object in place of the one that config.task.name names. Ranks and reward workers are processes that import the
     task by its name. An object that is a module's own (`from mytask import TASK`) has one; any other serves only a run in
     this process: run.num_ranks = 1 and rewards.num_workers = 0.
@@ -234,6 +239,7 @@ def train(config: Config, task: Task | None = None) -> TrainingResult:
     With several ranks a script has to start under `if __name__ == "__main__":`, as for everything that multiprocessing spawns.
     Where torchrun or srun has started this process, it is a rank of the run, and goes on with what it began before a restart.
     """
+    config = config if isinstance(config, Config) else load_config(config)
     with _named(task, config) if task is not None else nullcontext(config.task.name) as name:
         config = load_config(config.model_dump(mode="json"), {"task.name": name})
         folder, started_at = config.run.out_dir, time.time()
@@ -284,7 +290,8 @@ def _is_finished(code: int, folder: Path) -> bool:
 def _named(task: Task, config: Config) -> Iterator[str]:
     """Yields a name under which `get_task` finds the object: its own, or one for this process and this run alone."""
     if isinstance(task, type) or not isinstance(task, Task):
-        raise UserError(f"task: {task!r} is no task; give an object with problems() and score()")
+        remedy = "give an object with problems() and score(), or a task's name as the configuration's task.name"
+        raise UserError(f"task: {shorten(task)} is no task; {remedy}")
     if (name := _importable_name(task)) is not None:
         yield name
         return

@@ -148,15 +148,15 @@ def test_the_sampling_arguments_are_those_of_the_law() -> None:
 @pytest.mark.parametrize(
     ("prompts", "arguments", "message"),
     [
-        ("[2,9:5]", {}, "^prompts: is a single str; give a list of prompts$"),
-        ([PROMPTS[0], 7], {}, "^prompts:2: cannot be a int; give text, token ids, messages or a record$"),
+        ("[2,9:5]", {}, r"^prompts: is '\[2,9:5\]'; give a list of prompts$"),
+        ([PROMPTS[0], 7], {}, "^prompts:2: is 7; give text, token ids, messages or a record$"),
         ([[]], {}, "prompts:1.*the prompt is empty"),
         ([[1, 10**6]], {}, "prompts:1.*outside the vocabulary"),
-        ([[1, 2.5]], {}, "prompts:1.*prompt_ids must be a list of whole numbers"),
+        ([[1, 2.5]], {}, r"prompts:1.*prompt_ids is \[1, 2.5\]; it must be a list of whole numbers"),
         ([{"role": "user", "content": "x"}], {}, "prompts:1.*has no prompt"),
         ([{"prompt": "[1:1]", "problem_id": "a"}] * 2, {}, "prompts:2: problem_id 'a' was given at prompts:1 already"),
-        (PROMPTS, {"samples": 0}, "^samples: is 0; it must be 1 or more$"),
-        (PROMPTS, {"temperature": -1.0}, "temperature is -1.0"),
+        (PROMPTS, {"samples": 0}, "^samples: is 0; it must be greater than or equal to 1$"),
+        (PROMPTS, {"temperature": -1.0}, "^temperature: is -1.0"),
         (PROMPTS, {"seed": -1}, "^seed: is -1"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -103,10 +104,11 @@ def resolve_device(wanted: str | torch.device, place: str = "device") -> torch.d
     """Returns the device that an engine computes on: for "auto" a GPU where there is one. UserError, which begins with `place`,
     for a device that is unknown or not there. (What `run.device` means for several ranks, distributed/world.py says.)"""
     has_cuda = torch.cuda.is_available()
-    try:
+    device = None
+    with suppress(RuntimeError, TypeError):
         device = torch.device(("cuda" if has_cuda else "cpu") if wanted == "auto" else wanted)
-    except RuntimeError:
-        raise UserError(f"{place}: {wanted!r} is unknown; give auto, cpu or cuda") from None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"{place}: {wanted!r} is unknown; give auto, cpu or cuda")
     if device.type == "cuda" and not has_cuda:
         raise UserError(f"{place}: {wanted} is not available here; give cpu or auto")
     return device

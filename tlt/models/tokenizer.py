@@ -5,14 +5,17 @@ The only place that imports transformers' tokenizers. Everything is read from th
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tlt.kinds import shorten
 from tlt.models.hf_files import existing_directory, read_json
 from tlt.types import UserError, one_line
 
+_HALF_A_CHARACTER = re.compile("[\ud800-\udfff]")
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -29,6 +32,8 @@ class Tokenizer:
 
     def encode_text(self, text: str, place: str = "prompt") -> tuple[int, ...]:
         """Returns the ids of a text prompt, with the special tokens that the tokenizer itself adds (such as <bos>)."""
+        if (bad := _HALF_A_CHARACTER.search(text)) is not None:
+            raise UserError(f"{place}: holds half a character ({bad[0]!r}, column {bad.start() + 1}); remove it")
         encoded = self.hf(text, return_offsets_mapping=self.hf.is_fast)
         if self.hf.is_fast:
             _check_coverage(self.hf, text, encoded["offset_mapping"], place, self.path)
@@ -117,7 +122,7 @@ def check_prompt(prompt_ids: Sequence[int], place: str, *, vocab_size: int, wind
         raise UserError(f"{place}: the prompt is empty; give at least one token")
     if bad := next((token for token in prompt_ids if not 0 <= token < vocab_size), None):
         raise UserError(
-            f"{place}: token id {bad} is outside the vocabulary of {vocab_size}; encode with the model's own tokenizer"
+            f"{place}: token id {shorten(bad)} is outside the vocabulary of {vocab_size}; encode with the model's own tokenizer"
         )
     if len(prompt_ids) > window - 1:
         raise UserError(

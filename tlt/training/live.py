@@ -28,8 +28,10 @@ from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import gather_objects, join_process_group, shutdown
 from tlt.drafter.formats.folder import load_drafter
 from tlt.engine.stats import EngineStats
+from tlt.kinds import BatchSize, Share, plain, shorten
 from tlt.models.hf_module import module_config, module_tensors, unwrap
 from tlt.models.hf_weights import expected_shapes
+from tlt.models.prompts import read_ids
 from tlt.models.tokenizer import check_prompt
 from tlt.report.timeline import Timeline, shared_epoch
 from tlt.rl.rewards import Key
@@ -38,7 +40,7 @@ from tlt.training.rollout.idle_time import IdleWork, facts_of, idle_choice
 from tlt.training.rollout.phase import RolloutPhase
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.rollout.work import Receivers
-from tlt.types import Problem, Purpose, Request, Reward, Rollout, SamplingParams, Strategy, UserError, resolve_dtype
+from tlt.types import Problem, Purpose, Request, Reward, Rollout, SamplingParams, Strategy, UserError, checked, resolve_dtype
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,16 @@ class LiveSettings:
     idle_share: float = 0.05
 
     def __post_init__(self) -> None:
-        if self.drafter is not None and not Path(self.drafter).is_dir():
+        if self.drafter is not None and not (isinstance(self.drafter, str | Path) and Path(self.drafter).is_dir()):
             raise UserError(f"drafter: {self.drafter} does not exist; give a drafter's folder")
-        if self.speculation != "adaptive":
+        if checked("speculation", self.speculation, str) != "adaptive":
             Strategy.parse(self.speculation)
-        if self.max_batch_size < 1:
-            raise UserError(f"max_batch_size: is {self.max_batch_size}; it must be 1 or more")
-        if not 0 <= self.idle_share <= 1:
-            raise UserError(f"idle_share: is {self.idle_share}; it must be in [0, 1]")
+        if checked("dtype", self.dtype, str | None) is not None:
+            resolve_dtype(str(self.dtype))
+        checked("max_batch_size", self.max_batch_size, BatchSize)
+        checked("idle_share", self.idle_share, Share)
+        if not isinstance(self.drafting, Mapping):
+            raise UserError(f"drafting: is {shorten(self.drafting)}; give a dict of keys of the section [drafter]")
         assert self.section is not None, "keys and values are right"
 
     @property
@@ -143,7 +147,7 @@ class LiveRollouts:
 
         step: updates of the policy so far.  Raises UserError, on all ranks, for a prompt that the model cannot read.
         """
-        keys = self._name(gather_objects(self.world, [tuple(prompt) for prompt in prompts]), step, purpose)
+        keys = self._name(gather_objects(self.world, [plain(prompt) for prompt in prompts]), step, purpose)
         groups: dict[str, list[Request]] = {}
         for (name, index), prompt in (pair for rank in keys for pair in rank):
             groups.setdefault(name, []).append(Request(name, index, prompt, params, purpose, step))
@@ -186,16 +190,19 @@ class LiveRollouts:
         del self._phase, self.drafter, self.engine
         shutdown(world)
 
-    def _name(
-        self, prompts: Sequence[Sequence[tuple[int, ...]]], step: int, purpose: Purpose
-    ) -> list[list[tuple[Key, tuple[int, ...]]]]:
+    def _name(self, prompts: Sequence[Sequence[Any]], step: int, purpose: Purpose) -> list[list[tuple[Key, tuple[int, ...]]]]:
         """Returns (key, prompt) of every prompt of every rank."""
         counts = self._occurrences[purpose]
-        for rank, given in enumerate(prompts):
-            for number, prompt in enumerate(given, start=1):
-                place = f"prompt {number} of rank {rank}"
-                check_prompt(prompt, place, vocab_size=self.config.vocab_size, window=self.config.max_positions)
-        return [[(counts.next(step, prompt_name(prompt)), prompt) for prompt in given] for given in prompts]
+        read = [
+            [self._read(prompt, f"prompt {number} of rank {rank}") for number, prompt in enumerate(given, start=1)]
+            for rank, given in enumerate(prompts)
+        ]
+        return [[(counts.next(step, prompt_name(prompt)), prompt) for prompt in given] for given in read]
+
+    def _read(self, prompt: Any, place: str) -> tuple[int, ...]:
+        ids = read_ids(prompt, place)
+        check_prompt(ids, place, vocab_size=self.config.vocab_size, window=self.config.max_positions)
+        return ids
 
 
 class Occurrences:
