@@ -94,7 +94,7 @@ def update_by_table(case: Case, tokens_per_micro_batch: int = 64, **algorithm: A
     trainer = PolicyTrainer(model, settings, OptimizerSection(), SamplingSection(max_tokens=MAX_TOKENS), 9, None, reference)
     passes = []
 
-    def take_down(loss: float, step: int) -> float:
+    def take_down(loss: float, step: int, largest_reward: float) -> float:
         passes.append((loss, torch.cat([parameter.grad.flatten() for parameter in model.parameters()])))
         with torch.no_grad():
             model.logprobs.copy_(case.new)

@@ -276,7 +276,7 @@ def test_weights_belong_to_functions_one_each(folder: Path) -> None:
         (("--rollout.speculation", "4x1x²"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
         (("--rollout.speculation", "4x1x" + 5000 * "4"), "give off, adaptive or DEPTHxWIDTHxBUDGET"),
         (("--task.name", ""), "task.name is ''"),
-        (("--sampling.stop", 3000 * "["), "it must be a valid tuple"),
+        (("--sampling.stop", 3000 * "["), "it must be a list"),
         (("--task.options", 3000 * "["), "it must be a table such as"),
         (("--task.options", 3000 * '{"a":'), "it must be a table such as"),
         (("--run.out_dir", 1300 * "abc/"), "no file can be called so: give another path"),

@@ -142,7 +142,7 @@ def test_an_odd_keyword_is_one_line(engine: tlt.Engine, method: str, argument: s
         ([""], "prompts:1", "''", "it must be text"),
         ([PROMPT + "\ud800"], "prompts:1", r"'\ud800'", "remove it"),
         ([[{"role": "user", "content": "\ud800"}]], "prompts:1", "refuses them", "correct them"),
-        ([{"text": PROMPT}], "prompts:1", "no prompt", "give exactly one of prompt"),
+        ([{"text": PROMPT}], "prompts:1", "no prompt", "name the one that is"),
         ([{"prompt": PROMPT, "problem_id": 1.5}], "prompts:1", "1.5", "it must be text that names the problem"),
     ],
 )
