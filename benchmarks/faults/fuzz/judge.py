@@ -15,6 +15,8 @@ from benchmarks.faults.fuzz.sound import Sound
 
 GOOD = ("success", "refused")
 TRACEBACK = "Traceback (most recent call last)"
+SPEAKERS = ("tlt: ", "[transformers] ")
+"""Who may say something before the one line."""
 LONGEST_LINE = 20_000
 
 
@@ -60,7 +62,7 @@ def judge(case: Case, ending: Ending) -> str:
 
 
 def _judge_refusal(lines: Sequence[str], case: Case) -> str:
-    strange = [line for line in lines if line and not line.startswith("tlt: ") and not case.prints]
+    strange = [line for line in lines if line and not line.startswith(SPEAKERS) and not case.prints]
     errors = [line for line in lines if "tlt: error: " in line]
     if strange or len(errors) != 1:
         return f"unclear: exit code 2, said {lines[-3:]!r}"
