@@ -216,11 +216,18 @@ def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
     return records
 
 
+def read_file(path: Path) -> bytes:
+    """Returns what a file holds. Raises OSError, also where there is something else, such as a device that has no end."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "is no file", str(path))
+    return path.read_bytes()
+
+
 def read_appended(path: Path, parse: Callable[[str], T], kind: str) -> list[T]:
     """Returns what `parse` makes of each line of a file that a run appends to, none where there is no file. A last line that a
     kill tore is left out; for any other line that is no `kind` it raises UserError."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1] if path.exists() else []
+        lines = read_file(path).decode().split("\n")[:-1] if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({error}); repair the file, or move it away") from None
     parsed = []

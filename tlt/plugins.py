@@ -38,7 +38,9 @@ def get_object(place: str, spec: str) -> Any:
         return getattr(module, attribute)
     except AttributeError:
         raise UserError(f"{place}: {module.__file__} has no {attribute!r}; correct the name") from None
-    except (Exception, SystemExit) as error:  # of a __getattr__ of the module's
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a __getattr__ of the module's raises
         raise UserError(f"{place}: cannot be looked up ({describe(error)}); correct {module.__file__}") from None
 
 
@@ -71,9 +73,9 @@ def see_working_directory() -> None:
 def _import(place: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(module_name)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # whatever the user's module raises
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(f"{error.name}."):
             raise UserError(
                 f"{place} cannot be loaded: no module {error.name!r} in {Path.cwd()} or on PYTHONPATH;"

@@ -141,3 +141,11 @@ def open_standard_streams() -> None:
     os.close(descriptor)
     sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
     sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
+def forget_odd_sizes() -> None:
+    """Removes a terminal's size from the environment where it is no number, such as ²: rich, which draws all tables and helps,
+    would fail at it."""
+    for name in ("COLUMNS", "LINES"):
+        if not os.environ.get(name, "0").isdecimal():
+            del os.environ[name]

@@ -148,7 +148,8 @@ def test_the_screen_names_what_is_trained_at_first_and_at_the_end_where_it_lies_
     assert [line.split()[0] for line in lines[:7]] == ["model", "task", "algorithm", "ranks", "update", "speculation", "folder"]
     assert "2 on cpu (" in rows["ranks"]
     said = [line.strip() for line in lines if line.strip()]
-    assert said[7:9] == ["starting 2 ranks …", "loading model and problems …"]
+    assert said[7].startswith("evaluation: 6 of 6 held-out problems are trained on, too ('test-0' is"), "this test's own task"
+    assert said[8:10] == ["starting 2 ranks …", "loading model and problems …"]
     for product in ("policy", "best", "drafter", "evaluations.jsonl", "metrics.jsonl"):
         assert rows[product].endswith(str(speculating_run / product))
         assert (speculating_run / product).exists()

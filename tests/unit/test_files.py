@@ -12,7 +12,17 @@ from typing import Any
 import pytest
 
 from tlt import files
-from tlt.files import check_output_file, dumps, get_id, read_jsonl, replace_folder, with_folder, write_atomically, write_jsonl
+from tlt.files import (
+    check_output_file,
+    dumps,
+    get_id,
+    read_appended,
+    read_jsonl,
+    replace_folder,
+    with_folder,
+    write_atomically,
+    write_jsonl,
+)
 from tlt.types import UserError
 
 
@@ -172,3 +182,9 @@ def test_a_record_is_named_by_text_or_a_whole_number(value: object, name: str) -
     assert get_id("f:1", {}, default="1") == "1"
     with pytest.raises(UserError, match="f:1: problem_id is True; it must be text"):
         get_id("f:1", {"problem_id": True})
+
+
+def test_a_device_in_the_place_of_a_file_is_not_read_without_end(tmp_path: Path) -> None:
+    (tmp_path / "evaluations.jsonl").symlink_to("/dev/full")  # which gives zeros for ever
+    with pytest.raises(UserError, match=r"evaluations.jsonl: cannot be read \(.*is no file"):
+        read_appended(tmp_path / "evaluations.jsonl", str, "evaluation")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tlt.training.lock import FolderLock, refuse_begun
+from tlt.training.lock import FolderLock, explain, refuse_begun
 from tlt.types import UserError
 
 
@@ -69,3 +69,18 @@ def test_a_folder_that_was_removed_is_missed_even_where_another_has_its_name(com
     with pytest.raises(UserError, match=r"^run\.out_dir: .*/run has been removed, or moved, under the run; bring it"):
         lock.check()
     lock.release()
+
+
+@pytest.mark.parametrize("way", ["a link to itself", "a file where a folder is removed"])
+def test_what_is_in_the_way_in_a_runs_folder_is_named(way: str, tmp_path: Path) -> None:
+    path = tmp_path / "evaluations.jsonl"
+    try:
+        if way == "a link to itself":
+            path.symlink_to(path)
+            path.write_text("")
+        else:
+            path.touch()
+            shutil.rmtree(path)  # names what it met by a Path
+    except OSError as error:
+        mistake = explain(error, tmp_path)
+    assert str(mistake).startswith(f"{path}: cannot be written (")

@@ -52,6 +52,7 @@ def test_a_task_in_the_working_directory_is_found(write_task: Any) -> None:
 FAULTS = {
     "a syntax error": ("class Mine(:\n", "SyntaxError: .*line 1"),
     "a name error": (f"{returning('[]')}\nundefined\n", "NameError: name 'undefined' is not defined, .*py:8"),
+    "a base exception": ("raise BaseException('mine')\n", r"cannot be imported \(BaseException: mine, .*py:1\)"),
     "a missing module": ("import no_such_module\n", "No module named 'no_such_module'"),
     "a module's __getattr__": ("def __getattr__(name):\n    raise KeyError(name)\n", r"looked up \(KeyError: 'TASK', .*py:2\)"),
     "a task's __getattr__": (

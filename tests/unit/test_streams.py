@@ -75,6 +75,16 @@ def test_a_stdout_of_few_characters_shows_the_others_as_escapes(encoding: str) -
         )
 
 
+@pytest.mark.parametrize("size", ["²", "x", ""])
+def test_a_terminal_whose_size_is_no_number_has_the_default_size(
+    size: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", size)
+    monkeypatch.setenv("LINES", size)
+    assert main(["plan", "memory", "countdown"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_console_without_any_stdout_prints_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", None)  # as Python has it under `>&-`
     with Console() as console:

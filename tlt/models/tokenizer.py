@@ -35,7 +35,7 @@ class Tokenizer:
         """Returns the ids of a text prompt, with the special tokens that the tokenizer itself adds (such as <bos>)."""
         if (bad := _HALF_A_CHARACTER.search(text)) is not None:
             raise UserError(f"{place}: holds half a character ({bad[0]!r}, column {bad.start() + 1}); remove it")
-        encoded = self.hf(text, return_offsets_mapping=self.hf.is_fast)
+        encoded = self.hf(text, return_offsets_mapping=self.hf.is_fast, verbose=False)  # the length is checked here
         if self.hf.is_fast:
             _check_coverage(self.hf, text, encoded["offset_mapping"], place, self.path)
         return self._checked(encoded["input_ids"], place)

@@ -24,7 +24,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Any, Final
 
-from tlt.files import write_json
+from tlt.files import read_file, write_json
 from tlt.plugins import describe
 from tlt.processes import Helper, how_it_ended
 from tlt.report.metrics import StepRecord
@@ -102,7 +102,7 @@ def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda te
 def read_run_id(folder: Path) -> str | None:
     """Returns the id in a folder's tracking.json; None: there is none that could be read."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        found = loads((folder / "tracking.json").read_text(encoding="utf-8"))["run_id"]
+        found = loads(read_file(folder / "tracking.json"))["run_id"]
         return found if isinstance(found, str) and found else None
     return None
 

@@ -90,7 +90,9 @@ def get_task(name: str) -> Task:
     task: Task = get_object(f"task {name!r}", BUILTIN.get(name, name))
     try:
         is_task, *_ = (isinstance(task, kind) for kind in (Task, PreparesRecords, WarmsUp))
-    except (Exception, SystemExit) as error:  # of a __getattr__ of the user's
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever a __getattr__ of the user's raises
         raise UserError(f"task {name!r}: cannot be asked for its methods ({describe(error)}); correct it") from None
     if not is_task:
         raise UserError(f"task {name!r} is a {type(task).__name__} without problems() and score(): give a Task")
@@ -114,9 +116,9 @@ def make_problems(name: str, num: int, seed: int, options: Mapping[str, Any]) ->
         raise UserError(f"task {name}: {_describe_refusal(known, options, error)}") from None
     try:
         problems = task.problems(num, seed, **options)
-    except UserError:
+    except (UserError, KeyboardInterrupt):
         raise
-    except (Exception, SystemExit) as error:
+    except BaseException as error:  # whatever the user's code raises
         raise UserError(f"task {name}: problems() failed ({describe(error)}); correct it, or its options") from None
     if not isinstance(problems, list):
         raise UserError(f"task {name}: problems() returned a {type(problems).__name__}; it must be a list of problems")
@@ -152,7 +154,9 @@ def _prepare(name: str, task: PreparesRecords, place: str, row: Record, options:
         problem = task.prepare(row, options)
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
-    except (Exception, SystemExit) as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the user's code raises
         raise UserError(f"{place}: task {name}: prepare() failed ({describe(error)}); correct it, or the row") from None
     if problem is None:
         return None

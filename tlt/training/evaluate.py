@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import TypeAdapter
 
 from tlt.distributed.world import tell
-from tlt.files import dumps, read_appended, write_jsonl
+from tlt.files import dumps, read_appended, read_file, write_jsonl
 from tlt.report.console import near, when
 from tlt.report.metrics import paired_sign_flip_test
 from tlt.report.outcome import Gain
@@ -231,7 +231,7 @@ def settle_best(run: Run) -> None:
 def read_mark(folder: Path) -> int | None:
     """Returns after how many updates best/ was evaluated; None: there is none, or none that says so, such as an older TLT's."""
     with suppress(OSError, ValueError, KeyError, TypeError):
-        return int(json.loads((folder / "config.json").read_text(encoding="utf-8"))[MARK]["step"])
+        return int(json.loads(read_file(folder / "config.json"))[MARK]["step"])
     return None
 
 

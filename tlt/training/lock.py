@@ -13,7 +13,7 @@ from tlt.files import way_out
 from tlt.types import UserError
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
-_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
+_IN_THE_WAY = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP)
 
 
 def has_begun(folder: Path) -> bool:
@@ -84,8 +84,8 @@ class FolderLock:
 
 def explain(error: OSError, folder: Path) -> UserError | None:
     """Returns a run's error of the system as what is wrong with its folder, or with the disk; None: it is neither."""
-    named = error.filename if isinstance(error.filename, str) else None
-    is_inside = named is not None and Path(named).is_relative_to(folder)
+    named = Path(error.filename) if isinstance(error.filename, str | Path) else None
+    is_inside = named is not None and named.is_relative_to(folder)
     if error.errno == errno.ENOENT and not folder.exists():
         return _removed(folder)
     if error.errno in _DISK_ERRORS or (error.errno in _IN_THE_WAY and is_inside):

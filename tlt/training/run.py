@@ -193,7 +193,7 @@ class Run:
     def _recall_references(self) -> None:
         """Takes up what could be drafted from at the last checkpoint. A guess is worth no run's end: it goes on without."""
         path = self._references_file
-        data = path.read_bytes() if self.world.is_leader and path.exists() else b""
+        data = path.read_bytes() if self.world.is_leader and path.is_file() else b""
         if data := tell_bytes(self.world, data):
             try:
                 self.references.restore(data, self.policy.config.vocab_size)

@@ -274,7 +274,15 @@ def remove_older(folder: Path, step: int, keep: int) -> None:
         else:
             left -= _has_manifest(path)
     for leftover in folder.glob(".step-*"):
-        shutil.rmtree(leftover)
+        _discard(leftover)
+
+
+def _discard(path: Path) -> None:
+    """Removes a folder, or what else has its name."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _has_manifest(path: Path) -> bool:
@@ -325,7 +333,7 @@ def clear_leftovers(folder: Path) -> None:
         if match is not None and not (folder / match[1]).exists():
             leftover.rename(folder / match[1])
         else:
-            shutil.rmtree(leftover)
+            _discard(leftover)
 
 
 def go_back_to(path: Path) -> list[Path]:

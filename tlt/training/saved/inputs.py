@@ -108,7 +108,8 @@ def digest_of_problems(problems: Sequence[Problem]) -> str:
     counts by its type alone."""
     digest = hashlib.sha256()
     for problem in problems:
-        facts = [problem.problem_id, problem.prompt_ids, sorted(problem.data.items())]
+        record = sorted(problem.data.items(), key=lambda item: str(item[0]))
+        facts = [problem.problem_id, problem.prompt_ids, record]
         digest.update(json.dumps(facts, skipkeys=True, default=lambda value: type(value).__name__).encode() + b"\n")
     return digest.hexdigest()
 

@@ -22,6 +22,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from tlt.distributed.shards import FileDigest, StoredTensor, digest_of, read_headers
+from tlt.files import read_file
 from tlt.training.saved.inputs import Inputs
 from tlt.types import LAW_VERSION, UserError
 
@@ -98,7 +99,7 @@ def read_manifest(path: Path) -> Manifest:
     """Returns the manifest of the checkpoint in a folder. UserError, one line, for anything that is wrong with it."""
     file = path / MANIFEST
     try:
-        text = file.read_bytes()
+        text = read_file(file)
     except FileNotFoundError:
         if (path / _OLD_FORMAT).exists():
             raise UserError(
