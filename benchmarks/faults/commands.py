@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing.util
 import os
+import resource
 import sys
 import threading
 import time
@@ -22,6 +23,8 @@ from pathlib import Path
 from benchmarks.faults.left import adopt_orphans, children, kill, left_behind
 
 __all__ = ["Command", "Ending", "adopt_orphans", "run"]
+MOST_BYTES = 12 * 2**30
+"""Address space of a process: one that reads without end is a fault of its own, not the end of its neighbours."""
 STREAMS = ("pipe", "closed", "full", "gone")
 """What standard output can be: read to its end; no open file; a full disk; a pipe that nobody reads."""
 
@@ -94,6 +97,7 @@ def _start(command: Command, files: list[Path]) -> int:
     code = 1
     try:
         os.setsid()
+        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
         _connect(command, files)
         _set_environment(command.environ)
         os.chdir(command.folder)

@@ -65,7 +65,7 @@ def _judge_refusal(lines: Sequence[str], case: Case) -> str:
     strange = [line for line in lines if line and not line.startswith(SPEAKERS) and not case.prints]
     errors = [line for line in lines if "tlt: error: " in line]
     if strange or len(errors) != 1:
-        return f"unclear: exit code 2, said {lines[-3:]!r}"
+        return f"unclear: exit code 2, said {[*strange, *errors][-5:]!r}"
     is_clear = errors[0].startswith("tlt: error: ") and any(mark in errors[0] for mark in ("; ", ": ", ", "))
     return "refused" if is_clear and len(errors[0]) < LONGEST_LINE else f"unclear: {errors[0][:300]}"
 
