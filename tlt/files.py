@@ -216,10 +216,15 @@ def read_jsonl(path: Path, option: str) -> list[tuple[str, Record]]:
     return records
 
 
-def read_file(path: Path) -> bytes:
-    """Returns what a file holds. Raises OSError, also where there is something else, such as a device that has no end."""
-    if path.exists() and not path.is_file():
+def check_is_file(path: Path) -> None:
+    """Raises OSError where there is something that cannot be read to its end, such as a device."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "is no file", str(path))
+
+
+def read_file(path: Path) -> bytes:
+    """Returns what a file holds. Raises OSError."""
+    check_is_file(path)
     return path.read_bytes()
 
 

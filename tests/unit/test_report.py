@@ -233,6 +233,14 @@ def test_a_damaged_timeline_ends_no_run_and_what_is_sound_is_drawn(damage: str, 
     assert [*said, *missing] == ([f"{path}: {told}; {tmp_path / 'timeline.json'} lacks them"] if told else [])
 
 
+def test_a_device_in_the_place_of_a_timeline_is_not_read_without_end(tmp_path: Path) -> None:
+    rank_path(tmp_path, 0).symlink_to("/dev/full")  # which gives zeros for ever
+    said: list[str] = []
+    Timeline(0, rank_path(tmp_path, 0), say=said.append)
+    assert "is no file" in " ".join(said)
+    assert "is no file" in " ".join(merge_timelines(tmp_path, tmp_path / "timeline.json"))
+
+
 def test_a_folder_in_the_place_of_a_timeline_or_its_picture_is_one_note_and_the_run_goes_on(tmp_path: Path) -> None:
     rank_path(tmp_path, 1).mkdir()
     said: list[str] = []

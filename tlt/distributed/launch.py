@@ -39,7 +39,15 @@ from tlt.distributed.failures import (
     find_cause,
 )
 from tlt.distributed.place import SECRET, find_place
-from tlt.distributed.signals import SharedStop, StopRequest, Supervisor, handling_stop_signals, listen_as_rank, say
+from tlt.distributed.signals import (
+    GRACE_SECONDS,
+    SharedStop,
+    StopRequest,
+    Supervisor,
+    handling_stop_signals,
+    listen_as_rank,
+    say,
+)
 from tlt.processes import how_it_ended
 from tlt.streams import forgive_output
 from tlt.types import UserError
@@ -52,7 +60,7 @@ def launch(
     num_ranks: int,
     entry: Entry | str,
     threads_per_rank: int = 1,
-    grace_seconds: float = 120.0,
+    grace_seconds: float = GRACE_SECONDS,
     monitor_seconds: float = 0.1,
     restarts: Restarts | None = None,
 ) -> int:

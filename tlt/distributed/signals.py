@@ -32,6 +32,8 @@ from tlt.secrets import hide
 from tlt.text import visible
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE_SECONDS = 120.0
+"""How long ranks may take to finish after the first signal, or their launcher's death, before they are killed or leave."""
 REPEAT_SECONDS = 1.0
 """Two signals within this time count as one: torchrun sends its ranks the SIGINT that the terminal has sent them already."""
 
@@ -135,13 +137,16 @@ def _hear_signals(launcher: int, stop: StopRequest) -> None:
         stop.ask(signal.Signals(heard.si_signo))
 
 
-def _leave_when_orphaned(launcher: int, stop: StopRequest, is_finished: threading.Event) -> None:
-    """Stops as for a signal when the launcher was killed, then leaves. torch's wrapper around a rank would wait forever for
-    the launcher to have read its return value."""
+def _leave_when_orphaned(
+    launcher: int, stop: StopRequest, is_finished: threading.Event, grace_seconds: float = GRACE_SECONDS
+) -> None:
+    """Stops as for a signal when the launcher was killed, then leaves. torch's wrapper around a rank would wait forever for the
+    launcher to have read its return value; and a rank that waits for one that has died would be ended by nobody: it leaves when
+    its grace is over."""
     while os.getppid() == launcher:
         time.sleep(1.0)
     stop.signal = signal.SIGTERM
-    is_finished.wait()
+    is_finished.wait(grace_seconds)
     os._exit(128 + signal.SIGTERM)
 
 

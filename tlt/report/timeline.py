@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.clock import machine_name
-from tlt.files import read_appended, write_atomically
+from tlt.files import check_is_file, read_appended, write_atomically
 from tlt.spans import Span, SpanName
 from tlt.types import UserError
 
@@ -212,6 +212,7 @@ def _paths_in(directory: Path) -> dict[int, Path]:
 
 def _rows(path: Path) -> Iterator[list[Any] | None]:
     """Yields the rows of a file, line by line; None for a line that is none. A last line that a kill tore is left out."""
+    check_is_file(path)
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
         for line in file:
             if line.endswith("\n"):
@@ -234,6 +235,7 @@ def _end_torn_line(path: Path) -> None:
     is ended in its place."""
     if not path.exists():
         return
+    check_is_file(path)
     with path.open("r+b") as file:
         end = file.seek(0, os.SEEK_END)
         start = file.seek(max(end - _LONGEST_LINE, 0))
