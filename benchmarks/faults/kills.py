@@ -201,7 +201,7 @@ def measure(options: argparse.Namespace) -> int:
             report["runs"].append({**outcome, "said": said})
             print(json.dumps(report["runs"][-1]), flush=True)
             write_report(options.out, report, to_markdown(report))
-            if not killed:
+            if not killed and outcome["outcome"] != "same":
                 break  # it died otherwise, and its outcome says of what
     return int(any(run["outcome"] != "same" or run["twice"] for run in report["runs"]))
 
