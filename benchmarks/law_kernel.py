@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tlt.bench.report import environment, provenance, table, write_report
-from tlt.speculative.rows import draw
+from tlt.speculative.rows import reference
 from tlt.speculative.sampling import BatchParams, gumbel_noise
 from tlt.types import SamplingParams
 
@@ -82,7 +82,7 @@ def compare_cases(num_cases: int, seed: int = 0) -> dict[str, Any]:
         rows = _rows(4, vocab_size, generator)
         rows["logits"] = rows["logits"].to((torch.float32, torch.bfloat16, torch.float16)[case % 3])
         params = BatchParams([_any_params(generator) for _ in range(4)])
-        tokens_R, logprobs_R = draw(rows["logits"], rows["keys"], rows["positions"], params)
+        tokens_R, logprobs_R = reference(rows["logits"], rows["keys"], rows["positions"], params)
         others_R, their_logprobs_R = fused.draw(rows["logits"], rows["keys"], rows["positions"], params)
         noise = fused.gumbel_noise(rows["keys"], rows["positions"][:, None], vocab_size)
         plain = gumbel_noise(rows["keys"], rows["positions"][:, None], vocab_size)
@@ -187,7 +187,7 @@ def measure_memory(num_rows: int, vocab_size: int) -> list[dict[str, Any]]:
             args = (logits, keys, positions, BatchParams([one] * num_rows))
             blocks = 20 * num_rows * -(-vocab_size // fused.BLOCK)
             by_kernel = logits.nbytes * (1 + args[-1].truncates) + blocks
-            record(name, by_kernel, {"plain": partial(draw, *args), "kernel": partial(fused.draw, *args)})
+            record(name, by_kernel, {"plain": partial(reference, *args), "kernel": partial(fused.draw, *args)})
         made = (keys, positions[:, None], vocab_size)
         record(
             "noise alone", logits.nbytes, {"plain": partial(gumbel_noise, *made), "kernel": partial(fused.gumbel_noise, *made)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -18,7 +19,7 @@ from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.protocol import DraftContext, Proposal
+from tlt.speculative.protocol import DraftContext, DraftNoise, Proposal
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample, truncate
 from tlt.types import BatchState, DraftTree, Request, Rollout, SamplingParams, StepOutcome, Strategy, StrategyTuner, Verdict
 
@@ -85,6 +86,20 @@ def make_engine(
     return engine
 
 
+@dataclass(frozen=True)
+class Given:
+    """Stands for the law's noise while drafts are made (`DraftNoise`): noise_BDV[b, d] is row b's at depth d."""
+
+    noise_BDV: Tensor
+
+    def of_depth(self, depth: int, token_ids_V: Tensor | None = None) -> Tensor:
+        noise_BV = self.noise_BDV[:, depth]
+        return noise_BV if token_ids_V is None else noise_BV[:, token_ids_V]
+
+    def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
+        return [self.noise_BDV[place].item() for place in places]
+
+
 class ArtificialDrafter:
     """Random trees of random shapes; candidates are random ("random"), always the same wrong-headed guess
     ("adversarial"), or what the target is known to say ("oracle", from `answers`)."""
@@ -127,7 +142,7 @@ class ArtificialDrafter:
 
     def restore(self, counters: Sequence[Mapping[str, Any]]) -> None: ...
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> Proposal:
+    def propose(self, context: DraftContext, strategy: Strategy, noise: DraftNoise) -> Proposal:
         num_nodes = 1 + self.random.randint(1, strategy.budget)
         tokens, parents = [], []
         for committed, request in zip(context.tokens, context.requests, strict=True):

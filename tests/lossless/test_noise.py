@@ -6,11 +6,9 @@ A statistic that cannot fail proves nothing: each has a planted fault, below, th
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 from unittest.mock import patch
 
 import numpy as np
@@ -21,19 +19,15 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from tlt.engine import noise as noise_module
-from tlt.engine.engine import RolloutEngine
-from tlt.engine.noise import NoiseBlocks
-from tlt.models.decoder import ModelConfig
-from tlt.models.packed import PackedTransformer
+from tlt.engine.noise import BatchLaw, StepNoise
+from tlt.speculative import rows as rows_module
 from tlt.speculative import sampling
-from tlt.speculative.sampling import gumbel_noise, keys_tensor, philox
+from tlt.speculative.sampling import gumbel_noise, keys_tensor, noise_of_tokens, philox
 from tlt.types import Request, SamplingParams
 
 ALPHA = 1e-6
 Noise = Callable[[Tensor, Tensor, int], Tensor]
 REQUEST = Request("problem", 3, (1, 2), SamplingParams(seed=17), "rollout", 5)
-CONFIG = ModelConfig("llama", 61, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=64)
 
 
 # ── the generator ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -322,77 +316,31 @@ def test_the_default_dtype_does_not_change_the_noise(dtype: torch.dtype) -> None
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_engines_of_every_dtype_draw_with_the_same_noise(dtype: torch.dtype) -> None:
-    engine = RolloutEngine(PackedTransformer(CONFIG, dtype))
-    engine.noise.admit(0, REQUEST)
-    assert torch.equal(
-        engine.noise.rows([7], 0), gumbel_noise(keys_tensor([REQUEST.key]), torch.tensor([[7]]), CONFIG.vocab_size)
-    )
+@pytest.mark.parametrize("vocab", [1, 4, 61, 4099])
+def test_the_noise_of_single_tokens_is_that_of_the_vocabulary(vocab: int) -> None:
+    keys, positions = keys_tensor([(2**32 - 1, 7, 0, 5), (1, 2, 3, 4)]), torch.tensor([[0, 9], [2**31 + 5, 2**32 - 1]])
+    whole = gumbel_noise(keys, positions, vocab)
+    places = [(row, column, token) for row in range(2) for column in range(2) for token in {0, vocab // 2, vocab - 1}]
+    rows, columns, tokens = (torch.tensor(part) for part in zip(*places, strict=True))
+    for noise_of in (noise_of_tokens, rows_module.noise_of_tokens):
+        assert torch.equal(noise_of(keys[rows], positions[rows, columns], tokens), whole[rows, columns, tokens])
 
 
-@settings(max_examples=25, deadline=None)
-@given(
-    st.integers(0, 6),
-    st.sampled_from([1, 2, 5, 40]),
-    st.sampled_from([1, 64, 1 << 10]),
-    st.sampled_from([0, 1, 3, 40]),
-    st.integers(0, 1 << 30),
-)
-def test_blocks_hold_the_laws_noise_whatever_enters_leaves_and_advances(
-    max_depth: int, max_slots: int, block_elements: int, num_blocks: int, seed: int
+@pytest.mark.parametrize("token_ids", [None, [60, 3, 3, 0, 41], list(range(61))], ids=["all", "some", "as many as there are"])
+@pytest.mark.parametrize("is_compiled", [True, False])
+def test_drafts_are_ranked_with_the_laws_noise_of_their_position(
+    token_ids: list[int] | None, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """80 admissions, removals (the last slot moves), advances of any size, jumps back and aborts, in any order; with memory for
-    the blocks of all sequences, or of some, or of none."""
-    vocab, rng = 5, random.Random(seed)
-    with patch.object(noise_module, "_BLOCK_ELEMENTS", block_elements):
-        blocks = NoiseBlocks(vocab, max_slots, max_depth, torch.device("cpu"))
-    blocks.max_blocks = min(num_blocks, max_slots)
-    running: list[tuple[Request, int]] = []
-    for index in range(80):
-        action = rng.choices(["admit", "remove", "rows", "abort"], [5, 2, 5, 0.1])[0]
-        if action == "admit" and len(running) < max_slots:
-            request = Request("p", index, (1,), SamplingParams(temperature=rng.choice([0.0, 0.7, 1.0])))
-            blocks.admit(len(running), request)
-            running.append((request, rng.randrange(50)))
-        elif action == "remove" and running:
-            slot = rng.randrange(len(running))
-            blocks.remove(slot)
-            running[slot] = running[-1]
-            running.pop()
-        elif action == "abort":
-            blocks.clear()
-            running.clear()
-        elif action == "rows" and running:
-            depth = rng.randint(0, max_depth)
-            positions = [position for _, position in running]
-            wanted = torch.tensor(positions)[:, None] + torch.arange(depth + 1)
-            expected = gumbel_noise(keys_tensor([request.key for request, _ in running]), wanted, vocab)
-            expected[[request.params.temperature == 0 for request, _ in running]] = 0.0
-            assert torch.equal(blocks.rows(positions, depth), expected)
-            running = [(request, max(0, position + rng.randint(-1, depth + 1))) for request, position in running]
-
-
-@pytest.mark.parametrize("values", [1, 7, 61, 200, 5000])
-def test_noise_made_a_part_at_a_time_is_bit_for_bit_the_same_and_its_memory_bounded(
-    values: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A refill of all blocks at once once took 28 bytes for each of their values."""
-    made: list[int] = []
-
-    def watched(*args: Any) -> torch.Tensor:
-        noise = gumbel_noise(*args)
-        made.append(noise.numel())
-        return noise
-
-    def rows() -> torch.Tensor:
-        blocks = NoiseBlocks(61, 7, 4, torch.device("cpu"))
-        for slot in range(7):
-            blocks.admit(slot, replace(REQUEST, sample_index=slot))
-        return blocks.rows([3, 50, 7, 0, 1000, 12, 9], 4)
-
-    expected = rows()
-    monkeypatch.setattr(noise_module, "REFILL_BYTES", 28 * values)
-    monkeypatch.setattr(noise_module, "gumbel_noise", watched)
-    assert torch.equal(rows(), expected)
-    assert max(made) <= max(values, 61), "one position at least"
+    if not is_compiled:
+        monkeypatch.setattr(rows_module, "compiled_loops", lambda: None)
+    params = [SamplingParams(temperature=t) for t in (1.0, 0.0, 0.6)]
+    requests = [replace(REQUEST, sample_index=i, params=p) for i, p in enumerate(params)]
+    starts, ids = [7, 0, 4000], None if token_ids is None else torch.tensor(token_ids)
+    noise = StepNoise(BatchLaw.of(requests, torch.device("cpu")), starts, 61)
+    expected = gumbel_noise(keys_tensor([r.key for r in requests]), torch.tensor(starts)[:, None] + torch.arange(5), 61)
+    expected[1] = 0.0  # a greedy sequence has none
+    for depth in range(5):
+        found = noise.of_depth(depth, ids)
+        assert torch.allclose(found, expected[:, depth] if ids is None else expected[:, depth][:, ids], rtol=0, atol=2.0**-19)
+    places = [(2, 4, 60), (0, 0, 5), (1, 1, 3), (0, 3, 5)]
+    assert noise.of_tokens(places) == [expected[place].item() for place in places]

@@ -20,7 +20,7 @@ from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled
 from tlt.models.decoder import Transformer
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.protocol import DraftContext
+from tlt.speculative.protocol import DraftContext, DraftNoise
 from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed
 from tlt.types import Finished, Request, Rollout, SamplingParams, Strategy, StrategyTuner
@@ -92,7 +92,7 @@ def remember(drafter: LearnedDrafter, slot: int, features: Tensor, start: int = 
 def context_of(rows: Sequence[Sequence[int]], params: Sequence[SamplingParams] | None = None) -> DraftContext:
     params = params or [SamplingParams()] * len(rows)
     requests = [make_request(row[:2], f"p{i}", p) for i, (row, p) in enumerate(zip(rows, params, strict=True))]
-    return DraftContext(rows, requests, BatchParams(params))
+    return DraftContext(rows, requests, BatchParams(params), VOCAB, torch.device("cpu"))
 
 
 class OracleTrees(LearnedDrafter):
@@ -100,8 +100,8 @@ class OracleTrees(LearnedDrafter):
 
     artificial: ArtificialDrafter
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> LearnedProposal:
-        return LearnedProposal(self.artificial.propose(context, strategy, noise_BDV).tree)
+    def propose(self, context: DraftContext, strategy: Strategy, noise: DraftNoise) -> LearnedProposal:
+        return LearnedProposal(self.artificial.propose(context, strategy, noise).tree)
 
 
 def run_engine(tuner: StrategyTuner, requests: Sequence[Request], oracle: bool = False) -> tuple[RolloutEngine, list[Finished]]:

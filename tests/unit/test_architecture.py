@@ -13,6 +13,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+import pytest
+
 import tlt
 
 ROOT = Path(tlt.__file__).parent
@@ -181,22 +183,31 @@ def test_the_mathematics_of_losslessness_imports_torch_and_types_only() -> None:
         for node in ast.walk(ast.parse(source)):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
-            also = {"triton"} if module == KERNELS else set()
+            also = COMPILED_WITH.get(module, set())
             assert {name.split(".")[0] for name in names} <= allowed | also, f"{module} imports {names}"
 
 
-KERNELS = "tlt.speculative.fused"
+COMPILED_WITH = {
+    "tlt.speculative.fused": {"triton"},
+    "tlt.speculative.compiled": {"numba", "numpy", "concurrent"},
+}
 
 
-def test_the_kernels_are_imported_by_a_function_alone_so_that_all_works_without_triton() -> None:
+@pytest.mark.parametrize(
+    ("compiled", "importer"),
+    [("tlt.speculative.fused", "tlt.speculative.sampling"), ("tlt.speculative.compiled", "tlt.speculative.rows")],
+)
+def test_what_a_package_compiles_is_imported_by_a_function_alone_so_that_all_works_without_it(
+    compiled: str, importer: str
+) -> None:
     found = {}
     for module, source in _modules().items():
         tree = ast.parse(source)
-        imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and _imports_kernels(node)]
+        imported = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and _imports(node, compiled)]
         if imported:
             found[module] = [node for node in imported if node in tree.body]
-    assert found == {"tlt.speculative.sampling": []}
+    assert found == {importer: []}
 
 
-def _imports_kernels(node: ast.ImportFrom) -> bool:
-    return KERNELS in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+def _imports(node: ast.ImportFrom, name: str) -> bool:
+    return name in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))

@@ -80,8 +80,6 @@ def test_a_step_with_off_chosen_runs_exactly_the_operations_of_an_engine_without
     counted = []
     for tuner in (None, Fixed(Strategy.OFF)):
         engine = make_engine(policy, tuner, drafter=drafter)
-        engine.noise.width = 200  # both engines then refill their noise at the same steps
-        engine.noise.blocks_SWV = torch.zeros(0, 200, policy.config.vocab_size)
         engine.add(requests)
         engine.step()  # the prefill hands over the prompts' features
         per_step = []

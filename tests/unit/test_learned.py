@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.lossless.helpers import VOCAB, Switching
+from tests.lossless.helpers import VOCAB, Given, Switching
 from tests.unit.drafter_parts import (
     POLICY,
     SIZE,
@@ -45,7 +45,7 @@ def test_drafts_depend_on_no_feature_beyond_the_committed_tokens(strategy: Strat
             drafter.admit(slot, make_request(row))
             known = randn(len(row) - 1, SIZE, seed=slot)
             remember(drafter, slot, torch.cat([known, torch.full((12, SIZE), future, dtype=torch.float64)]))
-        trees.append(drafter.propose(context_of(rows), strategy, noise).tree)
+        trees.append(drafter.propose(context_of(rows), strategy, Given(noise)).tree)
     assert torch.equal(trees[0].tokens_BN, trees[1].tokens_BN)
     assert torch.equal(trees[0].parents_BN, trees[1].parents_BN)
 
@@ -85,7 +85,7 @@ def test_catching_up_joins_every_feature_with_the_token_after_it() -> None:
             remember(drafter, slot, features[: known[slot] - 1])
         calls.clear()
         context = context_of([row[:n] for row, n in zip(rows, known, strict=True)])
-        drafter.propose(context, Strategy("learned", 1, 1, 1), randn(3, 2, VOCAB))
+        drafter.propose(context, Strategy("learned", 1, 1, 1), Given(randn(3, 2, VOCAB)))
         got = []
         for embeddings, features_NE, positions, _ in calls:
             for embedding, feature, position in zip(embeddings, features_NE, positions.tolist(), strict=True):
@@ -118,10 +118,12 @@ def test_a_ragged_batch_drafts_what_each_sequence_drafts_alone(strategy: Strateg
             remember(together, b, features[b][: length - 1])
             remember(alone[b], 0, features[b][: length - 1])
         found = together.propose(
-            context_of([row[:n] for row, n in zip(rows, lengths, strict=True)], params), strategy, noise
+            context_of([row[:n] for row, n in zip(rows, lengths, strict=True)], params), strategy, Given(noise)
         ).tree
         for b, length in enumerate(lengths):
-            expected = alone[b].propose(context_of([rows[b][:length]], params[b : b + 1]), strategy, noise[b : b + 1]).tree
+            expected = (
+                alone[b].propose(context_of([rows[b][:length]], params[b : b + 1]), strategy, Given(noise[b : b + 1])).tree
+            )
             assert found.tokens_BN[b].tolist() == expected.tokens_BN[0].tolist()
             assert found.parents_BN[b].tolist() == expected.parents_BN[0].tolist()
 
@@ -145,7 +147,7 @@ def test_a_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it(u
             return scores[-1]
 
         with patch.object(drafter, "_scores", watched):
-            return drafter.propose(context_of(rows), strategy, noise, unwanted).tree, torch.cat(scores, dim=1)
+            return drafter.propose(context_of(rows), strategy, Given(noise), unwanted).tree, torch.cat(scores, dim=1)
 
     whole, scores_BDV = propose(0.0)
     assert whole.num_nodes == depth + 1
@@ -172,7 +174,7 @@ def test_a_chain_that_stopped_learns_from_the_targets_word_about_the_token_that_
         drafter.calibration = Calibration(torch.device("cpu"))
         drafter.admit(0, make_request(tokens[0][:1]))
         remember(drafter, 0, randn(9, SIZE, seed=0)[:8])
-        return drafter, drafter.propose(context_of(tokens), strategy, noise)
+        return drafter, drafter.propose(context_of(tokens), strategy, Given(noise))
 
     first, second = propose(1e-9)[1].tree.tokens_BN[0, 1:].tolist()
 
@@ -235,7 +237,7 @@ def test_the_cached_drafter_equals_the_uncached_training_forward(stages: Sequenc
                 remember(drafter, slot, features[slot][: len(row) - 1])
             calls.clear()
             noise = randn(2, 4, VOCAB, seed=length).float()
-            tree = drafter.propose(context_of(rows), Strategy("learned", 3, 1, 3), noise).tree
+            tree = drafter.propose(context_of(rows), Strategy("learned", 3, 1, 3), Given(noise)).tree
             for slot, row in enumerate(rows):
                 embeddings, inputs = TARGET.embed(torch.tensor(row[1:])), features[slot][: len(row) - 1]
                 drafted = tree.tokens_BN[slot, 1:].tolist()
@@ -276,12 +278,12 @@ def test_a_long_prompt_that_joins_a_long_response_is_caught_up_within_the_cache(
     with patch.object(pair_cache, "_CATCH_UP_TOKENS", 4):
         drafter.admit(0, make_request(old))
         remember(drafter, 0, features[0][:120])
-        drafter.propose(context_of([old[:121]]), strategy, randn(1, 2, VOCAB))
+        drafter.propose(context_of([old[:121]]), strategy, Given(randn(1, 2, VOCAB)))
         drafter.admit(1, make_request(new))
         remember(drafter, 0, features[0][:121])
         remember(drafter, 1, features[1][:99])
         noise = randn(2, 2, VOCAB).float()
-        tree = drafter.propose(context_of([old, new]), strategy, noise).tree
+        tree = drafter.propose(context_of([old, new]), strategy, Given(noise)).tree
     for slot, row in enumerate((old, new)):
         output = plain_forward(TARGET.embed(torch.tensor(row[1:])), features[slot][: len(row) - 1])[-1]
         assert tree.tokens_BN[slot, 1] == (TARGET.logits(output) / drafter.tau + noise[slot, 0]).argmax()
@@ -321,7 +323,7 @@ def test_trees_are_those_of_a_brute_force_growth_without_a_cache(shape: tuple[in
     for slot, row in enumerate(rows):
         drafter.admit(slot, make_request(row))
         remember(drafter, slot, features[slot][: len(row) - 1])
-    tree = drafter.propose(context_of(rows), strategy, noise).tree
+    tree = drafter.propose(context_of(rows), strategy, Given(noise)).tree
     for slot, row in enumerate(rows):
         tokens, parents = tree.tokens_BN[slot].tolist(), tree.parents_BN[slot].tolist()
         assert (tokens[0], parents[0]) == (row[-1], -1)

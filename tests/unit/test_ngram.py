@@ -13,19 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.lossless.helpers import make_engine, make_policy
+from tests.lossless.helpers import Given, make_engine, make_policy
 from tlt.drafter.drafting import continuations, ngram, suffix_index
 from tlt.drafter.drafting.ahead import AheadDrafter
 from tlt.drafter.drafting.hybrid import HybridDrafter, HybridProposal
 from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal
 from tlt.drafter.drafting.references import References
 from tlt.drafter.drafting.suffix_index import ANCHORS, SuffixIndex
-from tlt.speculative.protocol import DraftContext
+from tlt.speculative.protocol import DraftContext, DraftNoise
 from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed, default_arms, make_tuner
 from tlt.types import BatchState, DraftTree, Hindsight, Request, Rollout, SamplingParams, StepOutcome, Strategy, Verdict
 
-SHORT = ANCHORS[-1]
+SHORT, CPU = ANCHORS[-1], torch.device("cpu")
 CHAIN = Strategy("ngram", 4, 1, 4)
 
 
@@ -47,8 +47,8 @@ def propose_whole(
     drafter: NgramDrafter, rows: Sequence[Sequence[int]], strategy: Strategy, noise: float = 0.0
 ) -> NgramProposal:
     requests = [request(f"p{i}") for i in range(len(rows))]
-    context = DraftContext(rows, requests, BatchParams([r.params for r in requests]))
-    return drafter.propose(context, strategy, torch.full((len(rows), strategy.depth + 1, 99), noise))
+    context = DraftContext(rows, requests, BatchParams([r.params for r in requests]), 99, CPU)
+    return drafter.propose(context, strategy, Given(torch.full((len(rows), strategy.depth + 1, 99), noise)))
 
 
 def propose(*args: Any) -> DraftTree:
@@ -193,8 +193,8 @@ def test_candidates_are_ranked_by_their_share_and_the_laws_noise() -> None:
         drafter.admit(0, request("p0"))
         noise.zero_()
         noise[0, 0, favoured] = value
-        context = DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()]))
-        assert drafter.propose(context, CHAIN, noise).tree.tokens_BN[0, 1] == expected
+        context = DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()]), 99, CPU)
+        assert drafter.propose(context, CHAIN, Given(noise)).tree.tokens_BN[0, 1] == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -250,7 +250,7 @@ def test_retrieval_learns_from_texts_that_another_drafter_went_on_with(seed: int
     drafter = NgramDrafter(1, confidence_threshold=0.9)
     drafter.admit(0, request("p0"))
     said = tuple(token if rng.random() < 0.8 else 0 for token in (9, 10, 11, 12, 5)[: rng.randint(1, 5)])
-    context = DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()]))
+    context = DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()]), 99, CPU)
     found = drafter.retrieve(context, CHAIN, torch.zeros(1, 5, 99))
     before = list(drafter.hits[1])
     drafter.observe(found, [verdict(said, num_accepted=0)])
@@ -268,8 +268,8 @@ def test_the_hybrid_takes_up_retrieval_although_the_learned_drafter_was_better_a
     taken = []
     choose = engine.drafter.propose
 
-    def propose(context: DraftContext, strategy: Strategy, noise_BDV: torch.Tensor) -> HybridProposal:
-        proposal = choose(context, strategy, noise_BDV)
+    def propose(context: DraftContext, strategy: Strategy, noise: DraftNoise) -> HybridProposal:
+        proposal = choose(context, strategy, noise)
         taken.append(any(proposal.is_retrieved))
         return proposal
 

@@ -15,7 +15,7 @@ from tests.lossless.helpers import PARAMS
 from tlt.speculative.rows import draw
 from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
 from tlt.types import Request, SamplingParams, UserError
-from tlt.vllm.inside.law import LawTable, NoiseWindow, RowLaw, Slots
+from tlt.vllm.inside.law import LawTable, RowLaw, Slots
 from tlt.vllm.strategies import check_speculation, depths_of, kinds_of
 
 VOCAB, NUM_SLOTS = 61, 9
@@ -119,46 +119,6 @@ def test_what_is_drawn_from_is_kept_while_somebody_checks() -> None:
     assert [tuple(key) for key in keys.tolist()] == [found[1].key, found[0].key]
 
 
-# ── noise ahead ──────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def expected_noise(keys_S4: Tensor, slots: list[int], positions: list[int]) -> Tensor:
-    return gumbel_noise(keys_S4[slots], torch.tensor(positions)[:, None], VOCAB)[:, 0]
-
-
-def test_noise_ahead_is_the_noise_in_any_order_and_after_refills() -> None:
-    rng, window = random.Random(7), NoiseWindow(NUM_SLOTS, VOCAB)
-    keys_S4 = torch.tensor([law.key for law in laws(NUM_SLOTS)])
-    at = [rng.randrange(1, 500) for _ in range(NUM_SLOTS)]
-    for _ in range(150):
-        rows = [(slot, at[slot] + j) for slot in rng.sample(range(NUM_SLOTS), rng.randint(1, NUM_SLOTS)) for j in range(5)]
-        rng.shuffle(rows)
-        slots, positions = [slot for slot, _ in rows], [position for _, position in rows]
-        found = window.rows(torch.tensor(slots), torch.tensor(positions), keys_S4)
-        assert found is not None
-        assert torch.equal(found, expected_noise(keys_S4, slots, positions))
-        for slot in set(slots):
-            at[slot] = max(at[slot] + rng.choice([1, 3, 5, 5, 200, -40]), 0)
-
-
-def test_rows_of_a_sequence_that_are_wider_apart_than_a_block_have_their_noise_computed() -> None:
-    window, keys_S4 = NoiseWindow(NUM_SLOTS, VOCAB), torch.tensor([law.key for law in laws(NUM_SLOTS)])
-    assert window.rows(torch.tensor([1, 1]), torch.tensor([3, 3 + window.width]), keys_S4) is None
-    found = window.rows(torch.tensor([1, 1]), torch.tensor([2 + window.width, 3]), keys_S4)
-    assert found is not None
-    assert torch.equal(found, expected_noise(keys_S4, [1, 1], [2 + window.width, 3]))
-
-
-def test_a_forgotten_slot_s_noise_is_not_used_for_its_next_key() -> None:
-    window, keys_S4 = NoiseWindow(2, VOCAB), torch.tensor([law.key for law in laws(2)])
-    window.rows(torch.tensor([0, 1]), torch.tensor([5, 5]), keys_S4)
-    keys_S4[1] += 1
-    window.forget(1)
-    found = window.rows(torch.tensor([1, 0]), torch.tensor([5, 6]), keys_S4)
-    assert found is not None
-    assert torch.equal(found, expected_noise(keys_S4, [1, 0], [5, 6]))
-
-
 # ── whose slot, whose law ────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -212,7 +172,7 @@ def test_a_seed_is_the_key_and_its_absence_is_chance() -> None:
 def test_rows_are_drawn_in_parts_where_the_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     found = laws(7)
     params, keys_R4 = BatchParams([law.params for law in found]), keys_tensor([law.key for law in found])
-    logits_RV, positions_R = torch.randn(7, VOCAB), torch.arange(7) * 3
+    logits_RV, positions_R = torch.randn(7, VOCAB, dtype=torch.float64), torch.arange(7) * 3  # float64 is the reference's
     whole = draw(logits_RV, keys_R4, positions_R, params)
     monkeypatch.setattr(rows_module, "ROW_BYTES", 28 * VOCAB * 3)
     asked: list[int] = []

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.law_kernel import compile_apart
 from tests.vllm.interpreted import SOURCE, Rows, draw_rows, make_noise, planted, triton_process
-from tlt.speculative.rows import draw
+from tlt.speculative.rows import draw, reference
 from tlt.speculative.sampling import BatchParams, gumbel_noise
 from tlt.types import SamplingParams
 
@@ -53,7 +53,7 @@ def make_rows(vocab_size: int, params: tuple[SamplingParams, ...], dtype: torch.
 
 
 def expected(rows: Rows) -> tuple[Tensor, Tensor]:
-    return draw(rows.logits, rows.keys, rows.positions, BatchParams(rows.params))
+    return reference(rows.logits, rows.keys, rows.positions, BatchParams(rows.params))
 
 
 def logprob_bound(rows: Rows, tokens_R: Tensor) -> Tensor:

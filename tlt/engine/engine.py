@@ -25,7 +25,7 @@ from torch import Tensor
 from tlt.accounts import TimedStep
 from tlt.engine.backend import Capabilities
 from tlt.engine.memory import CacheMemory
-from tlt.engine.noise import NoiseBlocks
+from tlt.engine.noise import BatchLaw, StepNoise
 from tlt.engine.prefill import prefill
 from tlt.engine.reading import PIECE, read
 from tlt.engine.scheduler import Admission, Scheduler
@@ -35,7 +35,7 @@ from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
-from tlt.speculative.sampling import BatchParams
+from tlt.speculative.rows import compiled_loops
 from tlt.speculative.tree import chain, layout
 from tlt.speculative.verify import Verify, verify
 from tlt.types import (
@@ -79,9 +79,10 @@ class RolloutEngine:
         self.cache = Cache(self.config, self.config.num_layers, model.dtype, self.device, max_batch_size)
         self.memory = CacheMemory(self.cache, self.config.max_positions, cache_bytes)
         self.max_depth = Strategy.MAX_DEPTH if tuner is not None else 0
-        self.noise = NoiseBlocks(self.config.vocab_size, max_batch_size, self.max_depth, self.device)
         self.on_span, self.verify, self.decode = on_span, verify, decode
-        self._params: BatchParams | None = None
+        self._law: BatchLaw | None = None
+        if self.device.type == "cpu":
+            compiled_loops()
         self._predicted_speed: float | None = None
         self._speed_otherwise: float | None = None
 
@@ -166,14 +167,12 @@ class RolloutEngine:
             for slot in range(len(self.scheduler.running)):
                 self.drafter.withdraw(slot)
         self.scheduler.clear()
-        self.noise.clear()
-        self._params = None
+        self._law = None
 
     def release(self) -> None:
         """Gives the caches' memory back; only when idle."""
         assert self.is_idle
         self.memory.release()
-        self.noise.release()
 
     def close(self) -> None:
         """Does nothing: it has started no processes."""
@@ -197,14 +196,13 @@ class RolloutEngine:
         start = time.perf_counter()
         batch = self._batch_state(sum(len(admission.slots) for admission in admissions))
         strategy = self._choose(batch)
-        proposal, noise_BDV = self._propose(strategy)
+        proposal, law = self._propose(strategy), self._batch_law()
         tree = proposal.tree
         prefixes = [sequence.num_cached for sequence in self.scheduler.running]
         nodes = layout(tree, prefixes, self.model.dtype)
         self.memory.reserve(batch.num_running, nodes.length)
         captured_BNF, target = read(self.model, self.cache, tree, nodes, self._capture)
-        noise_of = partial(self.noise.of_nodes, nodes, noise_BDV)
-        verdicts = target.verdicts(self.verify, noise_of, self._batch_params())
+        verdicts = target.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
         num_tokens, drafted = 0, [length - 1 for length in tree.row_lengths]
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
             if not math.isfinite(sum(verdict.logprobs)):
@@ -233,11 +231,9 @@ class RolloutEngine:
         start = time.perf_counter()
         for admission in admissions:
             for slot in admission.slots:
-                request = self.scheduler.running[slot].request
-                self.noise.admit(slot, request)
                 if self.drafter is not None:
-                    self.drafter.admit(slot, request)
-        self._params = None
+                    self.drafter.admit(slot, self.scheduler.running[slot].request)
+        self._law = None
         if sum(len(a.slots) for a in admissions) == len(self.scheduler.running):
             self.cache.release()  # nothing lives in it: many new sequences need not each have room for the last long one
         self.memory.reserve(len(self.scheduler.running), self.scheduler.longest + 1)
@@ -285,20 +281,20 @@ class RolloutEngine:
     def _capture(self) -> tuple[int, ...]:
         return self.drafter.capture if self.drafter is not None else ()
 
-    def _batch_params(self) -> BatchParams:
-        if self._params is None:
-            self._params = BatchParams([s.request.params for s in self.scheduler.running], self.device)
-        return self._params
+    def _batch_law(self) -> BatchLaw:
+        if self._law is None:
+            self._law = BatchLaw.of([s.request for s in self.scheduler.running], self.device)
+        return self._law
 
-    def _propose(self, strategy: Strategy) -> tuple[Proposal, Tensor]:
-        """Returns the draft tree and the noise that was made for it (`NoiseBlocks.rows`)."""
+    def _propose(self, strategy: Strategy) -> Proposal:
         running = self.scheduler.running
-        noise_BDV = self.noise.rows([len(s.tokens) for s in running], min(strategy.depth, Strategy.MAX_DEPTH))
         if strategy.is_off:
-            return Proposal(chain(torch.tensor([[s.tokens[-1]] for s in running], device=self.device))), noise_BDV
+            return Proposal(chain(torch.tensor([[s.tokens[-1]] for s in running], device=self.device)))
         assert self.drafter is not None
-        context = DraftContext([s.tokens for s in running], [s.request for s in running], self._batch_params())
-        return self.drafter.propose(context, strategy, noise_BDV), noise_BDV
+        law, vocab_size, tokens = self._batch_law(), self.config.vocab_size, [s.tokens for s in running]
+        context = DraftContext(tokens, law.requests, law.params, vocab_size, self.device)
+        proposal: Proposal = self.drafter.propose(context, strategy, StepNoise(law, [*map(len, tokens)], vocab_size))
+        return proposal
 
     def _remember(
         self, drafter: Drafter[Any], tree: DraftTree, captured_BNF: Tensor, prefixes: list[int], verdicts: list[Verdict]
@@ -342,8 +338,7 @@ class RolloutEngine:
     def _vacate(self, slot: int) -> None:
         """The sequence in this slot is gone; the last one takes its place."""
         moved_from = self.scheduler.remove(slot)
-        self.noise.remove(slot)
-        self._params = None
+        self._law = None
         if moved_from is not None:
             self.cache.move(moved_from, slot, self.scheduler.running[slot].num_cached)
             if self.drafter is not None:

@@ -1,7 +1,7 @@
 """What a run's tensors take on one device, part by part: arithmetic over shapes, before anything is loaded.
 
     always    weights · optimizer · engine's copy · drafter                          the largest sum of a column
-    rollout   + caches · noise · activations of a forward · logits          ────▶    is what the device must hold
+    rollout   + caches · activations of a forward · logits          ────▶    is what the device must hold
     idle      + caches · the drafter's training
     update    + gradients · activations · logits · gathered layers
     save      + a layer on its way to the engine · a checkpoint's copy
@@ -24,7 +24,6 @@ from tlt.drafter.drafting.pair_cache import PairCache
 from tlt.drafter.model import DrafterShape, PackedDrafter, training_capture
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
 from tlt.engine.memory import CPU_SHARE, GPU_SHARE
-from tlt.engine.noise import KEPT_BYTES, REFILL_BYTES, NoiseBlocks
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import GROUP_BYTES, PREFILL_TOKENS, Cache
 from tlt.models.packed import PackedTransformer
@@ -199,21 +198,14 @@ def _caches(s: Subject, standing: int) -> tuple[Part, int]:
 def _rollout(s: Subject, caches: int) -> Iterator[Part]:
     """What is kept beside the caches, and the most that is taken for a moment: one of these at a time."""
     c, size = s.model, s.engine_dtype.itemsize
-    refill = 0
-    if s.config.sampling.temperature > 0 and not s.place.is_gpu:
-        depth = Strategy.MAX_DEPTH if s.config.rollout.speculation != "off" else 0
-        blocks = NoiseBlocks(c.vocab_size, s.num_slots, depth, META)
-        kept = blocks.max_blocks * blocks.width * c.vocab_size * 4
-        refill = min(REFILL_BYTES, 28 * s.num_slots * blocks.width * c.vocab_size)
-        yield Part("noise", min(kept, KEPT_BYTES), ("rollout",), f"{blocks.max_blocks} blocks of {blocks.width} positions")
     tokens = min(PREFILL_TOKENS, max(s.longest, s.num_slots * s.place.longest_prompt))
     width = 4 * c.intermediate_size + 3 * c.hidden_size + (c.num_qkv + c.num_heads) * c.head_dim + captured_size(s)
     rows = s.num_slots + max((min(s.num_slots, 8) * arm.budget for arm in _arms(s)), default=0)
     values, bytes_each = rows * c.vocab_size, 60 if _truncates(s.config) else 12
     sampling = values * (size + 4) + min(values, VALUES_PER_PART) * bytes_each
     growing = min(GROUP_BYTES, caches // 2)
-    how = f"{tokens} tokens read, or {rows} rows of logits sampled, or a group of layers grown, or noise made"
-    yield Part("a step", max(tokens * width * size, sampling, growing, refill), ("rollout",), how)
+    how = f"{tokens} tokens read, or {rows} rows of logits sampled, or a group of layers grown"
+    yield Part("a step", max(tokens * width * size, sampling, growing), ("rollout",), how)
 
 
 def _arms(s: Subject) -> tuple[Strategy, ...]:

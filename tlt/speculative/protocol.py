@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 from tlt.speculative.sampling import BatchParams
@@ -23,11 +24,28 @@ class DraftContext:
     tokens:   committed tokens per sequence, prompt included; the last one is the root of its tree.
     requests: whose sequences they are (siblings share a problem id).
     params:   sampling parameters of the batch.
+    vocab_size: tokens of the target are below it.
+    device:   where the tree is wanted.
     """
 
     tokens: Sequence[Sequence[int]]
     requests: Sequence[Request]
     params: BatchParams
+    vocab_size: int
+    device: torch.device
+
+
+class DraftNoise(Protocol):
+    """The law's noise of the positions that are drafted for, made where it is asked for. A token at depth d is drafted for the
+    position d + 1 after the root, where the target will draw with this noise. A greedy sequence has none: zeros."""
+
+    def of_depth(self, depth: int, token_ids_V: Tensor | None = None) -> Tensor:
+        """Returns float32[B, V]: of every token, or of these alone."""
+        ...
+
+    def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
+        """Returns that of single tokens, each given as (row, depth, token). On the host: nothing waits for a device."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -78,9 +96,8 @@ class Drafter(Protocol[P]):
         not asked to: each once, as soon as what came tells how much of it was right. (): none, or nothing retrieves."""
         ...
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()) -> P:
-        """Returns a tree for each sequence. noise_BDV[b, d] is the law's noise of the position d + 1 after the root, which the
-        target will use at depth d: candidates may be ranked with it. Ignoring it costs speed, never truth.
+    def propose(self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()) -> P:
+        """Returns a tree for each sequence. Candidates may be ranked with the noise; ignoring it costs speed, never truth.
 
         unwanted: rows that will draft otherwise; what they hold is of no use."""
         ...

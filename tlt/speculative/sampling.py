@@ -68,7 +68,17 @@ def gumbel_noise(keys_B4: Tensor, positions_BT: Tensor, vocab_size: int) -> Tens
     blocks = torch.arange((vocab_size + 3) // 4, device=keys_B4.device)
     k0, k1, k2, k3 = (keys_B4[:, i, None, None] for i in range(4))
     words = philox((blocks, positions_BT[:, :, None], k2, k3), (k0, k1))
-    uniform = (torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size].double() + 0.5) * 2.0**-32
+    return _gumbel(torch.stack(words, dim=-1).flatten(-2)[..., :vocab_size])
+
+
+def noise_of_tokens(keys_K4: Tensor, positions_K: Tensor, tokens_K: Tensor) -> Tensor:
+    """Returns Gumbel(keys_K4[k], positions_K[k], tokens_K[k]) as float32[K]: a few values of what `gumbel_noise` returns."""
+    words = philox((tokens_K // 4, positions_K, keys_K4[:, 2], keys_K4[:, 3]), (keys_K4[:, 0], keys_K4[:, 1]))
+    return _gumbel(torch.stack(words, dim=-1).gather(-1, tokens_K[:, None] % 4)[:, 0])
+
+
+def _gumbel(words: Tensor) -> Tensor:
+    uniform = (words.double() + 0.5) * 2.0**-32
     return torch.log1p(uniform.neg_()).neg_().log_().neg_().float()
 
 

@@ -82,13 +82,6 @@ class TreeLayout:
         """Position of each node's token in its sequence."""
         return self.columns_BN if self.depths_BN is None else self.columns_BN[:, :1] + self.depths_BN
 
-    def of_depths(self, values_BDX: Tensor) -> Tensor:
-        """Returns [B, N, X]: to every node what belongs to its depth."""
-        if self.depths_BN is None:
-            return values_BDX[:, : self.columns_BN.shape[1]]
-        rows_B1 = torch.arange(len(self.columns_BN), device=self.columns_BN.device)[:, None]
-        return values_BDX[rows_B1, self.depths_BN]
-
 
 def layout(tree: DraftTree, prefixes: Sequence[int], dtype: torch.dtype) -> TreeLayout:
     """Lays the trees out behind sequences of which `prefixes[b]` tokens are cached. `dtype` is the mask's."""

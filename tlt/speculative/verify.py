@@ -46,6 +46,9 @@ def verify(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchP
 def _draw(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tensor, Tensor]:
     """The law at every node, with noise that is nowhere in memory."""
     B, N, _ = logits_BNV.shape
+    if N == 1:
+        tokens_B, logprobs_B = draw(logits_BNV[:, 0], noise.keys_B4, noise.positions_BN[:, 0], params)
+        return tokens_B[:, None], logprobs_B[:, None]
     rows_R = torch.arange(B, device=logits_BNV.device).repeat_interleave(N)
     tokens_R, logprobs_R = draw(
         logits_BNV.flatten(0, 1), noise.keys_B4[rows_R], noise.positions_BN.flatten(), params.take(rows_R)

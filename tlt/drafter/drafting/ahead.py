@@ -25,7 +25,7 @@ from tlt.drafter.drafting.continuations import match_bucket
 from tlt.drafter.drafting.hybrid import choose_rows
 from tlt.drafter.drafting.references import Reference, References
 from tlt.drafter.drafting.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
-from tlt.speculative.protocol import DraftContext, Drafter, Proposal
+from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculative.tree import chain
 from tlt.types import Hindsight, Lead, Request, Rollout, Strategy, UserError, Verdict
 
@@ -245,25 +245,24 @@ class AheadDrafter:
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def propose(
-        self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
     ) -> AheadProposal:
         self._read(context.tokens)
         if not strategy.follows:
-            inner = self.inner.propose(context, strategy, noise_BDV, unwanted)
+            inner = self.inner.propose(context, strategy, noise, unwanted)
             return AheadProposal(inner.tree, inner)
         followers = self.followers[: len(context.tokens)]
         rows = zip(followers, context.tokens, context.requests, strict=True)
-        vocab_size = noise_BDV.shape[-1]
-        drafts = [self.leading.draft(*row, strategy.depth, vocab_size) for row in rows]
+        drafts = [self.leading.draft(*row, strategy.depth, context.vocab_size) for row in rows]
         longest, roots = max(map(len, drafts)), [tokens[-1] for tokens in context.tokens]
         nodes = [[root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)]
-        tree = chain(torch.tensor(nodes, device=noise_BDV.device), [1 + len(draft) for draft in drafts])
+        tree = chain(torch.tensor(nodes, device=context.device), [1 + len(draft) for draft in drafts])
         pairs = zip(drafts, followers, strict=True)
         versions = tuple(follower.version if draft and follower else None for draft, follower in pairs)
         unwanted = [row for row, version in enumerate(versions) if version is not None]
         if strategy.elsewhere.is_off or len(unwanted) == len(versions):
             return AheadProposal(tree, references=versions)
-        inner = self.inner.propose(context, strategy.elsewhere, noise_BDV, unwanted)
+        inner = self.inner.propose(context, strategy.elsewhere, noise, unwanted)
         tree = choose_rows(tree, inner.tree, [version is not None for version in versions])
         return AheadProposal(tree, inner, references=versions)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal
 from tlt.drafter.drafting.ngram import DEFAULT_MAX_TOKENS, NgramDrafter, NgramProposal
-from tlt.speculative.protocol import DraftContext, Drafter, Proposal
+from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
 
@@ -131,17 +131,17 @@ class HybridDrafter:
         self.learned_accepted = counters[0]["learned_accepted"]
 
     def propose(
-        self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
     ) -> HybridProposal:
         num_rows = len(context.tokens)
         match "ngram" if self._is_aside else strategy.drafter:
             case "learned":
-                learned = self.learned.propose(context, strategy, noise_BDV, unwanted)
+                learned = self.learned.propose(context, strategy, noise, unwanted)
                 return HybridProposal(learned.tree, tuple(row in unwanted for row in range(num_rows)), learned=learned)
             case "ngram":
-                retrieved = self.ngram.propose(context, strategy, noise_BDV)
+                retrieved = self.ngram.propose(context, strategy, noise)
                 return HybridProposal(retrieved.tree, (True,) * num_rows, retrieved=retrieved)
-        retrieved = self.ngram.retrieve(context, strategy, noise_BDV)
+        retrieved = self.ngram.retrieve(context, strategy, noise)
         survival = [self.ngram.survival(row, strategy.depth) for row in retrieved.retrieved]
         sure = self.ngram.confidence_threshold if strategy.width == 1 else 0.0  # a chain goes no further
         expected = [sum(s for s in row if s >= sure) for row in survival]
@@ -150,7 +150,7 @@ class HybridDrafter:
         if all(is_retrieved):
             return HybridProposal(retrieved.tree, is_retrieved, retrieved=retrieved)
         retrieved_rows = [row for row in range(num_rows) if is_retrieved[row]]
-        learned = self.learned.propose(context, strategy, noise_BDV, retrieved_rows)
+        learned = self.learned.propose(context, strategy, noise, retrieved_rows)
         tree = choose_rows(retrieved.tree, learned.tree, is_retrieved) if retrieved_rows else learned.tree
         return HybridProposal(tree, is_retrieved, learned, retrieved)
 

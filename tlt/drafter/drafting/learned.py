@@ -22,7 +22,7 @@ from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calib
 from tlt.drafter.drafting.pair_cache import CaughtUp, PairCache
 from tlt.drafter.model import PackedDrafter, training_capture
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.protocol import DraftContext, Proposal
+from tlt.speculative.protocol import DraftContext, DraftNoise, Proposal
 from tlt.speculative.tree import chain, chain_mask, tree_mask
 from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
 
@@ -84,10 +84,10 @@ class Drafted:
 @dataclass(frozen=True)
 class _Level:
     """Candidates for the nodes of one level, over the draft vocabulary: the logits at the sequences' temperatures, and the
-    law's noise of the position."""
+    law's noise of the position; None where it is not ranked with."""
 
     scaled_BTV: Tensor
-    noise_B1V: Tensor
+    noise_B1V: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class _Front:
 
     params_scale: Callable[[Tensor], Tensor]
     strategy: Strategy
-    noise_BDV: Tensor
+    noise: DraftNoise
     roots_B1: Tensor
     read: CaughtUp
     unwanted: Sequence[int]
@@ -201,32 +201,31 @@ class LearnedDrafter:
         self,
         context: DraftContext,
         strategy: Strategy,
-        noise_BDV: Tensor,
+        noise: DraftNoise,
         unwanted: Sequence[int] = (),
     ) -> LearnedProposal:
         """unwanted: rows that will draft otherwise; what they hold here is of no use, and nothing is learned from it."""
         room = strategy.depth if strategy.width == 1 else strategy.depth * strategy.width
         read = self.pairs.catch_up(context, room)
         roots_B1 = torch.tensor([[tokens[-1]] for tokens in context.tokens], device=self.model.device)
-        front = _Front(context.params.scale, strategy, noise_BDV, roots_B1, read, unwanted)
+        front = _Front(context.params.scale, strategy, noise, roots_B1, read, unwanted)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
     def _level(self, front: _Front, hidden_BTE: Tensor, depth: int) -> _Level:
         scaled_BTV = front.params_scale(self.model.logits(hidden_BTE, self.target))
-        noise_B1V = front.noise_BDV[:, depth, None]
-        if self.model.token_ids is not None:
-            noise_B1V = noise_B1V[..., self.model.token_ids]
-        return _Level(scaled_BTV, noise_B1V)
+        return _Level(scaled_BTV, front.noise.of_depth(depth, self.model.token_ids)[:, None] if self.is_coupled else None)
 
     def _guess(self, roots: _Level) -> Tensor | None:
-        if not self.is_coupled:
+        if roots.noise_B1V is None:
             return None
         return self.tau_search.guess(roots.scaled_BTV[:, 0], roots.noise_B1V[:, 0], self.model.token_ids)
 
     def _scores(self, level: _Level) -> Tensor:
         """Returns log q / tau + noise, up to a constant per node: the order in which the target is likely to agree. Plain
         ranking: log q."""
-        return torch.add(level.noise_B1V, level.scaled_BTV, alpha=1 / self.tau) if self.is_coupled else level.scaled_BTV
+        if level.noise_B1V is None:
+            return level.scaled_BTV
+        return torch.add(level.noise_B1V, level.scaled_BTV, alpha=1 / self.tau)
 
     def _to_count(self, tree: DraftTree, cells_BN: Tensor, unwanted: Sequence[int]) -> Drafted:
         """Rows that draft otherwise are not counted."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.drafter.drafting.continuations import Node, Retrieved, grow, match_bucket, walk
 from tlt.drafter.drafting.suffix_index import MAX_MATCH, SuffixIndex
-from tlt.speculative.protocol import DraftContext, Proposal
+from tlt.speculative.protocol import DraftContext, DraftNoise, Proposal
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
 
@@ -201,10 +201,10 @@ class NgramDrafter:
         return [(accepted / tried) ** d for d in range(1, num_found + 1)] + [0.0] * (depth - num_found)
 
     def propose(
-        self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor, unwanted: Sequence[int] = ()
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
     ) -> NgramProposal:
         """It looks for all rows alike: what was found teaches it, whether or not it is asked for."""
-        found = self.retrieve(context, strategy, noise_BDV)
+        found = self.retrieve(context, strategy, noise)
         return self.stop(found, [self.survival(row, strategy.depth) for row in found.retrieved])
 
     def stop(self, found: NgramProposal, survival: Sequence[Sequence[float]]) -> NgramProposal:
@@ -217,11 +217,11 @@ class NgramDrafter:
     def _num_drafted(self, survival: Sequence[float]) -> int:
         return sum(p >= self.confidence_threshold and p > 0 for p in survival) or int(survival[0] > 0)
 
-    def retrieve(self, context: DraftContext, strategy: Strategy, noise_BDV: Tensor) -> NgramProposal:
+    def retrieve(self, context: DraftContext, strategy: Strategy, noise: DraftNoise) -> NgramProposal:
         """Returns whole drafts, however likely they are to be accepted."""
         self._is_asked = True
         tries = [self._continuations(slot, tokens, strategy) for slot, tokens in enumerate(context.tokens)]
-        self._fetch_noise([trie for trie, _ in tries], noise_BDV)
+        self._fetch_noise([trie for trie, _ in tries], noise)
         rows = [grow(trie, strategy) for trie, _ in tries]
         retrieved = tuple(Retrieved(match_bucket(length), nodes) for nodes, (_, length) in zip(rows, tries, strict=True))
         num_nodes = 1 + max(len(nodes) for nodes in rows)
@@ -230,7 +230,7 @@ class NgramDrafter:
             missing = num_nodes - 1 - len(nodes)
             tokens_BN.append([committed[-1], *(token for token, _ in nodes), *[0] * missing])
             parents_BN.append([-1, *(parent for _, parent in nodes), *[-1] * missing])
-        device = noise_BDV.device
+        device = context.device
         nodes_BN = torch.tensor(tokens_BN, device=device)
         if strategy.width == 1:
             return NgramProposal(chain(nodes_BN), retrieved)  # with filling, which `stop` cuts off
@@ -251,9 +251,8 @@ class NgramDrafter:
                 node.weight += weight
         return root, longest
 
-    def _fetch_noise(self, tries: Sequence[Node], noise_BDV: Tensor) -> None:
-        """The law's noise of every candidate that has a sibling (ranking one alone needs none): one gather, one
-        synchronization."""
+    def _fetch_noise(self, tries: Sequence[Node], noise: DraftNoise) -> None:
+        """The law's noise of every candidate that has a sibling (ranking one alone needs none)."""
         contested: list[tuple[int, Node]] = []
         for row, root in enumerate(tries):
             stack = [root]
@@ -263,6 +262,6 @@ class NgramDrafter:
                 if len(children) > 1:
                     contested += [(row, child) for child in children]
         if contested:
-            where = torch.tensor([(row, node.depth - 1, node.token) for row, node in contested], device=noise_BDV.device)
-            for (_, node), value in zip(contested, noise_BDV[where[:, 0], where[:, 1], where[:, 2]].tolist(), strict=True):
+            values = noise.of_tokens([(row, node.depth - 1, node.token) for row, node in contested])
+            for (_, node), value in zip(contested, values, strict=True):
                 node.noise = value

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tlt.speculative.rows import draw
-from tlt.speculative.sampling import MAX_INVERSE_TEMPERATURE, BatchParams, gumbel_noise, keys_tensor
+from tlt.speculative.rows import draw, noise_to_rank_with
+from tlt.speculative.sampling import MAX_INVERSE_TEMPERATURE, BatchParams, keys_tensor
 from tlt.types import Request, SamplingParams
 
 EXTRA = "tlt"
@@ -25,9 +25,6 @@ EXTRA = "tlt"
 
 DEFAULT_TAU = 0.7
 """The drafter's temperature where nobody has found a better one."""
-
-_BLOCK_VALUES = 1 << 13
-"""Noise values of a slot that are computed at a time on a CPU, where a call costs for one position what it costs for many."""
 
 
 class Sampling(Protocol):
@@ -85,14 +82,12 @@ class LawTable:
         self.noise_scale_S1 = torch.ones(num_slots, 1, device=device)
         self._params: BatchParams | None = None
         self._unwritten: set[int] = set()
-        self._window = NoiseWindow(num_slots, vocab_size)
         self.recorded: list[tuple[Tensor, Tensor, Tensor]] | None = None
         """(logits [R, V], positions [R], keys [R, 4]) of every draw while somebody checks it; None: nobody does."""
 
     def put(self, slot: int, law: RowLaw | None) -> None:
         """Writes a slot; None: its request has left."""
         self.laws[slot] = law or _FREE
-        self._window.forget(slot)
         self._unwritten.add(slot)
 
     def flush(self) -> None:
@@ -120,62 +115,15 @@ class LawTable:
         logits_RV, keys_R4 = logits_RV[:, : self.vocab_size], self.keys_S4[slots_R]  # some heads are padded
         if self.recorded is not None:
             self.recorded.append((logits_RV.clone(), positions_R.clone(), keys_R4))
-        return draw(logits_RV, keys_R4, positions_R, self.params.take(slots_R), self._noise(slots_R, positions_R))
+        return draw(logits_RV, keys_R4, positions_R, self.params.take(slots_R))
 
     def rank(self, logits_RV: Tensor, slots_R: Tensor, positions_R: Tensor) -> Tensor:
         """Returns the tokens that a drafter guesses: the argmax of log q / tau + the target's own noise, q being the draft
         distribution at the sequence's temperature (as drafting/learned.py ranks). On a GPU it reads nothing but tensors that
         stay where they are, for vLLM may capture it in a graph."""
-        noise_RV = self._noise(slots_R, positions_R)
-        if noise_RV is None:
-            noise_RV = gumbel_noise(self.keys_S4[slots_R], positions_R[:, None], self.vocab_size)[:, 0]
+        noise_RV = noise_to_rank_with(self.keys_S4[slots_R], positions_R, self.vocab_size)
         scaled_RV = logits_RV[:, : self.vocab_size].float() * (self.inverse_temperature_S1[slots_R] / self.tau)
         return torch.addcmul(scaled_RV, noise_RV, self.noise_scale_S1[slots_R]).argmax(-1)
-
-    def _noise(self, slots_R: Tensor, positions_R: Tensor) -> Tensor | None:
-        """Returns noise computed ahead, on a CPU; None: it is computed with the draw."""
-        if self.device.type != "cpu":
-            return None
-        return self._window.rows(slots_R, positions_R, self.keys_S4)
-
-
-class NoiseWindow:
-    """Keeps the noise of some positions ahead for every slot, on a CPU: one call then serves many steps."""
-
-    def __init__(self, num_slots: int, vocab_size: int) -> None:
-        self.width = max(min(_BLOCK_VALUES // vocab_size, 128), 1)
-        self.vocab_size = vocab_size
-        self.starts_S = torch.full((num_slots,), -(2**40))
-        self.blocks_SWV = torch.zeros(0, self.width, vocab_size)
-
-    def forget(self, slot: int) -> None:
-        self.starts_S[slot] = -(2**40)
-
-    def rows(self, slots_R: Tensor, positions_R: Tensor, keys_S4: Tensor) -> Tensor | None:
-        """Returns the noise at these positions, [R, V]; None where a block would hold too little to be worth it."""
-        if self.width < 2:
-            return None
-        offsets_R = positions_R - self.starts_S[slots_R]
-        if bool(((offsets_R < 0) | (offsets_R >= self.width)).any()):
-            firsts_S = torch.full_like(self.starts_S, 2**62).scatter_reduce_(0, slots_R, positions_R, "amin")
-            lasts_S = torch.full_like(self.starts_S, -1).scatter_reduce_(0, slots_R, positions_R, "amax")
-            if bool((lasts_S - firsts_S >= self.width).any()):  # one sequence's rows are farther apart than a block is wide
-                return None
-            self._refill(firsts_S, lasts_S, keys_S4)
-            offsets_R = positions_R - self.starts_S[slots_R]
-        return self.blocks_SWV[slots_R, offsets_R]
-
-    def _refill(self, firsts_S: Tensor, lasts_S: Tensor, keys_S4: Tensor) -> None:
-        """Lets the block of every slot that lacks a row begin at the first of its rows."""
-        stale_S = (lasts_S >= 0) & ((firsts_S < self.starts_S) | (lasts_S >= self.starts_S + self.width))
-        stale_N = stale_S.nonzero()[:, 0]
-        if len(self.blocks_SWV) <= int(stale_N.max()):
-            grown = torch.zeros(len(self.starts_S), self.width, self.vocab_size)
-            grown[: len(self.blocks_SWV)] = self.blocks_SWV
-            self.blocks_SWV = grown
-        self.starts_S[stale_N] = firsts_S[stale_N]
-        positions_NW = firsts_S[stale_N, None] + torch.arange(self.width)
-        self.blocks_SWV[stale_N] = gumbel_noise(keys_S4[stale_N], positions_NW, self.vocab_size)
 
 
 class Slots:

@@ -1,0 +1,206 @@
+"""The law's compiled loops draw what the reference draws: every token, and its log-probability to some units of float32.
+
+Error rate: none. Draws are compared one by one, with the noise that the reference makes whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.lossless.helpers import Switching, make_engine, make_policy, make_requests, tokens_of
+from tlt.engine.noise import BatchLaw
+from tlt.speculative import rows
+from tlt.speculative.rows import draw
+from tlt.speculative.sampling import BatchParams, gumbel_noise, sample
+from tlt.speculative.verify import NoiseAt
+from tlt.tuning.tuner import Fixed, default_arms
+from tlt.types import SamplingParams, Strategy
+
+compiled = pytest.importorskip("tlt.speculative.compiled", reason="Numba is not installed: the reference draws")
+
+POLICY = make_policy()
+REQUESTS = make_requests(num_problems=4, num_samples=2, seed=5)
+CHAIN, TREE = Strategy("learned", 4, 1, 4), Strategy("learned", 3, 2, 6)
+LAWS = (
+    SamplingParams(1.0),
+    SamplingParams(0.6),
+    SamplingParams(0.0),
+    SamplingParams(1e-3),
+    SamplingParams(1e-30),
+    SamplingParams(25.0),
+)
+TRUNCATING = (*LAWS, SamplingParams(1.0, top_k=5), SamplingParams(0.8, top_p=0.9), SamplingParams(1.3, min_p=0.02))
+
+Logits = Callable[[int, int, torch.Generator], Tensor]
+
+
+def peaked(num_rows: int, vocab_size: int, generator: torch.Generator) -> Tensor:
+    logits_RV = 3 * torch.randn(num_rows, vocab_size, generator=generator)
+    logits_RV[torch.arange(num_rows), torch.randint(vocab_size, (num_rows,), generator=generator)] += 12
+    return logits_RV
+
+
+SHAPES: dict[str, Logits] = {
+    "normal": lambda R, V, g: 3 * torch.randn(R, V, generator=g),
+    "peaked": peaked,
+    "flat": lambda R, V, g: torch.zeros(R, V),
+    "tied": lambda R, V, g: torch.randint(-2, 3, (R, V), generator=g).float(),
+    "large": lambda R, V, g: 1e4 + torch.randn(R, V, generator=g),
+    "with impossible tokens": lambda R, V, g: torch.randn(R, V, generator=g).masked_fill(
+        torch.rand(R, V, generator=g) < 0.5, -torch.inf
+    ),
+}
+
+
+def cases(num_rows: int, vocab_size: int, seed: int, laws: tuple[SamplingParams, ...]) -> tuple[Tensor, Tensor, BatchParams]:
+    generator = torch.Generator().manual_seed(seed)
+    keys_R4 = torch.randint(2**32, (num_rows, 4), generator=generator)
+    positions_R = torch.randint(2**32, (num_rows,), generator=generator)
+    return keys_R4, positions_R, BatchParams([laws[row % len(laws)] for row in range(num_rows)])
+
+
+def disagreement(logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams) -> tuple[int, float]:
+    """Returns how many tokens are not the reference's, and the largest difference of log-probabilities over its bound."""
+    noise_R1V = gumbel_noise(keys_R4, positions_R[:, None], logits_RV.shape[1])
+    expected, expected_logprobs = (drawn_R1[:, 0] for drawn_R1 in sample(logits_RV[:, None], noise_R1V, params))
+    found, logprobs = draw(logits_RV, keys_R4, positions_R, params)
+    scaled_RV = params.scale(logits_RV[:, None])[:, 0].float()
+    size_R = scaled_RV.gather(1, expected[:, None])[:, 0].abs() + scaled_RV.logsumexp(-1).abs()
+    off_R = (logprobs - expected_logprobs).abs() / (2.0**-17 + 2.0**-22 * size_R)
+    return int((found != expected).sum()), off_R.max().item()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(1200, 61), (300, 1003), (120, 1024), (120, 5001)])
+def test_tokens_are_the_references(shape: str, num_rows: int, vocab_size: int) -> None:
+    for seed, laws in enumerate((LAWS, TRUNCATING)):
+        logits_RV = SHAPES[shape](num_rows, vocab_size, torch.Generator().manual_seed(seed))
+        num_different, worst = disagreement(logits_RV, *cases(num_rows, vocab_size, seed, laws))
+        assert num_different == 0
+        assert worst <= 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_quarter_of_a_million_tokens_are_the_references(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for part, shape in enumerate(["normal", "peaked", "tied", "flat"]):
+        logits_RV = SHAPES[shape](1 << 16, 31, generator)
+        assert disagreement(logits_RV, *cases(1 << 16, 31, 10 * seed + part, LAWS))[0] == 0
+
+
+@pytest.mark.parametrize("shape", ["normal", "peaked", "flat"])
+def test_tokens_of_a_large_vocabulary_are_the_references(shape: str) -> None:
+    logits_RV = SHAPES[shape](24, 151_936, torch.Generator().manual_seed(3))
+    num_different, worst = disagreement(logits_RV, *cases(24, 151_936, 3, LAWS))
+    assert num_different == 0
+    assert worst <= 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_of_half_precision_the_law_is_that_of_the_numbers_it_holds(dtype: torch.dtype) -> None:
+    logits_RV = SHAPES["normal"](200, 501, torch.Generator().manual_seed(1)).to(dtype)
+    assert disagreement(logits_RV, *cases(200, 501, 1, TRUNCATING))[0] == 0
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+def test_rows_are_shared_by_threads(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(compiled, "VALUES_PER_THREAD", 100)
+    logits_RV = SHAPES["normal"](37, 203, torch.Generator().manual_seed(2))
+    assert disagreement(logits_RV, *cases(37, 203, 2, TRUNCATING))[0] == 0
+
+
+# ── where two tokens are as good as each other ───────────────────────────────────────────────────────────────────────
+
+
+def tied(position: int, vocab_size: int = 300) -> tuple[Tensor, Tensor, Tensor, list[int]]:
+    """Returns logits whose two best scores are equal bit for bit, their key and position, and the two tokens."""
+    keys_14, positions_1 = torch.tensor([[1, 2, 3, 4]]), torch.tensor([position])
+    noise_V = gumbel_noise(keys_14, positions_1[:, None], vocab_size)[0, 0]
+    logits_1V = torch.zeros(1, vocab_size)
+    for score in torch.linspace(40, 41, 1000):
+        pair = [int(position * 37 % vocab_size), int(position * 101 % vocab_size)]
+        logits_1V[0, pair] = score - noise_V[pair]
+        scores = logits_1V[0] + noise_V
+        if pair[0] != pair[1] and scores[pair[0]] == scores[pair[1]]:
+            return logits_1V, keys_14, positions_1, sorted(pair)
+    raise AssertionError("no tie was found")
+
+
+@pytest.mark.parametrize("position", range(1, 9))
+def test_a_tie_is_left_to_the_reference_and_falls_to_the_lowest_id(position: int) -> None:
+    logits_1V, keys_14, positions_1, (lowest, _) = tied(position)
+    params = BatchParams([SamplingParams()])
+    assert compiled.draw(logits_1V, keys_14, positions_1, params)[2].tolist() == [True]
+    assert draw(logits_1V, keys_14, positions_1, params)[0].tolist() == [lowest]
+
+
+def test_what_is_left_to_the_reference_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the rows of a batch, those alone that are in doubt."""
+    logits_1V, keys_14, positions_1, (lowest, _) = tied(3)
+    generator = torch.Generator().manual_seed(4)
+    logits_RV = torch.cat([3 * torch.randn(5, 300, generator=generator), logits_1V])
+    keys_R4, positions_R = keys_14.expand(6, -1).contiguous(), torch.cat([torch.arange(5), positions_1])
+    asked: list[int] = []
+    plain = rows.reference
+    monkeypatch.setattr(rows, "reference", lambda logits, *args: asked.append(len(logits)) or plain(logits, *args))
+    found = draw(logits_RV, keys_R4, positions_R, BatchParams([SamplingParams()] * 6))[0]
+    assert asked == [1]
+    assert found[5] == lowest
+
+
+def test_few_rows_are_in_doubt() -> None:
+    logits_RV = SHAPES["normal"](2000, 1003, torch.Generator().manual_seed(5))
+    _, _, unsure_R = compiled.draw(logits_RV, *cases(2000, 1003, 5, (SamplingParams(), SamplingParams(0.7))))
+    assert int(unsure_R.sum()) <= 2
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+def test_a_logit_that_is_no_number_leaves_the_row_to_the_reference(broken: float) -> None:
+    logits_RV = SHAPES["normal"](4, 1500, torch.Generator().manual_seed(6))
+    logits_RV[2, 1200] = broken
+    found = draw(logits_RV, *cases(4, 1500, 6, LAWS))
+    noise_R1V = gumbel_noise(*(part if part.dim() > 1 else part[:, None] for part in cases(4, 1500, 6, LAWS)[:2]), 1500)
+    expected = sample(logits_RV[:, None], noise_R1V, cases(4, 1500, 6, LAWS)[2])
+    assert found[0].tolist() == expected[0][:, 0].tolist()
+    assert not found[1][2].isfinite()
+    assert found[1][[0, 1, 3]].isfinite().all()
+
+
+# ── in the engine ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def engine_tokens(strategy: Strategy, max_batch_size: int) -> Any:
+    return tokens_of(make_engine(POLICY, Fixed(strategy), dtype=torch.float32, max_batch_size=max_batch_size), REQUESTS)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.OFF, CHAIN, TREE, Strategy("ngram", 3, 2, 6)], ids=str)
+@pytest.mark.parametrize("max_batch_size", [1, 6])
+def test_an_engine_draws_the_same_without_numba(
+    strategy: Strategy, max_batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled_tokens = engine_tokens(strategy, max_batch_size)
+    monkeypatch.setattr(rows, "compiled_loops", lambda: None)
+    assert engine_tokens(strategy, max_batch_size) == compiled_tokens
+
+
+def test_strategies_that_change_every_step_change_no_token() -> None:
+    engine = make_engine(POLICY, Switching(default_arms(("learned",)), seed=2), dtype=torch.float32, max_batch_size=5)
+    assert tokens_of(engine, REQUESTS) == engine_tokens(Strategy.OFF, 5)
+
+
+@pytest.mark.parametrize("strategy", [Strategy.OFF, TREE], ids=str)
+def test_noise_of_a_position_beside_it_is_noticed(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, of_nodes = engine_tokens(strategy, 5), BatchLaw.of_nodes
+
+    def shifted(self: BatchLaw, *args: Any) -> NoiseAt:
+        noise = of_nodes(self, *args)
+        return NoiseAt(noise.keys_B4, noise.positions_BN + 1)
+
+    monkeypatch.setattr(BatchLaw, "of_nodes", shifted)
+    assert engine_tokens(strategy, 5) != expected

@@ -1,0 +1,46 @@
+"""The reference at rows: a part at a time where memory is short, and the one line that a GPU without Triton gets."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from tests.lossless.helpers import make_engine, make_policy, make_requests, tokens_of
+from tlt import speculative
+from tlt.speculative import rows
+from tlt.speculative.sampling import kernels
+from tlt.tuning.tuner import Fixed
+from tlt.types import Strategy, UserError
+
+POLICY = make_policy()
+REQUESTS = make_requests(num_problems=4, num_samples=2, seed=5)
+TREE = Strategy("learned", 3, 2, 6)
+
+
+def test_rows_drawn_a_part_at_a_time_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    off = tokens_of(make_engine(POLICY), REQUESTS)
+    calls: list[int] = []
+    plain = rows.reference
+    monkeypatch.setattr(rows, "reference", lambda logits, *args: calls.append(len(logits)) or plain(logits, *args))
+    for num_bytes in (1, 28 * 61 * 4, 1 << 28):
+        monkeypatch.setattr(rows, "ROW_BYTES", num_bytes)
+        assert tokens_of(make_engine(POLICY, Fixed(TREE), max_batch_size=5), REQUESTS) == off
+    assert {1, 4} < set(calls), "float64 is the reference's"
+
+
+def test_a_gpu_without_triton_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "tlt.speculative.fused", raising=False)
+    monkeypatch.delattr(speculative, "fused", raising=False)
+    with pytest.raises(UserError, match=r"^sampling on a GPU: .*triton.*; install Triton .*, or run on the CPU$"):
+        kernels()
+
+
+def test_without_numba_the_reference_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "numba", None)
+    monkeypatch.delitem(sys.modules, "tlt.speculative.compiled", raising=False)
+    monkeypatch.delattr(speculative, "compiled", raising=False)
+    rows.compiled_loops.cache_clear()
+    assert rows.compiled_loops() is None
+    rows.compiled_loops.cache_clear()
