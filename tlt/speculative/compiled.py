@@ -123,7 +123,7 @@ def _threads() -> ThreadPoolExecutor:
 
 @njit(nogil=True, cache=True)
 def _draw_rows(first, end, rows, law, drawn):  # type: ignore
-    """Writes `drawn`: (tokens, log-probabilities, whether in doubt). rows: (logits, what truncation keeps of them, their largest).
+    """Writes `drawn`: (tokens, log-probabilities, whether in doubt). rows: (logits, what truncation keeps, the largest logit).
     law: (1 / temperature, scale of the noise, key, position) of each row."""
     logits, kept, largest = rows
     inverse, scale, keys, positions = law
