@@ -15,6 +15,7 @@ from tests.unit.transformer_parts import (
     packed_logits,
     referee,
 )
+from tlt.models import cpu_kernels
 from tlt.models.decoder import Linear, Transformer
 from tlt.models.packed import PackedLinear, PackedTransformer
 
@@ -41,7 +42,7 @@ def test_a_packed_matrix_multiplies_as_a_plain_one_whichever_kernel_runs(num_in:
     weight, bias = torch.randn(num_out, num_in, generator=generator), torch.randn(num_out, generator=generator)
     linear = PackedLinear(num_in, num_out, torch.float32, torch.device("cpu"), has_bias=has_bias)
     linear.load(weight, bias if has_bias else None)
-    if torch.backends.mkldnn.is_available():
+    if cpu_kernels.has_matrices(torch.float32):
         assert (linear.weight is None) == (num_in * num_out >= 320_000), "a large matrix exists once"
     for rows in (1, 3, 40, 300):
         x, residual = torch.randn(rows, num_in, generator=generator), torch.randn(rows, num_out, generator=generator)
@@ -53,6 +54,27 @@ def test_a_packed_matrix_multiplies_as_a_plain_one_whichever_kernel_runs(num_in:
             assert torch.equal(residual, before)
     with pytest.raises(RuntimeError, match="was expected"):
         linear.load(weight[:-1])
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("has_instructions", [True, False])
+def test_a_matrix_in_bfloat16_multiplies_as_torch_does(
+    has_bias: bool, has_instructions: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the processor has instructions for it in oneDNN's layout, else in the plain one."""
+    monkeypatch.setattr(cpu_kernels, "has_bfloat16", lambda: has_instructions)
+    generator, dtype = torch.Generator().manual_seed(0), torch.bfloat16
+    weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((700, 512), (700,)))
+    linear = PackedLinear(512, 700, dtype, torch.device("cpu"), has_bias=has_bias)
+    linear.load(weight, bias if has_bias else None)
+    assert (linear.weight is None) == (has_instructions and torch.backends.mkldnn.is_available())
+    for rows in (1, 5, 70):
+        x, residual = (torch.randn(rows, n, generator=generator).to(dtype) for n in (512, 700))
+        exact = x.double() @ weight.double().t() + (bias.double() if has_bias else 0.0)
+        assert linear(x).dtype == dtype
+        torch.testing.assert_close(linear(x).double(), exact, rtol=2.0**-7, atol=0.05)
+        if not has_bias:
+            torch.testing.assert_close(linear.add_to(residual, x).double(), exact + residual, rtol=2.0**-7, atol=0.1)
 
 
 @pytest.mark.parametrize("rows", [7, 300])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -56,26 +57,39 @@ MIN_PRODUCTS = 320_000
 """Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear (docs/log.md)."""
 
 
+def has_matrices(dtype: torch.dtype) -> bool:
+    """Returns whether oneDNN multiplies frozen matrices of this type faster than F.linear: in float32, and in bfloat16 on a
+    processor that has instructions for it (AVX-512 BF16 or AMX)."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and has_bfloat16())
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Returns whether this processor multiplies in bfloat16, rather than by way of float32."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
 def onednn_matrix(num_in: int, num_out: int, dtype: torch.dtype, device: torch.device) -> OneDnnMatrix | None:
     """Returns a copy, still empty, of a frozen matrix for oneDNN; None where oneDNN does not compute its products."""
-    if dtype != torch.float32 or device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return None
-    return OneDnnMatrix(num_in * num_out)
+    return OneDnnMatrix(num_in * num_out, dtype) if device.type == "cpu" and has_matrices(dtype) else None
 
 
 class OneDnnMatrix:
-    """A frozen matrix in oneDNN's own layout, laid out once for many products. These are twice as fast as MKL's, which keeps to
-    AVX2 on processors that are not Intel's.
+    """A frozen matrix in oneDNN's own layout, laid out once for many products. In float32 these are twice as fast as MKL's,
+    which keeps to AVX2 on processors that are not Intel's; in bfloat16 F.linear lays the matrix out anew for every product.
 
     min_rows: rows of the input from which it is the faster one; 0: it always is, so that no other copy is needed.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self.min_rows = 0 if size >= MIN_PRODUCTS else -(-MIN_PRODUCTS // size)
         self.packed: Tensor | None = None
 
     def load(self, weight_OI: Tensor) -> None:
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.float().contiguous())
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight_OI.to(self.dtype).contiguous())
 
     def multiply(self, x_NI: Tensor, bias_O: Tensor | None) -> Tensor:
         """Returns x Wᵀ + bias."""

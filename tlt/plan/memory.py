@@ -108,7 +108,7 @@ def _standing(s: Subject) -> Iterator[Part]:
     if s.config.algorithm.kl_coefficient > 0 and not s.config.lora.rank:
         yield Part("reference policy", trained, (), how)
     copies = s.model.num_layers * s.copied_numbers(s.layer_matrices)
-    if not s.place.is_gpu and s.engine_dtype == torch.float32:
+    if s.has_cpu_layout:
         copies += s.model.vocab_size * s.model.hidden_size  # the head in oneDNN's layout, beside its rows
     own = Part("engine", (s.num_parameters + copies) * size, (), f"{billions(s.num_parameters + copies)} × {size} bytes, whole")
     if uses_vllm(s):

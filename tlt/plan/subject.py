@@ -125,9 +125,14 @@ class Subject:
     def drafter_parameters(self) -> int:
         return 0 if self.drafter is None else count_drafter(self.drafter)
 
+    @property
+    def has_cpu_layout(self) -> bool:
+        """Whether the engine multiplies by matrices in oneDNN's layout."""
+        return not self.place.is_gpu and cpu_kernels.has_matrices(self.engine_dtype)
+
     def copied_numbers(self, sizes: tuple[int, ...]) -> int:
-        """Numbers that the engine holds twice: in float32 on a CPU, small matrices have a copy in oneDNN's layout."""
-        if self.place.is_gpu or self.engine_dtype != torch.float32:
+        """Numbers that the engine holds twice: small matrices are kept in the plain layout, too."""
+        if not self.has_cpu_layout:
             return 0
         return sum(size for size in sizes if size < cpu_kernels.MIN_PRODUCTS)
 
