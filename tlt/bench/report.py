@@ -81,9 +81,9 @@ def write_report(out: Path, report: Mapping[str, Any], markdown: str) -> None:
 
 
 def provenance(report: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of a report that name the command and the machine."""
+    """Returns the lines of a report that name the command, the machine, and what has grown (geometry.py)."""
     machine = ", ".join(f"{key} {value}" for key, value in report["environment"].items() if value)
-    return [f"`{report['command']}`", machine]
+    return [f"`{report['command']}`", machine, *report.get("geometry", {}).get("lines", [])]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
