@@ -13,23 +13,29 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tlt.models.decoder import Architecture, ModelConfig, RopeScaling
+from tlt.models.decoder import Architecture, ModelConfig
 from tlt.models.hf_config import parse_config
 from tlt.models.hf_files import read_json
 from tlt.types import UserError
 
 OPTION = "--geometry"
 
+
+def _sizes(
+    architecture: Architecture, vocab: int, hidden: int, mlp: int, layers: int, heads: tuple[int, int, int]
+) -> ModelConfig:
+    """Returns the sizes of a model with an untied head. heads: of queries, of keys and values, and the size of each."""
+    return ModelConfig(architecture, vocab, hidden, mlp, layers, *heads)
+
+
 GEOMETRIES = {
-    "qwen2.5-0.5b": ModelConfig("qwen2", 151_936, 896, 4864, 24, 14, 2, 64, 1e-6, 1e6, None, 32_768, tie_embeddings=True),
-    "qwen2.5-1.5b": ModelConfig("qwen2", 151_936, 1536, 8960, 28, 12, 2, 128, 1e-6, 1e6, None, 131_072, tie_embeddings=True),
-    "qwen2.5-7b": ModelConfig("qwen2", 152_064, 3584, 18_944, 28, 28, 4, 128, 1e-6, 1e6, None, 131_072),
-    "llama-3.2-1b": ModelConfig(
-        "llama", 128_256, 2048, 8192, 16, 32, 8, 64, 1e-5, 5e5, RopeScaling(32.0, 1.0, 4.0, 8192), 131_072, tie_embeddings=True
-    ),
-    "qwen3-8b": ModelConfig("qwen3", 151_936, 4096, 12_288, 36, 32, 8, 128, 1e-6, 1e6, None, 40_960),
+    "qwen2.5-0.5b": replace(_sizes("qwen2", 151_936, 896, 4864, 24, (14, 2, 64)), tie_embeddings=True),
+    "qwen2.5-1.5b": replace(_sizes("qwen2", 151_936, 1536, 8960, 28, (12, 2, 128)), tie_embeddings=True),
+    "qwen2.5-7b": _sizes("qwen2", 152_064, 3584, 18_944, 28, (28, 4, 128)),
+    "llama-3.2-1b": replace(_sizes("llama", 128_256, 2048, 8192, 16, (32, 8, 64)), tie_embeddings=True),
+    "qwen3-8b": _sizes("qwen3", 151_936, 4096, 12_288, 36, (32, 8, 128)),
 }
-"""As the models' own config.json files have them."""
+"""As the models' own config.json files have them, but for what is left out above."""
 
 ROUND_WIDTH = 64
 """Kernels are fast where a width is a multiple of this."""

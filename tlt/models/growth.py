@@ -240,7 +240,7 @@ def residual_size(config: ModelConfig, tensors: Mapping[str, Tensor]) -> float:
 
 def rms(tensor: Tensor) -> float:
     """Returns the root of the mean square of all entries."""
-    return float(tensor.double().square().mean().sqrt())
+    return float(tensor.detach().double().square().mean().sqrt())
 
 
 def _rotary_places(small: int, grown: int) -> Tensor:
