@@ -119,7 +119,9 @@ def test_a_training_step_of_the_grown_model_changes_nothing_and_goes_on_in_its_f
     for steps in "12":
         arguments = ["--geometry", str(little), "--variants", "tlt", "--steps", steps, *where, *few]
         assert main(["bench", "train", str(RECIPE), *arguments]) == 0
-    assert "128 of 128 greedy tokens equal" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "128 of 128 greedy tokens equal" in shown
+    assert "training: policy and drafter with a learning rate of almost 0, so every step is of the same model" in shown
     report = json.loads((tmp_path / "result.json").read_text())
     assert report["num_steps"] == 2
     assert report["geometry"]["num_parameters"] == 7_973_728

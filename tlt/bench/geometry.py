@@ -72,16 +72,13 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Growth:
-    """What is to grow into what. drafter: None: there is none."""
+    """What is to grow into what. drafter: the small model's, None: there is none.  drafter_shape: that of the grown one."""
 
     geometry: Geometry
     small: Model
     drafter: StoredDrafter | None
     grown: Grown
-
-    @property
-    def drafter_shape(self) -> DrafterShape | None:
-        return None if self.drafter is None else grow_shape(self.drafter.config, self.grown.config)
+    drafter_shape: DrafterShape | None
 
     @property
     def num_parameters(self) -> int:
@@ -99,9 +96,9 @@ def plan_growth(config: Config, given: str) -> Growth:
     not."""
     geometry = find_geometry(given)
     small = load_model(model_folder(config), master_dtype(config))
-    growth = Growth(geometry, small, load_stored(drafter_folder(config), small), grow_config(small.config, geometry))
-    assert growth.drafter_shape is None or growth.drafter is not None  # and it grows, or was refused
-    return growth
+    grown, drafter = grow_config(small.config, geometry), load_stored(drafter_folder(config), small)
+    shape = None if drafter is None else grow_shape(drafter.config, grown.config)
+    return Growth(geometry, small, drafter, grown, shape)
 
 
 def hold_still(overrides: Sequence[str]) -> tuple[str, ...]:
@@ -140,7 +137,7 @@ def _grow_into(parent: Path, config: Config, growth: Growth) -> tuple[Config, di
             f"only {agreement.num_equal} of {agreement.num_tokens} greedy tokens are the small model's in {config.run.dtype}"
         )
         raise UserError(f"{OPTION}: {growth.geometry.name}: {found}; set run.dtype to float32")
-    return changed, {"geometry": describe(growth, agreement, config.run.dtype)}
+    return changed, {"geometry": describe(growth, agreement, config)}
 
 
 def write_grown(folder: Path, growth: Growth, dtype: torch.dtype) -> None:
@@ -207,16 +204,20 @@ def response_logits(model: Model, texts: Sequence[Text], dtype: torch.dtype, dev
 # ── what is said of it ───────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def describe(growth: Growth, agreement: Agreement, dtype: str) -> dict[str, Any]:
+def describe(growth: Growth, agreement: Agreement, config: Config) -> dict[str, Any]:
     """Returns the entry of a report; its `lines` are for people."""
     c, small = growth.grown.config, growth.small
     shape = f"{c.num_layers} layers, hidden size {c.hidden_size:,}, {c.num_heads} heads, {c.num_kv_heads} of keys and values"
+    number = f"{growth.num_parameters:,} parameters in {config.run.dtype}"
     lines = [
-        f"geometry {growth.geometry.name}: {growth.num_parameters:,} parameters in {dtype}, grown from {small.path.name}",
+        f"geometry {growth.geometry.name}: {number}, grown from {small.path.name}",
         f"shape: {c.architecture}, {shape}",
         *(f"differs from {growth.geometry.name}: {note}" for note in growth.grown.notes),
         f"behaviour: the small model's, its tokens and its acceptance; {agreement.num_equal} of {agreement.num_tokens} greedy"
         f" tokens equal, logits within {agreement.difference:.1g}",
         f"vocabulary: {c.vocab_size:,} ids, of which {small.config.vocab_size:,} are ever drawn",
     ]
+    rates = {"policy": config.optimizer.learning_rate, "drafter": config.drafter.learning_rate}
+    if still := [name for name, rate in rates.items() if rate in HELD_STILL.values()]:
+        lines.append(f"training: {' and '.join(still)} with a learning rate of almost 0, so every step is of the same model")
     return {"name": growth.geometry.name, "num_parameters": growth.num_parameters, **vars(agreement), "lines": lines}

@@ -41,7 +41,9 @@ def refuse_runs(run: PlannedRun, num_runs: int) -> None:
     available, needed = run.place.rank_bytes, runs_bytes(run.plan(), num_runs)
     if available is not None and needed > available:
         sizes = f"{num_runs} runs side by side take {needed / GIB:.1f} GiB of {available / GIB:.1f} that a rank has"
-        raise UserError(f"memory: {sizes}; compare fewer, lower run.num_ranks, set lora.rank, or take a smaller model")
+        raise UserError(
+            f"memory: {sizes}; compare fewer, lower algorithm.tokens_per_micro_batch or run.num_ranks, or set lora.rank"
+        )
 
 
 def engines_bytes(plan: MemoryPlan, num_engines: int) -> int:
