@@ -1,4 +1,4 @@
-"""What this project measures about itself: arms, replays, a step in a real shape, plots. Timings decide nothing here."""
+"""What this project measures about itself: arms, replays, plots. Timings decide nothing here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from benchmarks.arms import ArmCosts, BestArms, Step, Turns, record_arms
-from benchmarks.geometry import SHAPES, SimulatedAcceptance, measure, to_markdown
 from benchmarks.plots import plot_longtail, plot_regret
 from benchmarks.replay import RecordedCosts, replay
 from benchmarks.rollout import main
@@ -131,27 +130,6 @@ def test_plots_are_files_that_do_not_change_from_one_drawing_to_the_next(tmp_pat
         first, second = ((tmp_path / f"{name}{number}.svg").read_bytes() for name in "ab")
         assert first == second
         assert b"<svg" in first
-
-
-def test_simulated_acceptance_has_the_rate_it_names() -> None:
-    engine = make_engine(POLICY, Fixed(LONG))
-    engine.verify = SimulatedAcceptance(0.6)
-    for _ in engine.generate([Request(f"p{i}", 0, (1, 2, 3), SamplingParams(max_tokens=100)) for i in range(8)]):
-        pass
-    attempts, survivors = engine.stats.attempts_by_depth[1], engine.stats.survivors_by_depth[1]
-    assert attempts > 100
-    assert survivors / attempts == pytest.approx(0.6, abs=4 * math.sqrt(0.24 / attempts))
-
-
-def test_the_parts_of_a_step_add_up_to_less_than_the_step() -> None:
-    report = measure("tiny", [1, 3], [OFF, SHORT, Strategy("learned", 3, 2, 5)], 0.5, 4, 16, lambda line: None)
-    assert [row["batch_size"] for row in report["rows"]] == [1, 1, 1, 3, 3, 3]
-    for row in report["rows"]:
-        assert sum(row[f"{part}_ms"] for part in ("drafting", "forward", "sampling", "noise")) <= row["step_ms"]
-        assert (row["drafting_ms"] == 0) == (row["strategy"] == "off")
-    text = to_markdown({"command": "c", "environment": {"cpu": "x"}, **report})
-    assert text.count("\n| ") == 7
-    assert SHAPES["qwen2.5-0.5b"].vocab_size == 151_936
 
 
 RECIPE = Path(__file__).parents[2] / "recipes/countdown"

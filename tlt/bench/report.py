@@ -81,9 +81,9 @@ def write_report(out: Path, report: Mapping[str, Any], markdown: str) -> None:
 
 
 def provenance(report: Mapping[str, Any]) -> list[str]:
-    """Returns the lines of a report that name the command and the machine."""
+    """Returns the lines of a report that name the command, the machine, and what has grown (geometry.py)."""
     machine = ", ".join(f"{key} {value}" for key, value in report["environment"].items() if value)
-    return [f"`{report['command']}`", machine]
+    return [f"`{report['command']}`", machine, *report.get("geometry", {}).get("lines", [])]
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -103,6 +103,11 @@ def number(value: float | None, form: str = ".2f") -> str:
     return "–" if value is None else format(value, form)
 
 
+def speed(tokens_per_second: float) -> str:
+    """Returns tokens per second for people: of a slow engine the tenths count."""
+    return f"{tokens_per_second:,.{1 if tokens_per_second < 100 else 0}f}"
+
+
 def open_report(report: Mapping[str, Any]) -> tuple[list[str], dict[str, list[dict[str, Any]]]]:
     """Returns the first blocks of a rollout's report, and its measurements by kind."""
     by_kind: dict[str, list[dict[str, Any]]] = {}
@@ -115,4 +120,4 @@ def open_report(report: Mapping[str, Any]) -> tuple[list[str], dict[str, list[di
 def over_off(measured: Mapping[str, Any]) -> str:
     """Returns on one line how fast every variant was over off."""
     words = ", ".join(f"{name} {ratio_text(ratio)} times off" for name, ratio in measured["ratios"].items())
-    return f"{measured['name']}: off {measured['tokens_per_second']['off']:,.0f} tokens/s; {words}"
+    return f"{measured['name']}: off {speed(measured['tokens_per_second']['off'])} tokens/s; {words}"

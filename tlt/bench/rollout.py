@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlt.bench.measure import Ratio, constant_batch
-from tlt.bench.report import Changes, number, open_report, over_off, ratio_text, side_by_side, table, with_changes
+from tlt.bench.report import Changes, number, open_report, over_off, ratio_text, side_by_side, speed, table, with_changes
 from tlt.bench.subject import Subject
 from tlt.config.schema import Config
 from tlt.distributed.work_queue import connect_coordinator
@@ -185,7 +185,7 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     if constants := by_kind.get("constant"):
         names = list(constants[0]["ratios"])
         rows = [
-            [m["batch_size"], f"{m['tokens_per_second']['off']:,.0f}"]
+            [m["batch_size"], speed(m["tokens_per_second"]["off"])]
             + [f"{ratio_text(m['ratios'][n])}; accepts {number(m['accept_length'][n])}" for n in names]
             for m in constants
         ]

@@ -1,4 +1,5 @@
-"""The subject of a measurement: a configuration's model, drafter and problems, loaded once, and an engine for each variant."""
+"""The subject of a measurement: a configuration's model, drafter and problems, loaded once, and an engine for each variant. Our
+own engines read one copy of the weights: a device on which the model just fits is enough."""
 
 from __future__ import annotations
 
@@ -7,11 +8,12 @@ import dataclasses
 import torch
 
 from tlt.bench.report import side_by_side, with_changes
-from tlt.build.engine import EngineSettings, build_backend, load_stored
-from tlt.build.model import drafter_folder, load_model, model_folder
+from tlt.build.engine import EngineSettings, build_backend, build_engine, load_stored
+from tlt.build.model import drafter_folder, model_folder, open_model
 from tlt.build.policy import master_dtype, sampling_params
 from tlt.config.schema import Config
 from tlt.engine.backend import RolloutBackend
+from tlt.models.packed import PackedTransformer
 from tlt.training.problems import load_problems, problems_of_step
 from tlt.training.run import device_of
 from tlt.types import Request
@@ -26,7 +28,8 @@ class Subject:
         settings = EngineSettings.of_run(config, device_of(config).name)
         untrained = settings.drafting.model_copy(update={"train": False})  # nothing here trains: remember nothing for it
         self.settings = dataclasses.replace(settings, drafting=untrained)
-        self.model = load_model(model_folder(config), master_dtype(config))
+        self.model = open_model(model_folder(config), master_dtype(config))
+        self.weights: PackedTransformer | None = None
         self.drafter = load_stored(drafter_folder(config), self.model)
         self.problems = load_problems(config, "train")
         self.params = sampling_params(config, self.model.stop_ids)
@@ -35,7 +38,13 @@ class Subject:
         """Returns a fresh engine. variant: off, adaptive (the cost model), beg-mab, or a fixed strategy."""
         speculation, tuner = ("adaptive", "beg-mab") if variant == "beg-mab" else (variant, "cost-model")
         settings = dataclasses.replace(self.settings, speculation=speculation, tuner=tuner, max_batch_size=max_batch_size)
-        return build_backend(self.model, settings, None if variant == "off" else self.drafter)
+        drafter = None if variant == "off" else self.drafter
+        if settings.engine == "vllm":
+            return build_backend(self.model, settings, drafter)
+        policy = self.weights or self.model.tensors
+        engine = build_engine(self.model.config, policy, settings, drafter, decode=self.model.decode)
+        self.weights = engine.model
+        return engine
 
     def requests(self, helping: int, num: int) -> list[Request]:
         """Returns the `helping`-th share of endless work: one response to each of `num` problems."""

@@ -91,7 +91,7 @@ class EngineSettings:
 
 def build_engine(
     config: ModelConfig,
-    policy: Mapping[str, Tensor],
+    policy: Mapping[str, Tensor] | PackedTransformer,
     settings: EngineSettings,
     drafter: StoredDrafter | None = None,
     *,
@@ -103,14 +103,15 @@ def build_engine(
     """Returns an engine that holds the policy and, unless speculation is off, something to draft with: retrieval, and beside it
     the learned `drafter` where one is given.
 
-    policy: tensors by their Hugging Face names.  tuner: chooses in place of the one that the settings name.
+    policy: tensors by their Hugging Face names, or the copy of them in another engine of these settings; then both read it,
+    and neither loads another.  tuner: chooses in place of the one that the settings name.
     verify: an audit puts a faulty one here.  on_span: receives what the engine spent its time on.
     decode: the text of a response's tokens, in which stop texts are sought.
     Raises UserError for a speculation that needs a drafter which is not there.
     """
     tuner = tuner or make_tuner(settings.speculation, drafter_kinds(drafter is not None), settings.tuner)
     engine = RolloutEngine(
-        PackedTransformer(config, settings.dtype, settings.device, settings.borrows),
+        policy if isinstance(policy, PackedTransformer) else _pack(config, policy, settings),
         max_batch_size=settings.max_batch_size,
         tuner=tuner,
         on_span=on_span,
@@ -118,12 +119,17 @@ def build_engine(
         decode=decode,
         cache_bytes=settings.cache_bytes,
     )
-    engine.load_policy(policy)
     if tuner is not None:
         learned = None if drafter is None else build_learned(engine, drafter, settings)
         drafting, slots = settings.drafting, settings.max_batch_size
         engine.load_drafter(make_drafter(learned, slots, drafting.ngram_tokens, drafting.confidence_threshold))
     return engine
+
+
+def _pack(config: ModelConfig, policy: Mapping[str, Tensor], settings: EngineSettings) -> PackedTransformer:
+    packed = PackedTransformer(config, settings.dtype, settings.device, settings.borrows)
+    packed.load(policy, version=0)
+    return packed
 
 
 def build_backend(

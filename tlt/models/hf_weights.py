@@ -89,6 +89,9 @@ class StoredTensors(Mapping[str, Tensor]):
         _check_finite(tensor, name, file)
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names  # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 

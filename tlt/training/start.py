@@ -188,8 +188,9 @@ def pin(config: Config) -> Config:
     return Config.model_validate(values)
 
 
-def preflight(config: Config, begun: Begun | None = None) -> Findings:
-    """Raises UserError for everything that can be refused before a process is started. begun: see `prepare`."""
+def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -> Findings:
+    """Raises UserError for everything that can be refused before a process is started. begun: see `prepare`. trains: the
+    policy will be, which takes several times the memory of an engine."""
     layout = layout_of(config)
     if config.rollout.engine == "vllm":
         has_learned, dtype = config.drafter.path is not None, resolve_dtype(config.run.dtype)
@@ -206,7 +207,8 @@ def preflight(config: Config, begun: Begun | None = None) -> Findings:
     held_out = load_problems(config, "test") if config.evaluation.num_problems else []
     check_room([*problems, *held_out], config.sampling.max_tokens, model.max_positions, "sampling.max_tokens")
     longest_prompt = max(len(problem.prompt_ids) for problem in problems)
-    refuse(plan_run(config, model, None if drafter is None else stored.config, longest_prompt))
+    if trains:
+        refuse(plan_run(config, model, None if drafter is None else stored.config, longest_prompt))
     check_replay(config, problems, model)
     Scorer(reward_spec(config)).check(problems[0].data)
     if begun is not None:

@@ -48,9 +48,14 @@ def save_drafter(path: Path, model: DraftModel, dtype: torch.dtype, about: Mappi
     about: what it was trained for and on, among it the policy's content hash. It goes under the key "tlt" of config.json,
         which engines ignore.
     """
-    tensors = {name: _stored(tensor, dtype) for name, tensor in model.state_dict().items()}
+    save_stored(path, StoredDrafter(model.config, model.state_dict(), about or {}), dtype)
+
+
+def save_stored(path: Path, drafter: StoredDrafter, dtype: torch.dtype) -> None:
+    """Writes a drafter that is there as tensors; otherwise as `save_drafter`."""
+    tensors = {name: _stored(tensor, dtype) for name, tensor in drafter.tensors.items()}
     with replace_folder(path) as folder:
-        write_files(folder, tensors, describe(model.config, dtype, about))
+        write_files(folder, tensors, describe(drafter.config, dtype, drafter.about))
 
 
 def write_files(folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:

@@ -1,0 +1,60 @@
+"""Whether engines and runs that are compared side by side have room together. What each takes is tlt.plan's to know.
+
+engines    process + one copy of the weights + what each has besides: a drafter, caches for one response
+runs       process + what each holds always + the most that one of them takes for a moment
+"""
+
+from __future__ import annotations
+
+from tlt.build.model import drafter_folder, model_folder
+from tlt.config.schema import Config
+from tlt.drafter.formats.folder import load_shape
+from tlt.models.hf_config import load_model_config
+from tlt.plan.fit import GIB
+from tlt.plan.fit import Run as PlannedRun
+from tlt.plan.memory import CACHES, MemoryPlan
+from tlt.training.problems import load_problems
+from tlt.training.start import plan_run
+from tlt.types import UserError
+
+PROCESS, WEIGHTS, DRAFTER = "process", ("engine", "rotary positions"), "drafter"
+
+
+def plan_subject(config: Config) -> PlannedRun:
+    """Returns a run of the configuration as a plan of its memory sees it."""
+    model, folder = load_model_config(model_folder(config)), drafter_folder(config)
+    drafter = None if folder is None else load_shape(folder, model)
+    longest_prompt = max(len(problem.prompt_ids) for problem in load_problems(config, "train"))
+    return plan_run(config, model, drafter, longest_prompt)
+
+
+def refuse_engines(run: PlannedRun, num_engines: int) -> None:
+    """Raises UserError where so many engines of ours, which share their weights, have no room on the device of one process."""
+    available, needed = run.machine.device_bytes, engines_bytes(run.plan(), num_engines)
+    if available is not None and needed > available:
+        sizes = f"{num_engines} engines, which share the weights, take {needed / GIB:.1f} GiB of {available / GIB:.1f}"
+        raise UserError(f"memory: {sizes}; set run.dtype to bfloat16, lower sampling.max_tokens, or take a smaller model")
+
+
+def refuse_runs(run: PlannedRun, num_runs: int) -> None:
+    """Raises UserError where a rank has no room for so many of these runs."""
+    available, needed = run.place.rank_bytes, runs_bytes(run.plan(), num_runs)
+    if available is not None and needed > available:
+        sizes = f"{num_runs} runs side by side take {needed / GIB:.1f} GiB of {available / GIB:.1f} that a rank has"
+        raise UserError(
+            f"memory: {sizes}; compare fewer, lower algorithm.tokens_per_micro_batch or run.num_ranks, or set lora.rank"
+        )
+
+
+def engines_bytes(plan: MemoryPlan, num_engines: int) -> int:
+    """Returns what the engines of a rollout take together with the least caches, one at work at a time."""
+    sizes = {part.name: part.num_bytes for part in plan.parts if not part.phases}
+    passing = sum(part.num_bytes for part in plan.parts if "rollout" in part.phases and part.name != CACHES)
+    shared = sizes[PROCESS] + sum(sizes[name] for name in WEIGHTS)
+    return shared + num_engines * (sizes.get(DRAFTER, 0) + plan.least) + passing
+
+
+def runs_bytes(plan: MemoryPlan, num_runs: int) -> int:
+    """Returns what the runs take together, of which one is at work at a time."""
+    sizes = {part.name: part.num_bytes for part in plan.parts if not part.phases}
+    return plan.needed + (num_runs - 1) * (sum(sizes.values()) - sizes[PROCESS])

@@ -1,0 +1,60 @@
+"""Grows a drafter along with its target (models/growth.py), so that it proposes the same tokens at the price of the geometry.
+
+fc    (embedding ‖ hidden) e + e → E + E    both halves keep their place in their half; the constant is passed on, so that
+                                            the head never proposes an unused id
+layer                                       as the target's
+d2t   ids that it can propose               stay; t2d knows that the further ids are none of them
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from tlt.drafter.formats.folder import StoredDrafter
+from tlt.drafter.model import DrafterShape, drafter_shape
+from tlt.models.decoder import ModelConfig
+from tlt.models.geometry import OPTION, Geometry, check_room
+from tlt.models.growth import NOISE, Axis, Form, Noise, Widening, rms
+from tlt.types import UserError
+
+
+def grow_shape(shape: DrafterShape, target: ModelConfig) -> DrafterShape:
+    """Returns the shape of a drafter of this shape for a grown target. Raises UserError where it does not grow."""
+    if shape.method != "eagle" or shape.owns_head or shape.has_bias:
+        kind = (
+            "an eagle drafter with a head or bias of its own"
+            if shape.method == "eagle"
+            else f"a drafter of form {shape.method}"
+        )
+        raise UserError(f"{OPTION}: {kind} does not grow; give one of form eagle that TLT trained, or --drafter.path none")
+    grown = drafter_shape(target, "eagle", shape.draft_vocab_size if shape.is_reduced else None)
+    check_room(shape.layer, Geometry("the geometry", grown.layer))
+    eps = shape.layer.rms_norm_eps * shape.layer.hidden_size / target.hidden_size
+    theta, scaling = shape.layer.rope_theta, shape.layer.rope_scaling
+    return replace(grown, layer=replace(grown.layer, rms_norm_eps=eps, rope_theta=theta, rope_scaling=scaling))
+
+
+def grow_drafter(small: StoredDrafter, target: ModelConfig, dtype: torch.dtype, noise: float = NOISE) -> StoredDrafter:
+    """Returns the drafter for a grown target, without what its writer noted: that was of another target."""
+    shape, grown = small.config, grow_shape(small.config, target)
+    widening, amount, prefix = Widening(shape.layer, grown.layer), Noise(noise, dtype), shape.layer_name + "."
+    layer = {name.removeprefix(prefix): tensor for name, tensor in small.tensors.items() if name.startswith(prefix)}
+    tensors = {prefix + name: widening.grow(name, layer, amount, f"drafter.{name}") for name in layer}
+    tensors["fc.weight"] = _grow_fc(small.tensors["fc.weight"], widening, amount)
+    if shape.is_reduced:
+        unused = torch.zeros(target.vocab_size - shape.layer.vocab_size, dtype=torch.bool)
+        tensors |= {"d2t": small.tensors["d2t"], "t2d": torch.cat([small.tensors["t2d"], unused])}
+    return StoredDrafter(grown, tensors, {})
+
+
+def _grow_fc(values: Tensor, widening: Widening, noise: Noise) -> Tensor:
+    small, size = widening.small.hidden_size, widening.grown.hidden_size
+    halves = torch.cat([torch.arange(small), size + torch.arange(small)])
+    form = Form((widening.hidden, Axis(2 * size, halves)))
+    grown = form.grow(values, noise.draw(form.shape, rms(values), "drafter.fc"))
+    grown[widening.constant] = 0
+    grown[widening.constant, size + widening.constant] = 1
+    return grown
