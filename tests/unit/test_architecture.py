@@ -1,11 +1,12 @@
 """Imports point down only (DESIGN §3). Reads every import statement under tlt/, those inside functions too; runs no module.
 
 A module may import lower floors and its own package, never a higher floor and never a sibling on its own. The exceptions:
-config, files, hub, plugins and recipes → types, for their errors are the package's UserError and strategies are read by
-Strategy.parse; config → recipes, for a configuration may be named by its recipe; config → hub, which knows the names of
-repositories; config → secrets, for a run writes its configuration down; processes → streams, for helpers print; plugins and
-hub → text, for both make lines of exceptions; config and types → kinds, by which both check what a user gives. `tlt` itself
-and `python -m tlt` stand above everything; the first hands public names on, the second starts the command line.
+config, files, hub, packaged, plugins and recipes → types, for their errors are the package's UserError and strategies are read
+by Strategy.parse; config → recipes, for a configuration may be named by its recipe; config → hub, which knows the names of
+repositories; config → secrets, for a run writes its configuration down; processes → streams, for helpers print; hub, packaged
+and plugins → text, for all make lines of what others say; hub → packaged, which knows how to do without the hub; config and
+types → kinds, by which both check what a user gives. `tlt` itself and `python -m tlt` stand above everything; the first hands
+public names on, the second starts the command line.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import tlt
 ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "kinds", "accounts", "clock", "spans", "config", "extras", "files", "hub", "plugins", "processes"})
-    | {"recipes", "secrets", "streams", "text"},
+    frozenset({"types", "kinds", "accounts", "clock", "spans", "config", "extras", "files", "hub", "packaged", "plugins"})
+    | {"processes", "recipes", "secrets", "streams", "text"},
     frozenset({"models", "speculative", "tasks", "data"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"vllm"}),
@@ -39,6 +40,9 @@ SIBLINGS_ALLOWED = {("config", "types"), ("files", "types"), ("hub", "types"), (
     ("processes", "streams"),
     ("plugins", "text"),
     ("hub", "text"),
+    ("hub", "packaged"),
+    ("packaged", "types"),
+    ("packaged", "text"),
     ("config", "kinds"),
     ("types", "kinds"),
 }

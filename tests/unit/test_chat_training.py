@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen2Config, Qw
 from tests.unit.checkpoint_parts import SIZES, hash_of
 from tlt.api import Engine, train
 from tlt.config.load import load_config
+from tlt.tasks.base import get_task
 from tlt.training.problems import load_problems
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -97,6 +98,27 @@ def test_a_run_on_messages_is_the_run_on_the_ids_that_the_template_makes_of_them
     trained = [problem for problem in tasks[0].seen if "-" not in problem["problem_id"]]
     assert {problem["problem_id"] for problem in trained} == {"1", "2", "3", "4"}
     assert all(problem["messages"] == CHATS[int(problem["problem_id"]) - 1] for problem in trained)
+
+
+def test_rows_of_gsm8k_are_asked_in_the_template_and_a_response_is_scored_by_what_follows_the_mark(
+    model: Path, tmp_path: Path
+) -> None:
+    rows = [
+        {"question": "tom has 3 + 4 pens. how many?", "answer": "tom has 3+4=<<3+4=7>>7 pens.\n#### 7"},
+        {"question": "1000 hens, 250 are sold?", "answer": "1000-250=<<1000-250=750>>750 are left.\n#### 750"},
+    ]
+    file = tmp_path / "gsm8k.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    template = "{question} end with the answer."
+    config = configure(model, tmp_path / "run", name="math", data=str(file), chat=True, options={"template": template})
+    hf = AutoTokenizer.from_pretrained(model)
+    for problem, row, answer in zip(load_problems(config, "train"), rows, ("7", "750"), strict=True):
+        asked = [{"role": "user", "content": template.replace("{question}", row["question"])}]
+        assert list(problem.prompt_ids) == hf.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
+        for text in (f"so it is\n#### {answer}", f"it is \\boxed{{{answer}}}.", f"Answer: {answer}.0"):
+            assert get_task("math").score(problem.data, text) == {"reward": 1.0, "solved": True}
+        for text in (f"#### {answer}0", f"it is {answer}"):
+            assert get_task("math").score(problem.data, text)["reward"] == 0.0
 
 
 def test_a_task_may_make_chats_and_the_trained_policy_still_answers_them(model: Path, tmp_path: Path) -> None:

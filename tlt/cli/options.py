@@ -93,6 +93,16 @@ _SHOWN_AS_TEXTS = PrimitiveConstructorSpec[tuple[str, ...]](
 )
 StopTexts = Annotated[tuple[str, ...], BeforeValidator(_read_texts), _SHOWN_AS_TEXTS]
 
+_SHOWN_ALONE = PrimitiveConstructorSpec[bool](
+    nargs=0,
+    metavar="",
+    instance_from_str=lambda texts: True,
+    is_instance=lambda value: isinstance(value, bool),
+    str_from_instance=lambda value: [str(value).lower()],
+)
+Switch = Annotated[bool, _SHOWN_ALONE]
+"""An option that is written without a value, and means true."""
+
 _LISTED = Field(min_length=1), BeforeValidator(split_words)
 Names = Annotated[tuple[str, ...], *_LISTED, _shown_with_commas("NAME,...")]
 Numbers = Annotated[tuple[BatchSize, ...], *_LISTED, _shown_with_commas("N,...")]
@@ -115,7 +125,8 @@ Given = TypeVar("Given", bound=Options)
 
 def parse_options(command: str, kind: type[Given], arguments: Sequence[str]) -> Given:
     """Returns the options of `tlt COMMAND ARGUMENTS`. Raises UserError that names the first mistake."""
-    words = read_words(arguments)
+    switches = [name.replace("_", "-") for name, field in kind.model_fields.items() if _SHOWN_ALONE in field.metadata]
+    words = read_words(arguments, switches)
     places = dict(_fields(kind))
     positional = [name for name, field in kind.model_fields.items() if _POSITIONAL in field.metadata]
     values: dict[str, Any] = {}

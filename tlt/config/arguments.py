@@ -1,8 +1,8 @@
-"""The words of a command line: `--name value` and `--name=value` pairs, and what stands alone. Knows no option."""
+"""The words of a command line: `--name value` and `--name=value` pairs, switches, and what stands alone. Knows no option."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from tlt.types import UserError
@@ -16,9 +16,9 @@ class Words:
     named: dict[str, str]
 
 
-def read_words(arguments: Iterable[str]) -> Words:
+def read_words(arguments: Iterable[str], switches: Collection[str] = ()) -> Words:
     """Sorts the words of a command line. A negative number is a value, and so is everything after `=`. Raises UserError for a
-    name without a value."""
+    name without a value; a switch's name alone means true."""
     alone: list[str] = []
     named: dict[str, str] = {}
     pending = list(arguments)
@@ -30,7 +30,9 @@ def read_words(arguments: Iterable[str]) -> Words:
         name, has_equals, value = word.removeprefix("--").partition("=")
         if not all(name.split(".")):
             raise UserError(f"{word}: unexpected argument; an option is written --name value, an override --section.key value")
-        if not has_equals:
+        if not has_equals and name in switches:
+            value = "true"
+        elif not has_equals:
             if not pending or pending[0].startswith("--"):
                 raise UserError(f"--{name}: has no value; write --{name} VALUE")
             value = pending.pop(0)

@@ -15,6 +15,7 @@ from tlt.types import UserError
 
 #: The tasks that come with TLT, as "module:object".
 BUILTIN = {
+    "arithmetic": "tlt.tasks.arithmetic:TASK",
     "countdown": "tlt.tasks.countdown:TASK",
     "data": "tlt.tasks.data:TASK",
     "math": "tlt.tasks.math:TASK",
