@@ -111,7 +111,6 @@ class LearnedDrafter:
     ) -> None:
         self.model, self.target, self.settings, self.on_verdicts = model, target, settings, on_verdicts
         self.is_coupled = settings.ranking == "coupled"
-        self.stops_below = settings.confidence_threshold if model.device.type == "cpu" else 0.0
         self.tau_search = TauSearch(settings.tau)
         self.calibration = Calibration(model.device) if settings.calibrate else None
         captured = training_capture(model.config, target.config.num_layers) if settings.keep_targets else model.config.capture
@@ -126,6 +125,11 @@ class LearnedDrafter:
     @property
     def tau(self) -> float:
         return self.tau_search.tau
+
+    @property
+    def stops_below(self) -> float:
+        """The chance below which a chain stops, 0: none does (`LearnedSettings.confidence_threshold`)."""
+        return self.settings.confidence_threshold if self.model.device.type == "cpu" else 0.0
 
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -149,8 +149,8 @@ class PairCache:
     def _read_missing(
         self, context: DraftContext, starts: list[int], num_pairs: list[int], offsets_B1: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Runs every pair that is not in the drafter's cache yet; returns the output of each sequence's last one, and
-        num_pairs on the device. Rows with fewer missing pairs repeat garbage beyond their end, in columns that drafting overwrites."""
+        """Runs every pair that is not in the drafter's cache yet; returns the output of each sequence's last one, and num_pairs
+        on the device. Rows with fewer missing pairs repeat garbage beyond their end, in columns that drafting overwrites."""
         device = self.model.device
         missing = [count - start for count, start in zip(num_pairs, starts, strict=True)]
         slots, firsts = range(len(missing)), self.firsts[: len(missing)]
