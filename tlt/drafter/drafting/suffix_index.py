@@ -30,11 +30,11 @@ _MAX_TEXTS = 64
 
 
 class Occurrences:
-    """Where the anchors of one length occurred. A table has the latest place by the anchor's hash, and whoever adds a place keeps
-    the one before it, so that places form chains from the latest to the first (as in LZ77 compressors).
+    """Where the anchors of one length occurred. A table has the latest place by the anchor's hash, and whoever adds a place
+    keeps the one before it, so that places form chains from the latest to the first (as in LZ77 compressors).
 
-    No table is ever laid out anew: a larger one begins empty, and what is not in it is sought in the smaller ones. Anchors whose
-    hashes share a row share a chain, so each place has to be compared token by token.
+    No table is ever laid out anew: a larger one begins empty, and what is not in it is sought in the smaller ones. Anchors
+    whose hashes share a row share a chain, so each place has to be compared token by token.
     """
 
     def __init__(self, length: int) -> None:
