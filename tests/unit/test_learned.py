@@ -180,8 +180,8 @@ def test_a_chain_that_stopped_learns_from_the_targets_word_about_the_token_that_
 
     def stops_at_the_second(threshold: float) -> bool:
         _, proposal = propose(threshold)
-        assert proposal.drafted is not None
-        return proposal.tree.tokens_BN[0, 1:].tolist() == [first] and proposal.drafted.cells_BN.shape[1] == 2
+        assert proposal.noted_3BN is not None
+        return proposal.tree.tokens_BN[0, 1:].tolist() == [first] and proposal.noted_3BN.shape[2] == 2
 
     threshold = next(t for t in (0.9**k for k in range(100)) if stops_at_the_second(t))
     for said in ((first, second), (first, second + 1), (first + 1,)):

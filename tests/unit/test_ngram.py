@@ -159,7 +159,7 @@ def test_a_text_that_still_grows_is_never_forgotten_however_many_samples_a_promp
 
 
 def test_what_is_kept_of_texts_leaves_with_them() -> None:
-    """Samples of one prompt come and go. The counted tokens bound the entries: what only forgotten texts held is gone."""
+    """Samples of one prompt come and go. The counted tokens bound what is kept: forgotten texts leave nothing to grow by."""
     rng, index = random.Random(0), SuffixIndex()
     with patch.object(suffix_index, "_MAX_TEXTS", 4):
         for _ in range(200):
@@ -167,8 +167,9 @@ def test_what_is_kept_of_texts_leaves_with_them() -> None:
             index.extend(text, [rng.randrange(50) for _ in range(100)])
             index.close(text)
     assert index.num_tokens == 4 * 100
-    assert sum(len(latest) for latest in index._latest) <= len(ANCHORS) * index.num_tokens
-    assert all(place >> 32 in index.texts for latest in index._latest for place in latest.values())
+    assert index._earlier.keys() == index._skips.keys() == index.texts.keys()
+    for known in index._occurrences:
+        assert sum(len(table) for table in known.tables) <= 8 * index.num_tokens
 
 
 def test_an_aborted_rollout_leaves_no_text_open() -> None:
@@ -463,3 +464,78 @@ def test_adaptive_without_a_drafter_folder_speculates_by_retrieval() -> None:
     accept_length = fixed.stats.accept_length
     assert accept_length is not None
     assert accept_length > 1.5, "greedy decoding of a random model runs in circles, which retrieval must notice"
+
+
+def longest_matches(texts: dict[int, list[int]], ending: list[int]) -> list[tuple[int, int, int]]:
+    """`SuffixIndex.sources` by comparing everything with everything; the texts have been read one after the other."""
+    for anchor in ANCHORS:
+        found = []
+        for text, tokens in reversed(texts.items()):
+            for end in range(len(tokens) - 1, anchor - 1, -1):
+                length = 0
+                while (
+                    length < min(end, len(ending), suffix_index.MAX_MATCH) and tokens[end - 1 - length] == ending[-1 - length]
+                ):
+                    length += 1
+                if length >= anchor:
+                    found.append((length, text, end))
+        if found:
+            return found[: suffix_index._MAX_SOURCES]
+    return []
+
+
+def test_the_index_finds_what_comparing_everything_finds() -> None:
+    rng, index = random.Random(5), SuffixIndex()
+    texts: dict[int, list[int]] = {}
+    num_found = 0
+    for _ in range(6):
+        text = index.open()
+        texts[text] = []
+        while len(texts[text]) < 400:
+            texts[text] += [rng.choice((1, 2, 150_000)) for _ in range(rng.randint(1, 7))] + [3] * rng.choice((0, 0, 60))
+            index.extend(text, texts[text])
+            expected = longest_matches(texts, texts[text])
+            assert index.sources(texts[text]) == expected
+            num_found += len(expected)
+    assert num_found > 300
+
+
+def grown_by_tokens(followed: list[tuple[tuple[int, ...], float]], strategy: Strategy) -> list[tuple[int, int]]:
+    """`grow` over a trie with a node for every token, and the confidence of each recomputed from the root on."""
+    weights: dict[tuple[int, ...], float] = {}
+    for tokens, weight in followed:
+        for end in range(1, len(tokens) + 1):
+            weights[tokens[:end]] = weights.get(tokens[:end], 0.0) + weight
+    nodes: list[tuple[int, int]] = []
+    columns: dict[tuple[int, ...], int] = {(): 0}
+    open_nodes: list[tuple[float, int, tuple[int, ...]]] = []
+
+    def offer(path: tuple[int, ...], confidence: float) -> None:
+        siblings = [p for p in weights if p[:-1] == path and len(p) <= strategy.depth]
+        total = sum(weights[p] ** (1 / continuations._TAU) for p in siblings)
+        ranked = sorted(siblings, key=lambda p: -weights[p])[: strategy.width]
+        for p in ranked:
+            open_nodes.append((confidence * weights[p] ** (1 / continuations._TAU) / total, -len(open_nodes), p))
+
+    offer((), 1.0)
+    taken: set[tuple[int, ...]] = set()
+    while len(nodes) < strategy.budget and (left := [n for n in open_nodes if n[2] not in taken]):
+        confidence, _, path = max(left, key=lambda n: (round(n[0], 12), n[1]))
+        taken.add(path)
+        nodes.append((path[-1], columns[path[:-1]]))
+        columns[path] = len(nodes)
+        offer(path, confidence)
+    return nodes
+
+
+@pytest.mark.parametrize("shape", ["5x1x5", "4x2x7", "6x3x20"])
+def test_branches_grow_the_tree_that_single_tokens_grow(shape: str) -> None:
+    rng = random.Random(7)
+    for _ in range(60):
+        found = {
+            tuple(rng.randrange(3) for _ in range(rng.randint(0, 6))): float(rng.randint(4, 48) ** 2)
+            for _ in range(rng.randint(1, 8))
+        }
+        strategy = Strategy.parse(f"ngram:{shape}")
+        grown = continuations.grow(continuations.branch_out([*found.items()]), strategy)
+        assert grown == grown_by_tokens([*found.items()], strategy)

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -513,3 +514,19 @@ def test_durations_are_written_as_one_says_them() -> None:
         "9 min 21 s",
         "3 h 07 min",
     ]
+
+
+def test_a_long_timeline_is_merged_without_being_held_in_memory(tmp_path: Path) -> None:
+    num = 3_000
+    with rank_path(tmp_path, 0).open("w") as file:
+        for i in range(num):  # a span that ends later is written later; where two start together the inner one is written first
+            file.write(json.dumps(["decode", float(i), i + 0.25, 0.25, 1]) + "\n")
+            file.write(json.dumps(["step", float(i), i + 1.0, 1.0, 1]) + "\n")
+    tracemalloc.start()
+    assert merge_timelines(tmp_path, tmp_path / "timeline.json") == []
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 150 * 2 * num, "bytes of a row"
+    events = [event for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    assert [event["name"] for event in events] == ["step", "decode"] * num
+    assert [event["ts"] for event in events[::2]] == [i * 1e6 for i in range(num)]

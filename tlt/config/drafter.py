@@ -68,8 +68,9 @@ class DrafterSection(Section):
     coupling_temperature: CouplingTemperature | None = None
     """Temperature tau of the coupled ranking; None: tuned while running."""
     confidence_threshold: ProperShare = 0.4
-    """Drafting a chain stops where the chance that the whole chain is accepted falls below this; 0: never."""
+    """Drafting a chain stops where the chance that the whole chain is accepted falls below this; 0: never.
+    On a GPU the learned drafter drafts whole chains."""
     feature_window: Annotated[PositiveInt, Field(ge=256)] = 4096
     """Latest positions of each sequence whose features are kept, so that the drafter can be switched on later."""
     ngram_tokens: NonNegativeInt = 200_000
-    """Response tokens that each rank indexes for drafts by retrieval; about 300 bytes each."""
+    """Response tokens that each rank indexes for drafts by retrieval; about 100 bytes each."""

@@ -203,12 +203,12 @@ class RolloutEngine:
         self.memory.reserve(batch.num_running, nodes.length)
         captured_BNF, target = read(self.model, self.cache, tree, nodes, self._capture)
         verdicts = target.verdicts(self.verify, partial(law.of_nodes, nodes), law.params)
+        if not tree.is_chain:
+            self.cache.commit(prefixes, [verdict.path for verdict in verdicts])
         num_tokens, drafted = 0, [length - 1 for length in tree.row_lengths]
         for slot, (sequence, verdict) in enumerate(zip(self.scheduler.running, verdicts, strict=True)):
             if not math.isfinite(sum(verdict.logprobs)):
                 raise broken_policy(self.model.version, self.model.dtype, sequence)
-            if not tree.is_chain:
-                self.cache.commit(slot, sequence.num_cached, verdict.path)
             num_kept = sequence.commit(verdict, self.decode)
             num_tokens += num_kept
             if proposal.references and (version := proposal.references[slot]) is not None:

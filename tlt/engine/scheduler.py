@@ -43,7 +43,7 @@ class Scheduler:
     @property
     def longest(self) -> int:
         """Tokens of the longest running sequence; 0 where none runs."""
-        return max((len(sequence.tokens) for sequence in self.running), default=0)
+        return max([len(sequence.tokens) for sequence in self.running], default=0)
 
     def admit(self, fits: Callable[[int, int], bool]) -> list[Admission]:
         """Starts what fits, in the order in which it waits. fits: tells whether there is memory for so many sequences, the

@@ -62,11 +62,12 @@ class Sequence:
 
     def extend(self, token_ids: tuple[int, ...], logprobs: tuple[float, ...], decode: Decode | None = None) -> int:
         """Appends tokens up to a stop token, a stop text or the limit; returns how many were kept."""
-        before = len(self.logprobs)
+        before, params = len(self.logprobs), self.request.params
+        reads = decode if params.stop else None
         for token, logprob in zip(token_ids, logprobs, strict=True):
             self.tokens.append(token)
             self.logprobs.append(logprob)
-            if token in self.request.params.stop_ids or (decode is not None and self._says_stop(decode)):
+            if token in params.stop_ids or (reads is not None and self._says_stop(reads)):
                 self.finish_reason = "stop"
                 break
             if len(self.logprobs) >= self.max_tokens:

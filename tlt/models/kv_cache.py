@@ -103,13 +103,20 @@ class Cache:
             for group in self.groups:
                 group[:, first:last, :, :length] = group[:, source, None, :, :length]
 
-    def commit(self, slot: int, start: int, path: Sequence[int]) -> None:
-        """Moves the entries at start + path[i] to start + i: the accepted branch of a draft tree closes up behind the sequence.
-        A path 0, 1, 2, … (a chain always is one) costs nothing."""
-        if any(column != i for i, column in enumerate(path)):
-            columns = torch.tensor(path, device=self.device) + start
-            for group in self.groups:
-                group[:, slot, :, start : start + len(path)] = group[:, slot].index_select(2, columns)
+    def commit(self, starts: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Moves the entries of slot s at starts[s] + paths[s][i] to starts[s] + i: accepted branches of draft trees close up
+        behind their sequences. Paths 0, 1, 2, … (a chain always is one) cost nothing; all others move in one operation."""
+        moved = [slot for slot, path in enumerate(paths) if path[-1] != len(path) - 1]  # columns rise along a path
+        if not moved:
+            return
+        longest = max(len(paths[slot]) for slot in moved)
+        # what lies beyond a shorter path stays where it is
+        rows = [[slot, starts[slot], *paths[slot], *range(len(paths[slot]), longest)] for slot in moved]
+        rows_MP = torch.tensor(rows, device=self.device)
+        slots_M1, starts_M1, columns_MP = rows_MP[:, :1], rows_MP[:, 1:2], rows_MP[:, 2:]
+        targets_MP = starts_M1 + torch.arange(longest, device=self.device)
+        for group in self.groups:
+            group[:, slots_M1, :, targets_MP] = group[:, slots_M1, :, starts_M1 + columns_MP]
 
     def move(self, source: int, target: int, length: int) -> None:
         for group in self.groups:

@@ -16,11 +16,15 @@ import math
 import os
 import re
 import time
+from array import array
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from tlt.clock import machine_name
 from tlt.files import check_is_file, read_appended, write_atomically
@@ -171,34 +175,34 @@ def read_spans(directory: str | Path) -> dict[int, list[Span]]:
 def merge_timelines(directory: str | Path, out: str | Path) -> list[str]:
     """Writes one Chrome trace of all ranks' files, a row per rank, starting at 0. Returns a line about each thing that is not
     in it, because it could not be read or written."""
-    paths, starts, missing = _paths_in(Path(directory)), [], []
-    for rank, path in [*paths.items()]:
+    paths, rows, missing = _paths_in(Path(directory)), dict[int, _Rows](), []
+    for rank, path in paths.items():
         try:
-            found = [None if row is None else row[1] for row in _rows(path)]
+            rows[rank] = found = _find_rows(path)
         except OSError as error:
             missing.append(f"{path}: cannot be read ({error.strerror}); {out} lacks rank {rank}")
-            del paths[rank]
             continue
-        starts += [start for start in found if start is not None]
-        if num_bad := found.count(None):
-            missing.append(f"{path}: {num_bad} of its {len(found)} lines are no spans; {out} lacks them")
+        if found.num_bad:
+            num_lines = found.num_bad + len(found.offsets)
+            missing.append(f"{path}: {found.num_bad} of its {num_lines} lines are no spans; {out} lacks them")
+    origin = min((found.first for found in rows.values() if len(found.offsets)), default=0.0)
     try:
         with write_atomically(Path(out)) as file:
             file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             file.write(json.dumps({"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "TLT"}}))
-            for rank, path in paths.items():
-                file.writelines(f",\n{json.dumps(event)}" for event in _events(rank, path, min(starts, default=0.0)))
+            for rank, found in rows.items():
+                file.writelines(f",\n{json.dumps(event)}" for event in _events(rank, found, origin))
             file.write("\n]}\n")
     except (UserError, OSError) as error:
         missing.append(f"{error}; there is no picture of the run's time")
     return missing
 
 
-def _events(rank: int, path: Path, origin: float) -> Iterator[dict[str, Any]]:
+def _events(rank: int, rows: _Rows, origin: float) -> Iterator[dict[str, Any]]:
     """Yields what a trace has of one rank."""
     yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}}
     yield {"ph": "M", "pid": 0, "tid": rank, "name": "thread_sort_index", "args": {"sort_index": rank}}
-    for name, start, end, busy, count in sorted(filter(None, _rows(path)), key=lambda row: (row[1], -row[2])):
+    for name, start, end, busy, count in rows:
         times = {"ts": _microseconds(start - origin), "dur": _microseconds(end - start)}
         args = {"args": {"spans": count, "busy_ms": round(busy * 1e3, 3)}} if count > 1 else {}
         yield {"ph": "X", "pid": 0, "tid": rank, "name": name, **times, **args}
@@ -210,20 +214,49 @@ def _paths_in(directory: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for match, path in matches if match))
 
 
-def _rows(path: Path) -> Iterator[list[Any] | None]:
-    """Yields the rows of a file, line by line; None for a line that is none. A last line that a kill tore is left out."""
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a file, which stay there: what is kept of each is where it begins.
+
+    offsets: by start, and of those that start together the longest first, as nested spans are drawn.  first: the earliest
+    start.  num_bad: lines that are none.
+    """
+
+    path: Path
+    offsets: np.ndarray
+    first: float
+    num_bad: int
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        with self.path.open("rb") as file:
+            for offset in self.offsets.tolist():
+                file.seek(offset)
+                yield _read_row(file.readline())
+
+
+def _find_rows(path: Path) -> _Rows:
+    """Reads a file line by line. A last line that a kill tore is left out."""
     check_is_file(path)
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for line in file:
-            if line.endswith("\n"):
-                try:
-                    yield _read_row(line)
-                except (ValueError, TypeError, OverflowError, RecursionError):
-                    yield None
+    offsets, starts, ends, offset, num_bad = array("q"), array("d"), array("d"), 0, 0
+    with path.open("rb") as file:
+        for line in iter(partial(file.readline, _LONGEST_LINE), b""):
+            try:
+                _, start, end, _, _ = _read_row(line)
+            except (ValueError, TypeError, OverflowError, RecursionError):
+                num_bad += line.endswith(b"\n")  # what is longer than any of ours is one line, however many pieces it has
+            else:
+                if line.endswith(b"\n"):
+                    offsets.append(offset)
+                    starts.append(start)
+                    ends.append(end)
+            offset += len(line)
+    order = np.lexsort((-np.array(ends), np.array(starts)))
+    return _Rows(path, np.array(offsets)[order], min(starts, default=0.0), num_bad)
 
 
-def _read_row(line: str) -> list[Any]:
-    name, start, end, busy, count = json.loads(line)
+def _read_row(line: str | bytes) -> list[Any]:
+    text = line.decode("utf-8", "replace") if isinstance(line, bytes) else line
+    name, start, end, busy, count = json.loads(text)
     seconds = float(start), float(end), float(busy)
     if not all(map(math.isfinite, seconds)):
         raise ValueError("a time is not finite")

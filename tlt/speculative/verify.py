@@ -6,7 +6,7 @@ law (sampling.py): lossless for any drafter and any tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,13 +34,24 @@ Verify = Callable[[DraftTree, Tensor, Noise, BatchParams], list[Verdict]]
 
 def verify(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams) -> list[Verdict]:
     """One verdict per sequence. `logits_BNV` are the target's at every node, `noise_BNV` the noise of the position
-    that *follows* each node. Synchronizes to hand them to the host: tokens and log-probabilities, of a draft the tree, too."""
+    that *follows* each node. Synchronizes once: tokens and log-probabilities, and of a draft the tree, go to the host."""
     drawn = _draw(logits_BNV, noise_BNV, params) if isinstance(noise_BNV, NoiseAt) else sample(logits_BNV, noise_BNV, params)
-    chosen, logprobs = (drawn_BN.tolist() for drawn_BN in drawn)
+    chosen_BN, logprobs_BN = drawn
     if tree.num_nodes == 1:
+        (chosen,), logprobs = to_host([chosen_BN], logprobs_BN)
         return [Verdict((c[0],), 0, (0,), (p[0],)) for c, p in zip(chosen, logprobs, strict=True)]
-    tokens, parents = tree.tokens_BN.tolist(), tree.parents_BN.tolist()
+    if tree.is_chain:
+        (chosen, tokens), logprobs = to_host([chosen_BN, tree.tokens_BN], logprobs_BN)
+        rows = zip(tokens, tree.row_lengths, chosen, logprobs, strict=True)
+        return [_follow(*row) for row in rows]
+    (chosen, tokens, parents), logprobs = to_host([chosen_BN, tree.tokens_BN, tree.parents_BN], logprobs_BN)
     return [_walk(*row) for row in zip(tokens, parents, chosen, logprobs, strict=True)]
+
+
+def to_host(integers: Sequence[Tensor], reals: Tensor) -> tuple[list[list[list[int]]], list[list[float]]]:
+    """Returns tensors of one shape as lists, by one transfer: the reals travel as the bits of their float64."""
+    packed = torch.stack([*integers, reals.double().view(torch.int64)]).cpu()
+    return packed[:-1].tolist(), packed[-1].view(torch.float64).tolist()
 
 
 def _draw(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tensor, Tensor]:
@@ -54,6 +65,14 @@ def _draw(logits_BNV: Tensor, noise: NoiseAt, params: BatchParams) -> tuple[Tens
         logits_BNV.flatten(0, 1), noise.keys_B4[rows_R], noise.positions_BN.flatten(), params.take(rows_R)
     )
     return tokens_R.view(B, N), logprobs_R.view(B, N)
+
+
+def _follow(tokens: list[int], length: int, chosen: list[int], logprobs: list[float]) -> Verdict:
+    """Returns the verdict of a chain of `length` nodes."""
+    end = 1
+    while end < length and tokens[end] == chosen[end - 1]:
+        end += 1
+    return Verdict(tuple(chosen[:end]), end - 1, tuple(range(end)), tuple(logprobs[:end]))
 
 
 def _walk(tokens: list[int], parents: list[int], chosen: list[int], logprobs: list[float]) -> Verdict:

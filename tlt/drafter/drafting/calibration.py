@@ -35,6 +35,12 @@ _OBSERVED_ROWS = 8
 """Sequences of a batch whose verdicts are counted; bounds the work on the host."""
 
 
+def sent_to_host(values: Tensor) -> Tensor:
+    """Returns a copy on the host that nobody waits for: it is whole once the host has waited for anything that the same device
+    does later, as it does for every verdict. On a CPU it is the tensor itself."""
+    return values.to("cpu", non_blocking=True)
+
+
 class Calibration:
     """Estimates P(accepted | parent accepted) of a candidate from its depth, its rank among its siblings and its confidence.
 
@@ -67,18 +73,22 @@ class Calibration:
         cells_BFW = torch.bucketize(raw_BFW, self.edges) + (group * _NUM_RANKS + ranks_W) * num_bins
         return cells_BFW, self.table[cells_BFW]
 
-    def observe(self, tree: DraftTree, cells_BN: Tensor, verdicts: Sequence[Verdict]) -> None:
-        """Counts which nodes of a drafted tree were accepted. `cells_BN` holds the cells of its nodes, the root left out. Nodes
-        that were not verified count, too, where the target's token at their position is known."""
+    def note(self, tree: DraftTree, cells_BN: Tensor) -> Tensor:
+        """Returns what `observe` needs of a drafted tree, [3, rows, nodes], on its way to the host. cells_BN: the cells of its
+        nodes, the root left out."""
         rows = slice(0, _OBSERVED_ROWS)
-        columns = zip(tree.tokens_BN[rows].tolist(), tree.parents_BN[rows].tolist(), cells_BN[rows].tolist(), strict=True)
-        for (tokens, parents, cells), verdict in zip(columns, verdicts, strict=False):
+        return sent_to_host(torch.stack([tree.tokens_BN[rows, 1:], tree.parents_BN[rows, 1:], cells_BN[rows]]))
+
+    def observe(self, noted_3BN: Tensor, verdicts: Sequence[Verdict]) -> None:
+        """Counts which nodes of a drafted tree were accepted. Nodes that were not verified count, too, where the target's token
+        at their position is known."""
+        for tokens, parents, cells, verdict in zip(*noted_3BN.tolist(), verdicts, strict=False):
             path = [0]
-            for node, cell in enumerate(cells, start=1):
-                depth = path.index(parents[node]) if parents[node] in path else len(verdict.tokens)
+            for node, (token, parent, cell) in enumerate(zip(tokens, parents, cells, strict=True), start=1):
+                depth = path.index(parent) if parent in path else len(verdict.tokens)
                 if depth == len(verdict.tokens):
                     continue
-                is_accepted = tokens[node] == verdict.tokens[depth]
+                is_accepted = token == verdict.tokens[depth]
                 if is_accepted:
                     path.append(node)
                 if cell != self.UNUSED:
@@ -134,13 +144,14 @@ class TauSearch:
         self._count = 0
 
     def guess(self, logits_BV: Tensor, noise_BV: Tensor, token_ids_V: Tensor | None = None) -> Tensor | None:
-        """Returns the token that each of the K taus would put first, [K, B], in one of `EVERY` proposals; None in the others.
+        """Returns the token that each of the K taus would put first, [K, B], in one of `EVERY` proposals, on its way to the
+        host; None in the others.
         token_ids_V: the target's ids of a drafter's reduced vocabulary."""
         self._count += 1
         if self.is_fixed or self._count % self.EVERY:
             return None
         first_KB = torch.stack([(logits_BV / tau + noise_BV).argmax(-1) for tau in self.CANDIDATES])
-        return first_KB if token_ids_V is None else token_ids_V[first_KB]
+        return sent_to_host(first_KB if token_ids_V is None else token_ids_V[first_KB])
 
     def observe(self, guesses_KB: Tensor, tokens: Sequence[int]) -> None:
         """Counts the guesses that are the target's token, `tokens[b]` at the root of row b. Another tau takes over when it

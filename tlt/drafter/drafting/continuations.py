@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tlt.drafter.drafting.suffix_index import ANCHORS
 from tlt.types import Strategy
@@ -19,15 +19,43 @@ _TAU = 0.7
 """The coupling temperature of retrieved candidates (see `LearnedSettings.tau`)."""
 
 
-@dataclass
-class Node:
-    """A candidate in the trie of continuations: the weight of the sources that lead to it."""
+@dataclass(slots=True)
+class Branch:
+    """A piece of the trie of continuations: tokens that follow each other without a choice, and the branches behind them.
 
-    token: int
-    depth: int
-    weight: float = 0.0
-    children: dict[int, Node] = field(default_factory=dict)
+    start: the place of the first token in the continuations.  weight: of the sources that lead here.  noise: the law's, of the
+    first token, where there are other branches beside this one.
+    """
+
+    tokens: tuple[int, ...]
+    start: int
+    weight: float
+    children: list[Branch]
     noise: float = 0.0
+
+    @property
+    def token(self) -> int:
+        return self.tokens[0]
+
+    @property
+    def depth(self) -> int:
+        """Steps from the root of the draft to the first token."""
+        return self.start + 1
+
+
+def branch_out(continuations: Sequence[tuple[tuple[int, ...], float]], start: int = 0) -> Branch:
+    """Returns the trie of (tokens, weight of their sources), which all agree before `start`. Its root may have no token."""
+    texts = [tokens for tokens, _ in continuations]
+    least, most = min(texts, default=()), max(texts, default=())
+    end = start
+    while end < len(least) and least[end] == most[end]:  # then all between these two agree, too
+        end += 1
+    beyond: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+    for tokens, weight in continuations:
+        if len(tokens) > end:
+            beyond.setdefault(tokens[end], []).append((tokens, weight))
+    children = [branch_out(some, end) for some in beyond.values()]
+    return Branch(least[start:end], start, sum(weight for _, weight in continuations), children)
 
 
 @dataclass(frozen=True)
@@ -68,31 +96,41 @@ def match_bucket(length: int) -> int:
     return 1 + 2 * (octave - 2) + (length >> (octave - 1) & 1)
 
 
-def grow(root: Node, strategy: Strategy) -> list[tuple[int, int]]:
+def grow(root: Branch, strategy: Strategy) -> list[tuple[int, int]]:
     """Returns (token, parent column) of the `budget` most confident candidates, parents first; column 0 is the tree's root.
 
     Best first: a node's confidence is the product of its shares on the way from the root.
     """
     nodes: list[tuple[int, int]] = []
-    heap: list[tuple[float, int, int, Node]] = []
+    heap: list[tuple[float, int, int, Branch, int]] = []  # with the place of the candidate in its branch
     order = 0
 
-    def offer(parent: Node, column: int, confidence: float) -> None:
+    def offer(branch: Branch, place: int, column: int, confidence: float) -> None:
+        """Makes candidates of what follows that place of a branch."""
         nonlocal order
-        if not parent.children or parent.depth >= strategy.depth:
+        if branch.start + place + 1 >= strategy.depth:
             return
-        children = list(parent.children.values())
-        scores = [math.log(child.weight) / _TAU + child.noise for child in children]
-        top = max(scores)
-        total = top + math.log(sum(math.exp(score - top) for score in scores))
-        ranked = sorted(zip(scores, children, strict=True), key=lambda pair: -pair[0])[: strategy.width]
-        for score, child in ranked:
+        if place + 1 < len(branch.tokens):
+            ranked = [(confidence, branch, place + 1)]
+        else:
+            ranked = [(confidence + share, child, 0) for share, child in _shares(branch.children)[: strategy.width]]
+        for sure, child, first in ranked:
             order += 1
-            heapq.heappush(heap, (-(confidence + score - total), order, column, child))
+            heapq.heappush(heap, (-sure, order, column, child, first))
 
-    offer(root, 0, 0.0)
+    offer(root, -1, 0, 0.0)
     while heap and len(nodes) < strategy.budget:
-        negative, _, column, node = heapq.heappop(heap)
-        nodes.append((node.token, column))
-        offer(node, len(nodes), -negative)
+        negative, _, column, branch, place = heapq.heappop(heap)
+        nodes.append((branch.tokens[place], column))
+        offer(branch, place, len(nodes), -negative)
     return nodes
+
+
+def _shares(branches: Sequence[Branch]) -> list[tuple[float, Branch]]:
+    """Returns the logarithm of the share of each of these, the largest first."""
+    if len(branches) < 2:
+        return [(0.0, branch) for branch in branches]
+    scores = [math.log(branch.weight) / _TAU + branch.noise for branch in branches]
+    top = max(scores)
+    total = top + math.log(sum(math.exp(score - top) for score in scores))
+    return sorted(((score - total, b) for score, b in zip(scores, branches, strict=True)), key=lambda pair: -pair[0])

@@ -107,8 +107,8 @@ class FeatureHistory:
         self.ring_SCF[self._index(slots, starts, num_positions)] = features_BTF[:, skipped:]
 
     def _index(self, slots: Sequence[int], starts: Sequence[int], num_positions: int) -> tuple[Tensor, Tensor]:
-        slots_B1 = torch.tensor(slots, device=self.device)[:, None]
-        columns_BT = torch.tensor(starts, device=self.device)[:, None] + torch.arange(num_positions, device=self.device)
+        slots_B1, starts_B1 = torch.tensor([[*slots], [*starts]], device=self.device)[..., None]
+        columns_BT = starts_B1 + torch.arange(num_positions, device=self.device)
         if max(starts) + num_positions > self.num_columns:
             columns_BT %= self.num_columns
         return slots_B1, columns_BT

@@ -38,8 +38,9 @@ class LearnedSettings:
         sequence's own temperature (DESIGN §2); "top-k" by log q alone (EAGLE-2, arXiv 2406.16858).
     tau: the coupling temperature; None: tuned while running.
     confidence_threshold: a sequence's chain stops before the token with which the chance that all of it is accepted falls below
-        this (SpecDec++, arXiv 2405.19715, stops so by a trained head); its first token is always drafted. Reads one number
-        back per level. 0: never; trees never stop.
+        this (SpecDec++, arXiv 2405.19715, stops so by a trained head); its first token is always drafted. 0: never. Trees never
+        stop, and on a GPU no chain does: to know would take the host a wait at every level, while what is drafted in vain
+        costs little where a forward reads the same weights for more rows. There the strategy's depth alone bounds a chain.
     window: positions whose features are remembered per sequence; what lies further back when speculation is switched on
         is not seen by the drafter.
     calibrate: whether confidences are corrected by what was accepted so far.
@@ -59,26 +60,18 @@ class LearnedProposal(Proposal):
     """A learned draft, and what is to be learned from the target's answer to it.
 
     guesses_KB: see `TauSearch.guess`; None: not asked this time.
-    drafted:    the tree with all that was looked at, also where the proposed one stops before it, and the calibration's cells
-                of its nodes; None without a calibration.
+    noted_3BN:  what the calibration wants back of all that was drafted, also where the proposed tree stops before it
+                (`Calibration.note`); None: nothing is to be counted.
     logprobs_BD: log-probabilities of the tokens of a chain by the drafter, at the sequences' temperatures; None: unwatched.
     """
 
     guesses_KB: Tensor | None = None
-    drafted: Drafted | None = None
+    noted_3BN: Tensor | None = None
     logprobs_BD: Tensor | None = None
 
 
 OnVerdicts = Callable[[LearnedProposal, Sequence[Verdict]], None]
 """Is told of every proposal what became of it; for measuring."""
-
-
-@dataclass(frozen=True)
-class Drafted:
-    """A tree with the calibration cell of each node, the root left out."""
-
-    tree: DraftTree
-    cells_BN: Tensor
 
 
 @dataclass(frozen=True)
@@ -133,6 +126,11 @@ class LearnedDrafter:
     def tau(self) -> float:
         return self.tau_search.tau
 
+    @property
+    def stops_below(self) -> float:
+        """The chance below which a chain stops, 0: none does (`LearnedSettings.confidence_threshold`)."""
+        return self.settings.confidence_threshold if self.model.device.type == "cpu" else 0.0
+
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def load(self, tensors: dict[str, Tensor], version: int) -> None:
@@ -181,8 +179,8 @@ class LearnedDrafter:
     def observe(self, proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
         if proposal.guesses_KB is not None:
             self.tau_search.observe(proposal.guesses_KB, [verdict.tokens[0] for verdict in verdicts])
-        if self.calibration is not None and proposal.drafted is not None:
-            self.calibration.observe(proposal.drafted.tree, proposal.drafted.cells_BN, verdicts)
+        if self.calibration is not None and proposal.noted_3BN is not None:
+            self.calibration.observe(proposal.noted_3BN, verdicts)
         if self.on_verdicts is not None:
             self.on_verdicts(proposal, verdicts)
 
@@ -227,11 +225,14 @@ class LearnedDrafter:
             return level.scaled_BTV
         return torch.add(level.noise_B1V, level.scaled_BTV, alpha=1 / self.tau)
 
-    def _to_count(self, tree: DraftTree, cells_BN: Tensor, unwanted: Sequence[int]) -> Drafted:
-        """Rows that draft otherwise are not counted."""
+    def _note(self, tree: DraftTree, cells: Sequence[Tensor], unwanted: Sequence[int]) -> Tensor | None:
+        """Returns what is to be counted of a tree, whose cells are given by level; rows that draft otherwise are not."""
+        if self.calibration is None or not cells:
+            return None
+        cells_BN = torch.cat(list(cells), dim=1)
         if unwanted:
             cells_BN[list(unwanted)] = Calibration.UNUSED
-        return Drafted(tree, cells_BN)
+        return self.calibration.note(tree, cells_BN)
 
     def _token_ids(self, drafted: Tensor) -> Tensor:
         """The target's ids of tokens of the draft vocabulary."""
@@ -241,14 +242,14 @@ class LearnedDrafter:
         read = front.read
         hidden_B1E, tokens, cells = read.hidden_BE[:, None], [front.roots_B1], []
         guesses_KB: Tensor | None = None
-        ends_B = torch.tensor(read.num_pairs, device=self.model.device)
         is_even = min(read.num_pairs) == max(read.num_pairs)
         survival_B = torch.zeros(len(read.num_pairs), device=self.model.device)  # logarithm
-        survival_B[list(front.unwanted)] = -torch.inf
+        if front.unwanted:
+            survival_B[list(front.unwanted)] = -torch.inf
         likely, logprobs = [], []
         for depth in range(front.strategy.depth):
             if depth:
-                columns_B1 = ends_B[:, None] + depth - 1
+                columns_B1 = read.ends_B[:, None] + depth - 1
                 length = max(read.num_pairs) + depth
                 mask = None if is_even else chain_mask(columns_B1, length, self.model.dtype)
                 hidden_B1E = self.pairs.forward(tokens[-1], hidden_B1E, columns_B1, columns_B1, read.offsets_B1, length, mask)
@@ -259,23 +260,23 @@ class LearnedDrafter:
             tokens.append(self._token_ids(token_B1))
             if self.on_verdicts is not None:
                 logprobs.append(level.scaled_BTV[:, 0].log_softmax(dim=-1).gather(-1, token_B1))
-            if self.settings.confidence_threshold:
+            if self.stops_below:
                 logprob_B1 = (best_B1 - scores_B1V.logsumexp(dim=-1)).float()
                 if self.calibration is not None:
                     cells_B1, logprob_B1 = self.calibration(depth, logprob_B1)
                     cells.append(cells_B1)
                 survival_B = survival_B + logprob_B1[:, 0]
-                likely.append(survival_B >= math.log(self.settings.confidence_threshold))
+                likely.append(survival_B >= math.log(self.stops_below))
                 if not likely[-1].any():
                     break
         whole = chain(torch.cat(tokens, dim=1))
-        drafted = self._to_count(whole, torch.cat(cells, dim=1), front.unwanted) if cells else None
+        noted_3BN = self._note(whole, cells, front.unwanted)
         logprobs_BD = torch.cat(logprobs, dim=1) if logprobs else None
         if not likely:
-            return LearnedProposal(whole, guesses_KB, drafted, logprobs_BD)
+            return LearnedProposal(whole, guesses_KB, noted_3BN, logprobs_BD)
         num_likely = torch.stack(likely).sum(0).tolist()
         tree = chain(whole.tokens_BN, [1 + max(num, 1) for num in num_likely])  # one token at least
-        return LearnedProposal(tree, guesses_KB, drafted, logprobs_BD)
+        return LearnedProposal(tree, guesses_KB, noted_3BN, logprobs_BD)
 
     def _branch(self, front: _Front) -> LearnedProposal:
         """Grows a pool level by level (EAGLE-2, arXiv 2406.16858): the `width` most confident nodes of a level are
@@ -284,7 +285,6 @@ class LearnedDrafter:
         strategy, read, device = front.strategy, front.read, self.model.device
         B = len(read.num_pairs)
         width = min(strategy.width, self.model.config.draft_vocab_size)
-        ends_B = torch.tensor(read.num_pairs, device=device)
         rows_B1 = torch.arange(B, device=device)[:, None]
         confidence_BF = torch.zeros(B, 1, dtype=torch.float32, device=device)
         pool_index_BF = torch.zeros(B, 1, dtype=torch.int64, device=device)  # 0 is the root
@@ -316,19 +316,17 @@ class LearnedDrafter:
                 start = seen_BFC.shape[2]
                 own = torch.eye(num_next, dtype=torch.bool, device=device).expand(B, -1, -1)
                 seen_BFC = torch.cat([seen_BFC[rows_B1, parent_BF], own], dim=2)
-                columns_BF = ends_B[:, None] + start + torch.arange(num_next, device=device)
-                depths_BF = (ends_B + depth)[:, None].expand(-1, num_next)
+                columns_BF = read.ends_B[:, None] + start + torch.arange(num_next, device=device)
+                depths_BF = (read.ends_B + depth)[:, None].expand(-1, num_next)
                 length = max(read.num_pairs) + start + num_next
-                mask = tree_mask(seen_BFC, ends_B, length, self.model.dtype)
+                mask = tree_mask(seen_BFC, read.ends_B, length, self.model.dtype)
                 inputs = hidden_BFE[rows_B1, parent_BF]
                 hidden_BFE = self.pairs.forward(tokens_BF, inputs, depths_BF, columns_BF, read.offsets_B1, length, mask)
             pool_size += frontier * width
         chosen_BN = _best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
         tree = _select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)
-        if not pool_cells:
-            return LearnedProposal(tree, guesses_KB)
-        cells_BN = torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1)
-        return LearnedProposal(tree, guesses_KB, self._to_count(tree, cells_BN, front.unwanted))
+        cells = [torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1)] if pool_cells else []
+        return LearnedProposal(tree, guesses_KB, self._note(tree, cells, front.unwanted))
 
 
 def _best_nodes(confidence_BC: Tensor, budget: int) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
-from tlt.drafter.drafting.continuations import Node, Retrieved, grow, match_bucket, walk
+from tlt.drafter.drafting.continuations import Branch, Retrieved, branch_out, grow, match_bucket, walk
 from tlt.drafter.drafting.suffix_index import MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, DraftNoise, Proposal
 from tlt.speculative.tree import chain
@@ -32,7 +32,7 @@ _MAX_LOOKS = 8
 """Chains that are looked up in hindsight at a time. Where a step brings more tokens than they cover, the rest is left out."""
 
 DEFAULT_MAX_TOKENS = 200_000
-"""Indexed tokens over all problems, about 300 bytes each; problems not asked for the longest leave first."""
+"""Indexed tokens over all problems, about 100 bytes each; problems not asked for the longest leave first."""
 
 
 @dataclass(frozen=True)
@@ -236,28 +236,27 @@ class NgramDrafter:
             return NgramProposal(chain(nodes_BN), retrieved)  # with filling, which `stop` cuts off
         return NgramProposal(DraftTree(nodes_BN, torch.tensor(parents_BN, device=device)), retrieved)
 
-    def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[Node, int]:
-        """Returns what followed the longest matches, as a trie (its root has no token), and the length of the longest."""
+    def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[Branch, int]:
+        """Returns what followed the longest matches, as a trie, and the length of the longest."""
         place = self.slots[slot]
         assert place is not None, f"slot {slot} was never admitted"
         index, text = place
         index.extend(text, tokens)
-        root, longest = Node(-1, 0), 0
+        weights: dict[tuple[int, ...], float] = {}
+        longest = 0
         for length, source, start in index.sources(tokens):
             longest = max(longest, length)
-            node, weight = root, float(length * length)
-            for token in index.texts[source][start : start + strategy.depth]:
-                node = node.children.setdefault(token, Node(token, node.depth + 1))
-                node.weight += weight
-        return root, longest
+            followed = tuple(index.texts[source][start : start + strategy.depth])
+            weights[followed] = weights.get(followed, 0.0) + length * length
+        return branch_out([*weights.items()]), longest
 
-    def _fetch_noise(self, tries: Sequence[Node], noise: DraftNoise) -> None:
+    def _fetch_noise(self, tries: Sequence[Branch], noise: DraftNoise) -> None:
         """The law's noise of every candidate that has a sibling (ranking one alone needs none)."""
-        contested: list[tuple[int, Node]] = []
+        contested: list[tuple[int, Branch]] = []
         for row, root in enumerate(tries):
             stack = [root]
             while stack:
-                children = list(stack.pop().children.values())
+                children = stack.pop().children
                 stack += children
                 if len(children) > 1:
                     contested += [(row, child) for child in children]

@@ -33,9 +33,10 @@ SPARE_COLUMNS = 2 * _CATCH_UP_TOKENS
 @dataclass(frozen=True)
 class CaughtUp:
     """Where drafting starts. Row b has `num_pairs[b]` pairs in columns 0 .. of the cache, the first of them at rotary position
-    `offsets_B1[b]` (None: 0 in every row); `hidden_BE` is the output of the last."""
+    `offsets_B1[b]` (None: 0 in every row); `hidden_BE` is the output of the last.  ends_B: num_pairs, on the device."""
 
     num_pairs: list[int]
+    ends_B: Tensor
     offsets_B1: Tensor | None
     hidden_BE: Tensor
 
@@ -102,9 +103,9 @@ class PairCache:
         self._hold(num_rows, max(num_pairs) + room + _CATCH_UP_TOKENS)
         firsts = self.firsts[:num_rows]
         offsets_B1 = torch.tensor(firsts, device=self.model.device)[:, None] if any(firsts) else None
-        hidden_BE = self._read_missing(context, starts, num_pairs, offsets_B1)
+        hidden_BE, ends_B = self._read_missing(context, starts, num_pairs, offsets_B1)
         self.counts[:num_rows] = num_pairs
-        return CaughtUp(num_pairs, offsets_B1, hidden_BE)
+        return CaughtUp(num_pairs, ends_B, offsets_B1, hidden_BE)
 
     def _enter(self, context: DraftContext) -> list[int]:
         """Brings sequences that the cache knows nothing of (or too little, after a long stretch without speculation) in by
@@ -147,9 +148,9 @@ class PairCache:
 
     def _read_missing(
         self, context: DraftContext, starts: list[int], num_pairs: list[int], offsets_B1: Tensor | None
-    ) -> Tensor:
-        """Runs every pair that is not in the drafter's cache yet; returns the output of each sequence's last one.
-        Rows with fewer missing pairs repeat garbage beyond their end, in columns that drafting overwrites."""
+    ) -> tuple[Tensor, Tensor]:
+        """Runs every pair that is not in the drafter's cache yet; returns the output of each sequence's last one, and num_pairs
+        on the device. Rows with fewer missing pairs repeat garbage beyond their end, in columns that drafting overwrites."""
         device = self.model.device
         missing = [count - start for count, start in zip(num_pairs, starts, strict=True)]
         slots, firsts = range(len(missing)), self.firsts[: len(missing)]
@@ -159,9 +160,11 @@ class PairCache:
             columns = [min(start + done, count) for start, count in zip(starts, num_pairs, strict=True)]
             begins = [first + column for first, column in zip(firsts, columns, strict=True)]
             rows = [tokens[b + TOKEN_AHEAD : b + TOKEN_AHEAD + width] for tokens, b in zip(context.tokens, begins, strict=True)]
-            tokens_BT = torch.tensor([list(row) + [0] * (width - len(row)) for row in rows], device=device)
+            places = zip(rows, columns, num_pairs, missing, strict=True)
+            sent = [[*row, *[0] * (width - len(row)), column, count, num - 1] for row, column, count, num in places]
+            sent_BX = torch.tensor(sent, device=device)  # at once: every upload costs a GPU's host as much as a kernel
+            tokens_BT, (first_B, ends_B, last_B) = sent_BX[:, :width], sent_BX[:, width:].unbind(1)
             hidden_BTE = self.model.fuse(self.history.read(slots, begins, width).flatten(0, 1)).view(len(rows), width, -1)
-            first_B = torch.tensor(columns, device=device)
             columns_BT = first_B[:, None] + torch.arange(width, device=device)
             length = max(columns) + width
             is_plain = width == 1 and len(rows) == 1
@@ -170,9 +173,8 @@ class PairCache:
             done += width
         output_BTE = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         if len(missing) == 1:
-            return output_BTE[:, missing[0] - 1]
-        last_B = torch.tensor(missing, device=device) - 1
-        return output_BTE[torch.arange(len(missing), device=device), last_B]
+            return output_BTE[:, missing[0] - 1], ends_B
+        return output_BTE[torch.arange(len(missing), device=device), last_B], ends_B
 
     def forward(
         self,

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
+from zlib import crc32
 
 from tlt.types import Rollout
 
@@ -20,19 +21,58 @@ MAX_MATCH = 48
 """A longer match tells no more."""
 _MAX_SOURCES = 8
 """Occurrences looked at per proposal and anchor, the latest first."""
+_MAX_LOOKS = 32
+"""Places looked at per proposal and anchor; other anchors may be among them that share a hash."""
+_TOKEN, _TOKEN_BITS = "i", 32
+"""Type of a token in an array."""
 _MAX_TEXTS = 64
 """Responses kept per problem; the oldest finished ones leave first."""
 
 
+class Occurrences:
+    """Where the anchors of one length occurred. A table has the latest place by the anchor's hash, and whoever adds a place
+    keeps the one before it, so that places form chains from the latest to the first (as in LZ77 compressors).
+
+    No table is ever laid out anew: a larger one begins empty, and what is not in it is sought in the smaller ones. Anchors
+    whose hashes share a row share a chain, so each place has to be compared token by token.
+    """
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.tables = [array("q", [-1]) * 256]
+
+    def latest(self, key: int) -> int:
+        """Returns the latest place of anchors of this hash; -1: there is none."""
+        for table in reversed(self.tables):
+            place = table[key & (len(table) - 1)]
+            if place >= 0:
+                return place
+        return -1
+
+    def add(self, key: int, place: int) -> int:
+        """Makes this the latest place; returns the one that was."""
+        table = self.tables[-1]
+        row = key & (len(table) - 1)
+        before = table[row]
+        if before < 0:
+            before = self.latest(key)
+        table[row] = place
+        return before
+
+    def hold(self, num_places: int) -> None:
+        """Begins a larger table where places take more than half of the rows: then few anchors share one."""
+        while 2 * num_places > len(self.tables[-1]):
+            self.tables.append(array("q", [-1]) * (2 * len(self.tables[-1])))
+
+
 class SuffixIndex:
-    """Texts of one problem, and for every anchor its occurrences as a chain from the latest to the first (as LZ77
-    compressors keep them)."""
+    """Texts of one problem, and for every anchor its occurrences."""
 
     def __init__(self) -> None:
         self.texts: dict[int, array[int]] = {}
         self.num_tokens = 0
         self._next_id = 0
-        self._latest: tuple[dict[int, int], ...] = tuple({} for _ in ANCHORS)
+        self._occurrences = tuple(Occurrences(anchor) for anchor in ANCHORS)
         self._earlier: dict[int, tuple[array[int], ...]] = {}
         self._skips: dict[int, int] = {}
         self._open: set[int] = set()
@@ -41,7 +81,7 @@ class SuffixIndex:
         """A new text; anchors that end in its first `skip` tokens are not indexed (a sibling's prompt is known already)."""
         text = self._next_id
         self._next_id += 1
-        self.texts[text] = array("q")
+        self.texts[text] = array(_TOKEN)
         self._earlier[text] = tuple(array("q") for _ in ANCHORS)
         self._skips[text] = skip
         self._open.add(text)
@@ -55,15 +95,12 @@ class SuffixIndex:
             return
         stored.extend(tokens[-new:])
         self.num_tokens += new
-        skip = self._skips[text]
-        for anchor, latest, earlier in zip(ANCHORS, self._latest, self._earlier[text], strict=True):
-            for end in range(len(earlier), len(stored)):  # the token at `end` is what followed the anchor
-                if end < max(anchor, skip):
-                    earlier.append(-1)
-                    continue
-                key = _anchor_key(stored, end, anchor)
-                earlier.append(latest.get(key, -1))
-                latest[key] = text << 32 | end
+        for known, earlier in zip(self._occurrences, self._earlier[text], strict=True):
+            first = max(known.length, self._skips[text], len(earlier))
+            earlier.extend([-1] * (min(first, len(stored)) - len(earlier)))
+            known.hold(self.num_tokens)
+            for end in range(first, len(stored)):  # the token at `end` is what followed the anchor
+                earlier.append(known.add(crc32(stored[end - known.length : end]), text << 32 | end))
 
     def close(self, text: int) -> None:
         """The text is complete. Beyond `_MAX_TEXTS` the oldest complete ones are forgotten; those that still grow stay, however
@@ -80,49 +117,38 @@ class SuffixIndex:
 
     def _forget(self, text: int) -> None:
         """Occurrences in this text lead nowhere from now on, and so does all that came before them."""
-        stored, skip = self.texts.pop(text), self._skips.pop(text)
-        del self._earlier[text]
-        self.num_tokens -= len(stored)
-        for anchor, latest in zip(ANCHORS, self._latest, strict=True):
-            for end in range(max(anchor, skip), len(stored)):
-                key = _anchor_key(stored, end, anchor)
-                if latest.get(key, -1) >> 32 == text:
-                    del latest[key]
+        self.num_tokens -= len(self.texts.pop(text))
+        del self._skips[text], self._earlier[text]
 
     def sources(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
         """(length of the match, text, position of what followed) for the latest occurrences of the end of `tokens`."""
-        for level, anchor in enumerate(ANCHORS):
-            if len(tokens) < anchor:
+        ending = array(_TOKEN, tokens[-MAX_MATCH:])
+        for level, known in enumerate(self._occurrences):
+            if len(ending) < known.length:
                 continue
-            ending = tuple(tokens[-anchor:])
-            place = self._latest[level].get(hash(ending), -1)
-            found: list[tuple[int, int, int]] = []
-            while place >= 0 and len(found) < _MAX_SOURCES:
+            anchor = ending[-known.length :]
+            place, found, num_looks = known.latest(crc32(anchor)), list[tuple[int, int, int]](), 0
+            while place >= 0 and len(found) < _MAX_SOURCES and num_looks < _MAX_LOOKS:
                 text, end = place >> 32, place & 0xFFFFFFFF
                 stored = self.texts.get(text)
                 if stored is None:
                     break  # forgotten, and so is all that came before it
-                length = _match_length(stored, end, tokens)
-                if length >= anchor:
-                    found.append((length, text, end))
+                if stored[end - known.length : end] == anchor:
+                    found.append((_match_length(stored, end, ending), text, end))
                 place = self._earlier[text][level][end]
+                num_looks += 1
             if found:
                 return found
         return []
 
 
-def _anchor_key(stored: array[int], end: int, anchor: int) -> int:
-    """Names the `anchor` tokens before `end`. Two that differ may share a name: a match is counted token by token."""
-    return hash(tuple(stored[end - anchor : end]))
-
-
-def _match_length(stored: Sequence[int], end: int, tokens: Sequence[int]) -> int:
-    """Returns how many tokens before `end` agree with the end of `tokens`, up to `MAX_MATCH`."""
-    limit = min(end, len(tokens), MAX_MATCH)
-    length = 0
-    while length < limit and stored[end - 1 - length] == tokens[-1 - length]:
-        length += 1
-    return length
+def _match_length(stored: array[int], end: int, ending: array[int]) -> int:
+    """Returns how many tokens before `end` agree with those of `ending`, from its last one backwards."""
+    limit = min(end, len(ending))
+    theirs, ours = stored[end - limit : end], ending[len(ending) - limit :]
+    # read as numbers, the last token is the highest digit: the highest one in which the two differ ends the match
+    differ = int.from_bytes(theirs, "little") ^ int.from_bytes(ours, "little")
+    return limit - -(-differ.bit_length() // _TOKEN_BITS)
 
 
 def count_retrieved(group: Sequence[Rollout], counts: Sequence[int]) -> int:

@@ -1,0 +1,179 @@
+"""A pretended GPU: tensors that say `cuda` while their values lie in host memory. It counts what a real one would wait for.
+
+    with pretended(monkeypatch) as crossings:      # every tensor made on "cuda" in here is one of these
+        ...
+    crossings.down      times that the host waited for values of the device (a synchronization), by place in the code
+    crossings.up        times that values of the host were sent to the device, by place in the code
+
+What mixes tensors of both devices raises, as it does on a GPU. A copy that the host does not wait for (`non_blocking`) counts
+as none. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+import tlt
+
+DEVICE = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+_ROOT = f"{Path(tlt.__file__).parent}/"
+_WAITS = ("aten._local_scalar_dense", "aten.nonzero", "aten.masked_select", "aten.equal", "aten.is_nonzero")
+"""Operations whose result, or its shape, the host waits for."""
+
+
+@dataclass
+class Crossings:
+    """Counts by "file:line", of the innermost line of the package that asked for it."""
+
+    down: Counter[str] = field(default_factory=Counter)
+    up: Counter[str] = field(default_factory=Counter)
+
+    def clear(self) -> None:
+        self.down.clear()
+        self.up.clear()
+
+
+_crossings = Crossings()
+
+
+class PretendTensor(Tensor):
+    """Wraps `values`, which lie in host memory."""
+
+    values: Tensor
+
+    @staticmethod
+    def __new__(cls, values: Tensor) -> PretendTensor:
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch's way to make a wrapper
+            cls,
+            values.size(),
+            strides=values.stride(),
+            storage_offset=values.storage_offset(),
+            dtype=values.dtype,
+            device="meta",
+        )
+        made.values = values
+        return made  # type: ignore[no-any-return]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return DEVICE
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"PretendTensor({self.values})"
+
+    def tolist(self) -> Any:
+        _crossings.down[_place()] += 1
+        return self.values.tolist()
+
+
+class _Mode(TorchDispatchMode):
+    """Sends to the pretended device what is made there out of nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    flat, spec = tree_flatten((args, kwargs))
+    pretended = [value for value in flat if isinstance(value, PretendTensor)]
+    own = [value for value in flat if isinstance(value, Tensor) and not isinstance(value, PretendTensor) and value.dim()]
+    name, wanted = str(func), kwargs.get("device")
+    is_copy = name.startswith(("aten.copy_", "aten._to_copy"))
+    if pretended and name.startswith(_WAITS):
+        _crossings.down[_place()] += 1
+    if pretended and own and name.startswith(("aten.index.", "aten.index_put")):
+        _crossings.up[_place()] += 1  # places given as a list: torch sends them
+    elif pretended and own and not is_copy:
+        raise RuntimeError(f"{name} mixes tensors of the CPU and of a GPU at {_place()}")
+    if name.startswith("aten.copy_") and len(pretended) == 1:
+        (_crossings.up if isinstance(args[0], PretendTensor) else _crossings.down)[_place()] += 1
+    args, kwargs = tree_unflatten([_values(value) for value in flat], spec)
+    if wanted is not None:
+        kwargs["device"] = _CPU
+    result = func(*args, **kwargs)
+    if not pretended and (wanted is None or torch.device(wanted).type == "cpu"):
+        return result
+    known = {id(value.values): value for value in pretended}  # what works in place returns what it was given
+    return tree_map(lambda out: _wrapped(out, known) if isinstance(out, Tensor) else out, result)
+
+
+def _wrapped(values: Tensor, known: dict[int, PretendTensor]) -> PretendTensor:
+    return known[id(values)] if id(values) in known else PretendTensor(values)
+
+
+def _values(value: Any) -> Any:
+    if isinstance(value, PretendTensor):
+        return value.values
+    return _CPU if isinstance(value, torch.device) else value
+
+
+def _place() -> str:
+    """Returns the innermost line of this project that is running."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and not frame.f_code.co_filename.startswith(_ROOT):
+        frame = frame.f_back
+    return "?" if frame is None else f"{frame.f_code.co_filename.removeprefix(_ROOT)}:{frame.f_lineno}"
+
+
+@contextmanager
+def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crossings]:
+    """Pretends that there is a GPU; yields what is counted, from 0 on."""
+    plain_tensor, plain_to = torch.tensor, Tensor.to
+    _crossings.clear()
+
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
+        made = plain_tensor(data, **options)
+        return made if device is None or torch.device(device).type == "cpu" else _up(made)
+
+    def to(self: Tensor, *words: Any, **options: Any) -> Tensor:
+        devices = [w for w in (*words, options.get("device")) if isinstance(w, str | torch.device)]
+        devices += [w.device for w in words if isinstance(w, Tensor)]
+        words = tuple(_values(w) for w in words)
+        inner = self.values if isinstance(self, PretendTensor) else self
+        moved = plain_to(inner, *(_CPU if isinstance(w, str) else w for w in words), **_on_cpu(options))
+        goes_to_cpu = torch.device(devices[0]).type == "cpu" if devices else not isinstance(self, PretendTensor)
+        if goes_to_cpu:
+            if isinstance(self, PretendTensor) and not options.get("non_blocking"):
+                _crossings.down[_place()] += 1
+            return moved
+        return PretendTensor(moved) if isinstance(self, PretendTensor) else _up(moved)
+
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
+    monkeypatch.setattr(torch, "tensor", tensor)
+    monkeypatch.setattr(Tensor, "to", to)
+    monkeypatch.setattr(Tensor, "cpu", lambda self: to(self, "cpu"))
+    with _Mode():
+        yield _crossings
+
+
+def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "device": _CPU} if options.get("device") is not None else options
+
+
+def _up(values: Tensor) -> PretendTensor:
+    _crossings.up[_place()] += 1
+    return PretendTensor(values)
