@@ -13,7 +13,9 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -37,7 +39,7 @@ GROUP = 16
 """Responses of a problem."""
 
 
-def engine_of(arm: str, batch_size: int):
+def engine_of(arm: str, batch_size: int) -> Any:
     """Returns an engine whose batch stays full. "off": without a drafter; "off+drafter": decoding plainly beside one."""
     # a threshold that never stops a chain: every arm drafts as deep as it may
     settings = EngineSettings(arm, max_batch_size=batch_size, drafting=DrafterSection(confidence_threshold=1e-12))
@@ -81,11 +83,12 @@ HAS_LAZY_NOISE = "vocab_size" in DraftContext.__dataclass_fields__
 """Whether a drafter of this tree asks for the noise that it reads; before, it was given all of it."""
 
 
-def context_of(tokens, requests, batch) -> DraftContext:
-    return DraftContext(tokens, requests, batch, *([VOCAB, torch.device("cpu")] if HAS_LAZY_NOISE else []))
+def context_of(*batch: Any) -> DraftContext:
+    also: tuple[Any, ...] = (VOCAB, torch.device("cpu")) if HAS_LAZY_NOISE else ()
+    return DraftContext(*batch, *also)
 
 
-def silence(num_rows: int, depth: int):
+def silence(num_rows: int, depth: int) -> Any:
     """Returns noise that is 0 everywhere, as this tree's drafters want it."""
     if HAS_LAZY_NOISE:
         return SimpleNamespace(of_tokens=lambda places: [0.0] * len(places))
@@ -122,10 +125,10 @@ def retrieval(strategy: Strategy, length: int, num_rows: int = 16, num_steps: in
 def cells(arms: list[str], batches: list[int]) -> Iterator[tuple[str, Callable[[], object]]]:
     for arm in arms:
         for batch_size in batches:
-            yield f"{arm} {batch_size}", lambda arm=arm, batch_size=batch_size: step_milliseconds(arm, batch_size)
+            yield f"{arm} {batch_size}", partial(step_milliseconds, arm, batch_size)
     for shape, length in (("4x1x4", 2048), ("15x1x15", 2048), ("15x1x15", 8192), ("4x3x12", 2048)):
         strategy = Strategy.parse(f"ngram:{shape}")
-        yield f"retrieval {shape} {length}", lambda strategy=strategy, length=length: retrieval(strategy, length)
+        yield f"retrieval {shape} {length}", partial(retrieval, strategy, length)
 
 
 def main(arms: str, batches: str) -> None:
