@@ -19,7 +19,8 @@ COUNTS = ("groups_sampled", "groups_discarded", "resample_rounds", "zero_varianc
 def dapo(workspace: Path) -> tuple[str, ...]:
     """A task with rewards of 0 and 1, of which many groups agree."""
     text = (workspace / "digits.py").read_text()
-    (workspace / "coarse.py").write_text(text.replace("'reward': share", "'reward': float(share > 0.6)"))
+    assert '"reward": share' in text
+    (workspace / "coarse.py").write_text(text.replace('"reward": share', '"reward": float(share > 0.6)'))
     words = {
         "task.name": "coarse:TASK",
         "task.num_problems": "6",
