@@ -169,7 +169,7 @@ def test_what_is_kept_of_texts_leaves_with_them() -> None:
     assert index.num_tokens == 4 * 100
     assert index._earlier.keys() == index._skips.keys() == index.texts.keys()
     for known in index._occurrences:
-        assert sum(len(table) for table in known.tables) <= 8 * index.num_tokens
+        assert len(known.table) <= 8 * index.num_tokens
 
 
 def test_an_aborted_rollout_leaves_no_text_open() -> None:

@@ -73,4 +73,4 @@ class DrafterSection(Section):
     feature_window: Annotated[PositiveInt, Field(ge=256)] = 4096
     """Latest positions of each sequence whose features are kept, so that the drafter can be switched on later."""
     ngram_tokens: NonNegativeInt = 200_000
-    """Response tokens that each rank indexes for drafts by retrieval; about 100 bytes each."""
+    """Response tokens that each rank indexes for drafts by retrieval; about 60 bytes each."""

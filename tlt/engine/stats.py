@@ -137,6 +137,7 @@ class EngineStats:
         self.num_verifications += 1
         self.num_verified_tokens += num_kept
         self.num_drafted_tokens += num_drafted
-        deepest = min(depth, num_drafted)
-        self.attempts_by_depth.update(range(1, deepest + 1))
-        self.survivors_by_depth.update(range(1, min(deepest, num_accepted) + 1))
+        for d in range(1, min(depth, num_drafted) + 1):
+            self.attempts_by_depth[d] += 1
+            if num_accepted >= d:
+                self.survivors_by_depth[d] += 1

@@ -45,8 +45,10 @@ class Branch:
 
 def branch_out(continuations: Sequence[tuple[tuple[int, ...], float]], start: int = 0) -> Branch:
     """Returns the trie of (tokens, weight of their sources), which all agree before `start`. Its root may have no token."""
+    if not continuations:
+        return Branch((), start, 0.0, [])
     texts = [tokens for tokens, _ in continuations]
-    least, most = min(texts, default=()), max(texts, default=())
+    least, most = min(texts), max(texts)
     end = start
     while end < len(least) and least[end] == most[end]:  # then all between these two agree, too
         end += 1

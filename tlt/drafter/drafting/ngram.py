@@ -32,7 +32,7 @@ _MAX_LOOKS = 8
 """Chains that are looked up in hindsight at a time. Where a step brings more tokens than they cover, the rest is left out."""
 
 DEFAULT_MAX_TOKENS = 200_000
-"""Indexed tokens over all problems, about 100 bytes each; problems not asked for the longest leave first."""
+"""Indexed tokens over all problems, about 60 bytes each; problems not asked for the longest leave first."""
 
 
 @dataclass(frozen=True)

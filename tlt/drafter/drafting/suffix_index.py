@@ -33,36 +33,31 @@ class Occurrences:
     """Where the anchors of one length occurred. A table has the latest place by the anchor's hash, and whoever adds a place
     keeps the one before it, so that places form chains from the latest to the first (as in LZ77 compressors).
 
-    No table is ever laid out anew: a larger one begins empty, and what is not in it is sought in the smaller ones. Anchors
-    whose hashes share a row share a chain, so each place has to be compared token by token.
+    Anchors whose hashes share a row share a chain, so each place has to be compared token by token.
     """
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.tables = [array("q", [-1]) * 256]
+        self.table = array("q", [-1]) * 256
 
     def latest(self, key: int) -> int:
         """Returns the latest place of anchors of this hash; -1: there is none."""
-        for table in reversed(self.tables):
-            place = table[key & (len(table) - 1)]
-            if place >= 0:
-                return place
-        return -1
+        return self.table[key & (len(self.table) - 1)]
 
-    def add(self, key: int, place: int) -> int:
-        """Makes this the latest place; returns the one that was."""
-        table = self.tables[-1]
-        row = key & (len(table) - 1)
-        before = table[row]
-        if before < 0:
-            before = self.latest(key)
-        table[row] = place
-        return before
+    def read(self, text: int, stored: array[int], first: int, earlier: array[int]) -> None:
+        """Takes in the places of a text from `first` on: the token at each follows an anchor. earlier: gets the place that was
+        the latest before."""
+        table, mask, length = self.table, len(self.table) - 1, self.length
+        for end in range(first, len(stored)):
+            row = crc32(stored[end - length : end]) & mask
+            earlier.append(table[row])
+            table[row] = text << 32 | end
 
     def hold(self, num_places: int) -> None:
-        """Begins a larger table where places take more than half of the rows: then few anchors share one."""
-        while 2 * num_places > len(self.tables[-1]):
-            self.tables.append(array("q", [-1]) * (2 * len(self.tables[-1])))
+        """Doubles the table where places take more than half of its rows. A row's chain then goes on from two rows, by one more
+        bit of the hash."""
+        while 2 * num_places > len(self.table):
+            self.table *= 2
 
 
 class SuffixIndex:
@@ -96,11 +91,10 @@ class SuffixIndex:
         stored.extend(tokens[-new:])
         self.num_tokens += new
         for known, earlier in zip(self._occurrences, self._earlier[text], strict=True):
-            first = max(known.length, self._skips[text], len(earlier))
-            earlier.extend([-1] * (min(first, len(stored)) - len(earlier)))
             known.hold(self.num_tokens)
-            for end in range(first, len(stored)):  # the token at `end` is what followed the anchor
-                earlier.append(known.add(crc32(stored[end - known.length : end]), text << 32 | end))
+            if (first := max(known.length, self._skips[text])) > len(earlier):
+                earlier.extend([-1] * (min(first, len(stored)) - len(earlier)))
+            known.read(text, stored, len(earlier), earlier)
 
     def close(self, text: int) -> None:
         """The text is complete. Beyond `_MAX_TEXTS` the oldest complete ones are forgotten; those that still grow stay, however
@@ -123,6 +117,7 @@ class SuffixIndex:
     def sources(self, tokens: Sequence[int]) -> list[tuple[int, int, int]]:
         """(length of the match, text, position of what followed) for the latest occurrences of the end of `tokens`."""
         ending = array(_TOKEN, tokens[-MAX_MATCH:])
+        digits = int.from_bytes(ending, "little")
         for level, known in enumerate(self._occurrences):
             if len(ending) < known.length:
                 continue
@@ -134,7 +129,7 @@ class SuffixIndex:
                 if stored is None:
                     break  # forgotten, and so is all that came before it
                 if stored[end - known.length : end] == anchor:
-                    found.append((_match_length(stored, end, ending), text, end))
+                    found.append((_match_length(stored, end, digits, len(ending)), text, end))
                 place = self._earlier[text][level][end]
                 num_looks += 1
             if found:
@@ -142,13 +137,12 @@ class SuffixIndex:
         return []
 
 
-def _match_length(stored: array[int], end: int, ending: array[int]) -> int:
-    """Returns how many tokens before `end` agree with those of `ending`, from its last one backwards."""
-    limit = min(end, len(ending))
-    theirs, ours = stored[end - limit : end], ending[len(ending) - limit :]
-    # read as numbers, the last token is the highest digit: the highest one in which the two differ ends the match
-    differ = int.from_bytes(theirs, "little") ^ int.from_bytes(ours, "little")
-    return limit - -(-differ.bit_length() // _TOKEN_BITS)
+def _match_length(stored: array[int], end: int, digits: int, num: int) -> int:
+    """Returns how many tokens before `end` agree with a text's last `num`, which are given as the digits of a number, the last
+    token the highest: the highest digit in which the two differ ends the match."""
+    limit = min(end, num)
+    theirs = int.from_bytes(stored[end - limit : end], "little") << (num - limit) * _TOKEN_BITS
+    return min(num - -(-(theirs ^ digits).bit_length() // _TOKEN_BITS), limit)
 
 
 def count_retrieved(group: Sequence[Rollout], counts: Sequence[int]) -> int:
