@@ -35,7 +35,7 @@ def kernels() -> SimpleNamespace:
     def draw(logits_RV: Tensor, keys_R4: Tensor, positions_R: Tensor, params: BatchParams) -> tuple[Tensor, ...]:
         assert params.inverse_temperature_B11 is None
         assert params.noise_scale_B11 is None
-        drawn = rows._plain(plain(logits_RV), plain(keys_R4), plain(positions_R), params)
+        drawn = rows.reference(plain(logits_RV), plain(keys_R4), plain(positions_R), params)
         return tuple(map(PretendTensor, drawn))
 
     return SimpleNamespace(gumbel_noise=gumbel_noise, draw=draw)

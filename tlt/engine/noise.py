@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -46,10 +47,13 @@ class StepNoise:
     vocab_size: int
 
     def of_depth(self, depth: int, token_ids_V: Tensor | None = None) -> Tensor:
-        positions_B = torch.tensor(self.starts, device=self.law.keys_B4.device) + depth
-        noise_BV = noise_to_rank_with(self.law.keys_B4, positions_B, self.vocab_size, token_ids_V)
+        noise_BV = noise_to_rank_with(self.law.keys_B4, self._starts_B + depth, self.vocab_size, token_ids_V)
         scale_B11 = self.law.params.noise_scale_B11
         return noise_BV if scale_B11 is None else noise_BV * scale_B11[:, 0].float()
+
+    @cached_property
+    def _starts_B(self) -> Tensor:
+        return torch.tensor(self.starts, device=self.law.keys_B4.device)
 
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
         keys_K4 = keys_tensor([self.law.keys[row] for row, _, _ in places])
