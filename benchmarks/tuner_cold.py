@@ -1,0 +1,139 @@
+"""How fast a tuner that knows nothing is, beside no speculation: thousands of cold starts on simulated machines.
+
+    python -m benchmarks.tuner_cold --out RESULT [--before RESULT.json]        # writes RESULT.json and RESULT.md
+
+Every cell of the table is a profile of costs, a drafter, a batch size and a length of responses; each of its seeds is a
+cold start with noise of its own. `--before` puts another result's figures beside, such as those of an older commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.cold_machines import DRAFTERS, PROFILES, Machine, best_fixed, run_batch, settled_speed
+from tlt.bench.report import environment, write_report
+from tlt.tuning.tuner import Fixed, make_tuner
+from tlt.types import Strategy, StrategyTuner
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+LENGTHS = (100, 1000)
+SETTLED_AFTER, SETTLED_STEPS = 30.0, 400
+"""The seconds after which a tuner should have settled, and the steps over which it is then judged."""
+
+
+def cold_tuner(kinds: tuple[str, ...]) -> StrategyTuner:
+    tuner = make_tuner("adaptive", kinds)
+    assert tuner is not None
+    return tuner
+
+
+def cold_starts(profile: str, drafter: str, batch_size: int, max_tokens: int, num_seeds: int) -> dict[str, Any]:
+    """Returns one cell: times off of each cold start, and of the arm that is best on average."""
+    machines = [Machine(PROFILES[profile], DRAFTERS[drafter], seed) for seed in range(num_seeds)]
+    off = run_batch(Machine(PROFILES[profile], DRAFTERS[drafter]), Fixed(Strategy.OFF), batch_size, max_tokens)
+    times = [off / run_batch(machine, cold_tuner(machine.drafter.kinds), batch_size, max_tokens) for machine in machines]
+    arm = best_fixed(PROFILES[profile], DRAFTERS[drafter], batch_size)
+    best = off / run_batch(Machine(PROFILES[profile], DRAFTERS[drafter]), Fixed(arm), batch_size, max_tokens)
+    return {"times": [round(t, 4) for t in times], "best_arm": str(arm), "best": round(best, 4)}
+
+
+def settled(profile: str, drafter: str, batch_size: int, num_seeds: int) -> list[float]:
+    shares = []
+    for seed in range(num_seeds):
+        machine = Machine(PROFILES[profile], DRAFTERS[drafter], seed)
+        tuner = cold_tuner(machine.drafter.kinds)
+        shares.append(settled_speed(machine, tuner, batch_size, SETTLED_AFTER, SETTLED_STEPS))
+    return [round(share, 4) for share in shares]
+
+
+def seconds_of_a_choice(batch_size: int, num_steps: int = 300) -> float:
+    """Returns what `choose` and `observe` take together for an engine step in which the choice is made anew."""
+    machine = Machine(PROFILES["0.5B"], DRAFTERS["good"])
+    tuner = cold_tuner(machine.drafter.kinds)
+    spent = 0.0
+
+    class Timed:
+        predicted_speed = speed_otherwise = None
+
+        def choose(self, batch: Any) -> Strategy:
+            nonlocal spent
+            start = time.perf_counter()
+            strategy = tuner.choose(batch)
+            spent += time.perf_counter() - start
+            return strategy
+
+        def observe(self, *seen: Any) -> None:
+            nonlocal spent
+            start = time.perf_counter()
+            tuner.observe(*seen)
+            spent += time.perf_counter() - start
+
+    settled_speed(machine, Timed(), batch_size, 1e9, num_steps // 4)
+    return spent / num_steps
+
+
+def measure(num_seeds: int) -> dict[str, Any]:
+    cells = []
+    for profile in PROFILES:
+        for drafter in DRAFTERS:
+            for batch_size in BATCHES:
+                cell: dict[str, Any] = {"profile": profile, "drafter": drafter, "batch": batch_size}
+                for length in LENGTHS:
+                    cell[str(length)] = cold_starts(profile, drafter, batch_size, length, num_seeds)
+                cell["settled"] = settled(profile, drafter, batch_size, num_seeds)
+                cells.append(cell)
+            print(f"{profile}, {drafter}: done", file=sys.stderr)
+    return {"num_seeds": num_seeds, "cells": cells, "seconds_of_a_choice": {b: seconds_of_a_choice(b) for b in (1, 16, 64)}}
+
+
+def spread(values: list[float]) -> str:
+    """Returns the median, and the lowest in brackets."""
+    return f"{np.median(values):.2f} ({min(values):.2f})"
+
+
+def render(result: dict[str, Any], before: dict[str, Any] | None) -> str:
+    known = {} if before is None else {(c["profile"], c["drafter"], c["batch"]): c for c in before["cells"]}
+    columns = [f"{length} tokens{when}" for length in LENGTHS for when in ("", ", before")[: 1 + bool(known)]]
+    columns += ["best arm", "it alone, 100 | 1000", "settled", "settled, before"][: 3 + bool(known)]
+    lines = [
+        f"Times off of {result['num_seeds']} cold starts: the median, and the lowest in brackets. Settled: speed over the best",
+        f"arm's, after {SETTLED_AFTER:g} s or {3 * SETTLED_STEPS:,} steps of a full batch.",
+        "",
+        f"| profile | drafter | batch | {' | '.join(columns)} |",
+        "|" + "---|" * (3 + len(columns)),
+    ]
+    for cell in result["cells"]:
+        other = known.get((cell["profile"], cell["drafter"], cell["batch"]))
+        row = [cell["profile"], cell["drafter"], str(cell["batch"])]
+        for length in map(str, LENGTHS):
+            row += [spread(one[length]["times"]) for one in (cell, other) if one]
+        row += [cell["100"]["best_arm"], f"{cell['100']['best']:.2f} | {cell['1000']['best']:.2f}"]
+        row += [spread(one["settled"]) for one in (cell, other) if one]
+        lines.append(f"| {' | '.join(row)} |")
+    for name, one in (("", result), ("before, ", before)):
+        if one:
+            took = ", ".join(f"{1000 * s:.2f} at batch {b}" for b, s in one["seconds_of_a_choice"].items())
+            lines += ["", f"Choosing and observing, {name}ms of an engine step that decides anew: {took}."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seeds", type=int, default=10, help="cold starts of every cell")
+    parser.add_argument("--before", type=Path, help="a result whose figures stand beside")
+    args = parser.parse_args()
+    before = None if args.before is None else json.loads(args.before.read_text(encoding="utf-8"))
+    result = {"environment": environment(), **measure(args.seeds)}
+    write_report(args.out, result, render(result, before))
+
+
+if __name__ == "__main__":
+    main()
