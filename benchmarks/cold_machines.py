@@ -75,7 +75,8 @@ class Profile:
         (r0, s0), (r1, s1) = self.forward[-2:]
         if rows >= r1:
             return s1 + (rows - r1) * (s1 - s0) / (r1 - r0)
-        return float(np.interp(rows, *zip(*self.forward, strict=True)))
+        known, seconds = zip(*self.forward, strict=True)
+        return float(np.interp(rows, list(known), list(seconds)))
 
     def seconds(self, arm: Strategy, batch_size: int) -> float:
         forward = self.forward_seconds(batch_size * (1 + arm.budget))
