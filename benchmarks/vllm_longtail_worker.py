@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from benchmarks.longtail import Workload, read_workload
+from benchmarks.real_size.vllm_alone import drafts_and_accepted, speculative_config
 from tlt.build.engine import EngineSettings, load_engine
 from tlt.build.model import load_model
 from tlt.config.vllm import VllmSection
@@ -81,7 +82,7 @@ def _alone(what: str, job: dict[str, Any], workload: Workload) -> tuple[Measure,
     os.environ.update({k: v for k, v in vllm_environment({}, 1).items() if k.startswith("VLLM_")})
     repair_expand()
     vllm = importlib.import_module("vllm")
-    speculative = _speculation(what, job["exported"])
+    speculative = speculative_config(what, {"method": "eagle", "model": job["exported"]})
     llm = vllm.LLM(
         model=job["model"],
         dtype="float32",
@@ -96,35 +97,17 @@ def _alone(what: str, job: dict[str, Any], workload: Workload) -> tuple[Measure,
     params = [vllm.SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True, detokenize=False) for n in workload.lengths]
 
     def measure(num: int) -> dict[str, Any]:
-        before = _accepted(llm) if speculative is not None else None
+        before = drafts_and_accepted(llm, speculative)
         start = time.perf_counter()
         outputs = llm.generate(prompts[:num], params[:num], use_tqdm=False)
         seconds = time.perf_counter() - start
         assert [len(output.outputs[0].token_ids) for output in outputs] == list(workload.lengths[:num])
-        length = None
-        if before is not None:
-            drafts, accepted = (b - a for a, b in zip(before, _accepted(llm), strict=True))
-            length = 1 + accepted / drafts
+        after = drafts_and_accepted(llm, speculative)
+        drafts, accepted = (b - a for a, b in zip(before, after, strict=True))
+        length = 1 + accepted / drafts if drafts else None
         return {"seconds": seconds, "accept_length": length, "token_hash": None}
 
     return measure, vllm.__version__
-
-
-def _speculation(what: str, drafter: str) -> dict[str, Any] | None:
-    """vLLM's speculative_config of an arm."""
-    if what == "off":
-        return None
-    eagle: dict[str, Any] = {"method": "eagle", "model": drafter}
-    if what == "schedule":  # by hand, as vLLM's page advises: long drafts for few sequences, short ones for many
-        schedule = [(1, 8, 6), (9, 32, 4), (33, 128, 2)]
-        return {**eagle, "num_speculative_tokens": 6, "num_speculative_tokens_per_batch_size": schedule}
-    return {**eagle, "num_speculative_tokens": int(what)}
-
-
-def _accepted(llm: Any) -> tuple[float, float]:
-    """Drafts, and accepted tokens, as vLLM counts them."""
-    values = {metric.name.removeprefix("vllm:spec_decode_"): getattr(metric, "value", 0) for metric in llm.get_metrics()}
-    return values.get("num_drafts", 0), values.get("num_accepted_tokens", 0)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,237 @@
+"""Our engine beside vLLM and llama.cpp at real sizes: the same prompts, lengths, types and threads, in turns.
+
+    python -m benchmarks.real_size smollm2 --model.path base --drafter.path drafter --vllm PYTHON --llama PYTHON --out OUT
+    python -m benchmarks.real_size countdown --geometry qwen2.5-0.5b --keep DIR --vllm PYTHON --llama PYTHON --out OUT
+
+    config ─ grow ─▶ model, drafter ─┬──────────────────────────────▶ tlt, law     (competitors.py says who they are)
+                                     ├─ export (vllm-eagle) ────────▶ vllm
+                                     └─ export (GGUF) ──────────────▶ llama
+
+Every response gets exactly --tokens tokens: nothing ends one. Every round has prompts of its own, the same for all. --alive
+says how many processes live at a time; where there are more, they are measured group by group, our engine off in every one.
+PYTHON: interpreters with vLLM (`make vllm-test` sets one up) and with llama-cpp-python; without one its competitors are left
+out. A cold tuner starts with every batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gguf_export import export_gguf
+from benchmarks.real_size.competitors import BASE, DEFAULT, Competitor, Plan, Process, python_of
+from benchmarks.real_size.report import Runs, describe_cell, to_markdown
+from benchmarks.real_size.serving import Took, Work
+from tlt.bench.geometry import grown_config, plan_growth
+from tlt.bench.measure import in_turns
+from tlt.bench.report import header, write_report
+from tlt.build.engine import load_stored
+from tlt.build.model import drafter_folder, model_folder, open_model
+from tlt.config.load import load_config
+from tlt.config.schema import Config
+from tlt.drafter.formats.export import FORMATS, Target, export_drafter
+from tlt.files import check_output_file
+from tlt.models.hf_config import config_to_hf
+from tlt.models.hf_weights import content_hash
+from tlt.models.packed import EMBEDDING, HEAD
+from tlt.training.problems import load_problems, problems_of_step
+from tlt.training.start import pin
+from tlt.types import Problem, UserError, resolve_dtype
+
+WARM_UP = 8
+"""Tokens of the batch that nobody times, before every cell; those who are to be warm get all of them."""
+
+CAVEATS = (
+    "Prompts are read within the time; every round has others, the same for all. vLLM keeps what prompts begin with, as it does"
+    " by default.",
+    "vLLM's own drafts: with its faulty kernel for CPUs repaired (vllm#55005), without which they are judged at random.",
+    "llama.cpp: keys, values and attention in float16, as it does by default, whatever the type of the weights.",
+)
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
+    """Returns options and configuration. Raises UserError now rather than after an hour."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.real_size",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", type=Path, help="TOML configuration or recipe; --section.key VALUE overrides it")
+    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
+    parser.add_argument("--geometry", help="grow model and drafter, as for tlt bench rollout")
+    parser.add_argument("--keep", type=Path, help="folder for what is grown and exported; default: a temporary one")
+    parser.add_argument("--competitors", type=words_of(str), default=DEFAULT, help=f"default: {','.join(DEFAULT)}")
+    parser.add_argument("--batches", type=words_of(int), default=(1, 4, 16, 64))
+    parser.add_argument("--temperatures", type=words_of(float), help="default: the configuration's")
+    parser.add_argument("--tokens", type=int, default=96, help="of every response")
+    parser.add_argument("--rounds", type=int, default=3, help="batches of every competitor at each batch size")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--pinned", type=words_of(str), default=("vllm",), help="engines whose OpenMP threads are bound to cores"
+    )
+    parser.add_argument("--alive", type=int, default=4, help="processes that live at a time, ours included")
+    parser.add_argument("--vllm", type=Path, help="interpreter of an environment with vLLM")
+    parser.add_argument("--llama", type=Path, help="interpreter of an environment with llama-cpp-python")
+    parser.add_argument("--quick", action="store_true", help="one round at batch 1 and 4, of 32 tokens")
+    options, overrides = parser.parse_known_args(arguments)
+    if options.quick:
+        options.batches, options.rounds, options.tokens = (1, 4), 1, 32
+    if min(*options.batches, options.rounds, options.tokens, options.threads, options.alive - 1) < 1:
+        raise UserError("--batches, --rounds, --tokens, --threads: give 1 or more; --alive: 2 or more")
+    check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
+    config = load_config(options.config, overrides)
+    options.temperatures = options.temperatures or (config.sampling.temperature,)
+    return options, config
+
+
+def words_of(kind: Callable[[str], Any]) -> Callable[[str], tuple[Any, ...]]:
+    return lambda text: tuple(kind(word.strip()) for word in text.split(",") if word.strip())
+
+
+def choose(options: argparse.Namespace, has_drafter: bool) -> tuple[list[Competitor], list[str]]:
+    """Returns who competes, the base first, and a note on who is left out for what they lack."""
+    asked = [Competitor.parse(name) for name in dict.fromkeys((BASE, *options.competitors))]
+    lacks = {"law": options.vllm is None, "vllm": options.vllm is None, "llama": options.llama is None, "tlt": False}
+    left = [one for one in asked if lacks[one.engine] or (one.needs_drafter() and not has_drafter)]
+    names = ", ".join(one.name for one in left)
+    notes = [f"Left out, for want of an interpreter (--vllm, --llama) or a drafter: {names}."] if left else []
+    return [one for one in asked if one not in left], notes
+
+
+def groups(competitors: Sequence[Competitor], alive: int) -> Iterator[list[Competitor]]:
+    """Yields those whose processes live at the same time: the base is in every group, our others in the first."""
+    ours = [one for one in competitors if one.engine == "tlt"]
+    processes = list(dict.fromkeys(one.process for one in competitors if one.engine != "tlt"))
+    for start in range(0, max(len(processes), 1), alive - 1):
+        chosen = processes[start : start + alive - 1]
+        yield (ours if start == 0 else ours[:1]) + [one for one in competitors if one.process in chosen]
+
+
+def prepare(options: argparse.Namespace, config: Config, keep: Path, longest_prompt: int) -> Plan:
+    """Exports what others read, unless `keep` has it already."""
+    folder, own = model_folder(config), drafter_folder(config)
+    dtype = config.run.dtype
+    model = open_model(folder)
+    mark = content_hash(model.tensors)[:8]
+    gguf = None if options.llama is None else keep / f"{mark}-{dtype}.gguf"
+    if gguf is not None and not gguf.exists():
+        export_gguf(folder, gguf, resolve_dtype(dtype))
+    exported = None
+    if own is not None and options.vllm is not None:
+        stored = load_stored(own, model)
+        assert stored is not None
+        method = stored.config.method
+        exported = {"method": method, "model": str((keep / f"{mark}-{content_hash(stored.tensors)[:8]}").absolute())}
+        if not Path(exported["model"]).exists():
+            name = next(n for n, form in FORMATS.items() if form.method == method and form.engine == "vLLM")
+            (architecture,) = config_to_hf(model.config, resolve_dtype(dtype))["architectures"]
+            head_VE = model.tensors[EMBEDDING if model.config.tie_embeddings else HEAD]
+            export_drafter(stored, name, Target(folder.name, architecture, head_VE), Path(exported["model"]))
+    window, c = longest_prompt + options.tokens + 16, model.config
+    token_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * resolve_dtype(dtype).itemsize
+    kv_gib = 0.5 + 1.25 * max(options.batches) * window * token_bytes / 2**30
+    pythons = {"tlt": Path(sys.executable), "law": options.vllm, "vllm": options.vllm, "llama": options.llama}
+    return Plan(
+        folder.absolute(), gguf, own and own.absolute(), exported, dtype, options.threads, max(options.batches),
+        window=window, kv_gib=round(kv_gib, 2), pythons=pythons, pinned=options.pinned,
+    )  # fmt: skip
+
+
+def measure_cell(
+    competitors: Sequence[Competitor],
+    processes: dict[str, Process],
+    problems: Sequence[Problem],
+    options: argparse.Namespace,
+    cell: tuple[float, int],
+) -> list[Runs]:
+    """Measures one temperature and batch size."""
+    temperature, batch_size = cell
+
+    def work(one: Competitor, index: int, num_tokens: int) -> Work:
+        chosen = [problems[(index * batch_size + i) % len(problems)] for i in range(batch_size)]
+        prompts = [(f"{i}/{p.problem_id}", list(p.prompt_ids)) for i, p in enumerate(chosen)]
+        return Work(one.way, prompts, num_tokens, temperature, index)
+
+    def run(one: Competitor, rounds: Iterator[int]) -> Took:
+        took = processes[one.process].ask(work(one, next(rounds), options.tokens))
+        print(f"  {one.name}: {took.num_tokens / took.seconds:,.1f} tokens/s", flush=True)
+        return took
+
+    takers = [one for one in competitors if one.takes(batch_size)]
+    for one in takers:
+        processes[one.process].ask(work(one, 0, options.tokens if one.way == "warm" else min(WARM_UP, options.tokens)))
+    found = in_turns({one.name: partial(run, one, count(1)) for one in takers}, options.rounds)
+    return [Runs(name, took, found[BASE]) for name, took in found.items()]
+
+
+def measure(
+    options: argparse.Namespace, plan: Plan, competitors: Sequence[Competitor], problems: Sequence[Problem]
+) -> Iterator[tuple[dict[str, Any], list[dict[str, Any]]]]:
+    """Yields versions and cells after every cell: a run that is cut off keeps what it has."""
+    cells = [(temperature, batch) for temperature in options.temperatures for batch in options.batches]
+    runs: dict[tuple[float, int], list[Runs]] = {cell: [] for cell in cells}
+    versions: dict[str, Any] = {}
+    with ExitStack() as all_of_it:
+        folder = Path(all_of_it.enter_context(tempfile.TemporaryDirectory(prefix="tlt-real-size-")))
+        ours = all_of_it.enter_context(Process(competitors[0], plan, folder))
+        for group in groups(competitors, options.alive):
+            with ExitStack() as stack:
+                processes = {"tlt": ours}
+                for one in group:
+                    if one.process not in processes:
+                        print(f"starting {one.process}", flush=True)
+                        processes[one.process] = stack.enter_context(Process(one, plan, folder))
+                versions |= {name: process.versions for name, process in processes.items()}
+                for cell in cells:
+                    print(f"temperature {cell[0]:g}, batch {cell[1]}", flush=True)
+                    measured = measure_cell(group, processes, problems, options, cell)
+                    known = {one.name for one in runs[cell]}
+                    runs[cell] += [one for one in measured if one.name not in known]
+                    yield versions, [describe_cell(*cell, found) for cell, found in runs.items() if found]
+
+
+def run_benchmark(options: argparse.Namespace, config: Config, command: str) -> None:
+    config = pin(config)
+    growth = None if options.geometry is None else plan_growth(config, options.geometry)
+    with ExitStack() as stack:
+        keep = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tlt-real-size-")))
+        keep.mkdir(parents=True, exist_ok=True)
+        config, grown = stack.enter_context(grown_config(config, growth, keep))
+        problems = load_problems(config, "train")
+        problems = problems_of_step(problems, 0, len(problems), seed=1)  # shuffled
+        plan = prepare(options, config, keep, max(len(problem.prompt_ids) for problem in problems))
+        competitors, notes = choose(options, plan.drafter is not None)
+        setup = {"dtype": plan.dtype, "num_tokens": options.tokens, "threads": options.threads}
+        setup |= {"rounds": options.rounds, "pinned": options.pinned}
+        subject = options.geometry or plan.model.name
+        described = {**header(config, command), **grown, "subject": subject, "setup": setup}
+        described["notes"] = [*notes, *CAVEATS, f"Threads bound to cores: those of {', '.join(options.pinned) or 'nobody'}."]
+        for versions, cells in measure(options, plan, competitors, problems):
+            report = {**described, "versions": versions, "cells": cells}
+            write_report(options.out, report, to_markdown(report))
+    print(to_markdown(report))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        options, config = parse(words)
+        for option, path, package in (("--vllm", options.vllm, "vllm"), ("--llama", options.llama, "llama_cpp")):
+            python_of(option, path, package) if path is not None else None
+        run_benchmark(options, config, " ".join(["python -m benchmarks.real_size", *words]))
+    except UserError as error:
+        print(f"benchmarks.real_size: error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

