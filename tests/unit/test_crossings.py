@@ -1,5 +1,5 @@
-"""What passes between host and device in an engine step, counted on a pretended GPU: one synchronization, and uploads whose
-number does not grow with the batch."""
+"""What passes between host and device in an engine step, counted on a pretended GPU: one synchronization, and uploads for which
+nobody waits and whose number does not grow with the batch."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from tlt.speculative import rows, sampling
 from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy
+from tlt.uploads import upload
 
 POLICY = make_policy()
 
@@ -76,10 +77,11 @@ def crossings_of_a_step(monkeypatch: pytest.MonkeyPatch, strategy: str, batch_si
                 most.down = crossings.down.copy()
             if crossings.up.total() >= most.up.total():
                 most.up = crossings.up.copy()
+            most.stalls |= crossings.stalls
     return most
 
 
-STRATEGIES = ["off", "learned:4x1x4", "learned:4x3x12"]
+STRATEGIES = ["off", "learned:4x1x4", "learned:4x3x12", "hybrid:4x1x4", "ngram:4x1x4", "ngram:4x3x12"]
 MOST_UPLOADS = 18
 """More than any step has, a refill of noise included, and fewer than there are sequences below."""
 
@@ -91,6 +93,7 @@ def test_a_step_synchronizes_once_and_its_uploads_are_no_more_for_more_sequences
     found = crossings_of_a_step(monkeypatch, strategy, batch_size=24)
     assert found.down.total() == 1, found.down
     assert 0 < found.up.total() <= MOST_UPLOADS, found.up
+    assert not found.stalls
 
 
 def test_accepted_branches_close_up_with_one_upload_and_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +124,10 @@ def test_accepted_branches_close_up_with_one_upload_and_as_one_by_one(monkeypatc
 def test_the_pretended_device_sees_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(monkeypatch) as crossings:
         values = torch.tensor([1, 2], device=DEVICE)
-        assert crossings.up.total() == 1
+        assert crossings.up.total() == crossings.stalls.total() == 1
+        assert upload([1, 2], DEVICE).tolist() == [1, 2]
+        assert (crossings.up.total(), crossings.stalls.total()) == (2, 1)
+        crossings.down.clear()
         assert bool((values > 0).any())
         assert values.tolist() == values.cpu().tolist() == [1, 2]
         assert crossings.down.total() == 3
