@@ -97,6 +97,7 @@ def time_rows(num_rows: int, vocab_size: int, device: torch.device, num_calls: i
 def main() -> None:
     record = Record.of_arguments()
     settings, device = record.settings, torch.device(record.settings["device"])
+    torch.set_num_threads(settings["threads"])  # of the reference
     try:
         import triton
     except ImportError:

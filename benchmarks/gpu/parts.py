@@ -30,7 +30,7 @@ def parts_of_gpu() -> list[Part]:
     }  # fmt: skip
     steps = {"geometry": "qwen2.5-1.5b", "batches": [1, 64], "strategies": ["off", "4x1x4", "ngram:4x1x4"]}
     step = {
-        "geometry": "qwen2.5-1.5b", "dtype": "bfloat16", "steps": 2, "problems": 8, "samples": 8, "max_tokens": 512,
+        "geometry": "qwen2.5-1.5b", "dtype": "bfloat16", "steps": 2, "problems": 8, "samples": 4, "max_tokens": 384,
         "tokens_per_micro_batch": 8192,
     }  # fmt: skip
 

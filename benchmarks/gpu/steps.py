@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,11 +21,17 @@ from benchmarks.gpu.harness import Record
 from benchmarks.gpu.subjects import grown_subject, recipe
 from benchmarks.gpu.timing import wait_for
 from tlt.engine.backend import RolloutBackend
+from tlt.types import Request
 
 NUM_STEPS = 20
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 COPIES = {"DtoH": "copies to the host", "HtoD": "copies to the GPU", "DtoD": "copies within", "emset": "fills"}
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
+
+
+def endless(request: Request) -> Request:
+    """Returns a request whose response goes on for longer than is measured."""
+    return replace(request, params=replace(request.params, stop_ids=(), max_tokens=2000))
 
 
 def waits_of(engine: RolloutBackend) -> dict[str, float]:
@@ -97,7 +104,7 @@ def main() -> None:
     for batch in settings["batches"]:
         for strategy in settings["strategies"]:
             engine = made.subject.engine(strategy, batch)
-            engine.add(made.subject.requests(0, batch))
+            engine.add(endless(request) for request in made.subject.requests(0, batch))
             for _ in range(5):
                 engine.step()
             measured = {

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, make_policy
 from tests.pretend_device import DEVICE, Crossings, PretendTensor, pretended
+from tlt.drafter.drafting.calibration import Calibration
 from tlt.drafter.drafting.hybrid import make_drafter
 from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
@@ -119,6 +120,38 @@ def test_accepted_branches_close_up_with_one_upload_and_as_one_by_one(monkeypatc
     assert any(path != [*range(len(path))] for path in paths)
     for group, entry in zip(found, wanted, strict=True):
         torch.testing.assert_close(group, entry, rtol=0, atol=0)
+
+
+def test_what_was_learned_of_confidences_goes_to_the_device_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch) as crossings:
+        calibration = Calibration(DEVICE)
+        crossings.clear()
+        calibration.age()
+        assert (crossings.up.total(), crossings.stalls.total()) == (1, 0)
+
+
+def test_on_a_gpu_the_engine_keeps_to_kernels_that_plan_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "kernels", kernels)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        with pretended(monkeypatch):
+            make_engine(Strategy.OFF, 2)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_a_policy_of_the_host_is_joined_and_scaled_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch) as crossings:
+        on_device = PackedTransformer(CONFIG, torch.bfloat16, DEVICE)
+        on_device.load(dict(POLICY.float().named_parameters()), version=1)
+        assert crossings.down.total() == 0
+        assert isinstance(on_device.layers[0].gate_up_linear.weight, PretendTensor)
+        sizes = [matrix.shape for matrix in (on_device.layers[0].qkv_linear.weight, on_device.layers[0].gate_up_linear.weight)]
+    assert sizes == [(CONFIG.num_qkv * CONFIG.head_dim, CONFIG.hidden_size), (2 * CONFIG.intermediate_size, CONFIG.hidden_size)]
+    joined = [POLICY.float().state_dict()[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    assert torch.equal(plain(on_device.layers[0].gate_up_linear.weight), torch.cat(joined).bfloat16())
 
 
 def test_the_pretended_device_sees_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from tlt.uploads import upload
 
 
 def keep_to_steady_kernels() -> None:
-    """Lets PyTorch do without cuDNN's attention in this process: that plans anew for every shape, for some hundred milliseconds,
-    and no decoding step is as long as another."""
+    """Lets PyTorch do without cuDNN's attention in this process: that plans for some hundred milliseconds wherever a shape is
+    new, as that of every decoding step is."""
     torch.backends.cuda.enable_cudnn_sdp(False)
 
 
