@@ -9,6 +9,7 @@ A rehearsal counts waits on the pretended GPU of the tests.
 
 from __future__ import annotations
 
+import importlib
 import time
 import warnings
 from collections import Counter
@@ -85,10 +86,9 @@ def pretended(strategy: str, batch: int) -> dict[str, Any]:
     """Returns the waits and uploads of a step on the tests' pretended GPU."""
     import pytest
 
-    from tests.unit.test_crossings import crossings_of_a_step
-
+    tests = importlib.import_module("tests.unit.test_crossings")
     with pytest.MonkeyPatch.context() as patch:
-        found = crossings_of_a_step(patch, strategy, batch)
+        found = tests.crossings_of_a_step(patch, strategy, batch)
     return {"waits_by_line": dict(found.down + found.stalls), "copies to the GPU": found.up.total()}
 
 
