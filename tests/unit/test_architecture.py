@@ -22,7 +22,7 @@ ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"types", "kinds", "accounts", "clock", "spans", "config", "extras", "files", "hub", "packaged", "plugins"})
-    | {"processes", "recipes", "secrets", "streams", "text"},
+    | {"processes", "recipes", "secrets", "streams", "text", "uploads"},
     frozenset({"models", "speculative", "tasks", "data"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),
     frozenset({"vllm"}),

@@ -95,7 +95,8 @@ def test_a_kept_geometry_is_grown_once(little: Path, config: Config, tmp_path: P
     other = dataclasses.replace(
         growth, grown=dataclasses.replace(growth.grown, config=dataclasses.replace(LITTLE, num_layers=22))
     )
-    assert len({g.folder_name(d) for g in (growth, other) for d in (torch.float32, torch.bfloat16)}) == 4
+    names = {g.folder_name(d, k) for g in (growth, other) for d in (torch.float32, torch.bfloat16) for k in ("cpu", "cuda")}
+    assert len(names) == 8
 
 
 def test_a_grown_model_that_does_not_generate_as_the_small_one_is_refused(

@@ -1,5 +1,5 @@
-"""What passes between host and device in an engine step, counted on a pretended GPU: one synchronization, and uploads whose
-number does not grow with the batch."""
+"""What passes between host and device in an engine step, counted on a pretended GPU: one synchronization, and uploads for which
+nobody waits and whose number does not grow with the batch."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG, make_policy
 from tests.pretend_device import DEVICE, Crossings, PretendTensor, pretended
+from tlt.drafter.drafting.calibration import Calibration
 from tlt.drafter.drafting.hybrid import make_drafter
 from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
@@ -22,6 +23,7 @@ from tlt.speculative import rows, sampling
 from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy
+from tlt.uploads import upload
 
 POLICY = make_policy()
 
@@ -76,10 +78,11 @@ def crossings_of_a_step(monkeypatch: pytest.MonkeyPatch, strategy: str, batch_si
                 most.down = crossings.down.copy()
             if crossings.up.total() >= most.up.total():
                 most.up = crossings.up.copy()
+            most.stalls |= crossings.stalls
     return most
 
 
-STRATEGIES = ["off", "learned:4x1x4", "learned:4x3x12"]
+STRATEGIES = ["off", "learned:4x1x4", "learned:4x3x12", "hybrid:4x1x4", "ngram:4x1x4", "ngram:4x3x12"]
 MOST_UPLOADS = 18
 """More than any step has, a refill of noise included, and fewer than there are sequences below."""
 
@@ -91,6 +94,7 @@ def test_a_step_synchronizes_once_and_its_uploads_are_no_more_for_more_sequences
     found = crossings_of_a_step(monkeypatch, strategy, batch_size=24)
     assert found.down.total() == 1, found.down
     assert 0 < found.up.total() <= MOST_UPLOADS, found.up
+    assert not found.stalls
 
 
 def test_accepted_branches_close_up_with_one_upload_and_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,10 +122,44 @@ def test_accepted_branches_close_up_with_one_upload_and_as_one_by_one(monkeypatc
         torch.testing.assert_close(group, entry, rtol=0, atol=0)
 
 
+def test_what_was_learned_of_confidences_goes_to_the_device_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch) as crossings:
+        calibration = Calibration(DEVICE)
+        crossings.clear()
+        calibration.age()
+        assert (crossings.up.total(), crossings.stalls.total()) == (1, 0)
+
+
+def test_on_a_gpu_the_engine_keeps_to_kernels_that_plan_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "kernels", kernels)
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        with pretended(monkeypatch):
+            make_engine(Strategy.OFF, 2)
+        assert not torch.backends.cuda.cudnn_sdp_enabled()
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)
+
+
+def test_a_policy_of_the_host_is_joined_and_scaled_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch) as crossings:
+        on_device = PackedTransformer(CONFIG, torch.bfloat16, DEVICE)
+        on_device.load(dict(POLICY.float().named_parameters()), version=1)
+        assert crossings.down.total() == 0
+    joined = [POLICY.float().state_dict()[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
+    found = on_device.layers[0].gate_up_linear.weight
+    assert found is not None
+    assert torch.equal(plain(found), torch.cat(joined).bfloat16())
+
+
 def test_the_pretended_device_sees_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     with pretended(monkeypatch) as crossings:
         values = torch.tensor([1, 2], device=DEVICE)
-        assert crossings.up.total() == 1
+        assert crossings.up.total() == crossings.stalls.total() == 1
+        assert upload([1, 2], DEVICE).tolist() == [1, 2]
+        assert (crossings.up.total(), crossings.stalls.total()) == (2, 1)
+        crossings.down.clear()
         assert bool((values > 0).any())
         assert values.tolist() == values.cpu().tolist() == [1, 2]
         assert crossings.down.total() == 3

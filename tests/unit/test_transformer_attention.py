@@ -18,8 +18,8 @@ from tests.unit.transformer_parts import (
     referee_logits,
     stale_cache,
 )
-from tlt.models import cpu_kernels
-from tlt.models.attention import Cached, CachedBySequence, cached, real_tokens
+from tlt.models import attention, cpu_kernels
+from tlt.models.attention import Cached, CachedBySequence, PackedCausal, cached, real_tokens
 from tlt.models.decoder import ModelConfig
 from tlt.speculative.tree import chain_mask
 
@@ -103,3 +103,22 @@ def test_a_ragged_batch_sequence_by_sequence_equals_the_padded_one(num_new: int,
 def path_to(parents: Sequence[int], node: int) -> list[int]:
     """Columns from the root to the node, both included."""
     return [node] if node == 0 else [*path_to(parents, parents[node]), node]
+
+
+def test_where_a_gpu_takes_no_grouped_heads_each_query_head_gets_a_key_of_its_own_and_the_result_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = ModelConfig("llama", VOCAB, 32, 48, 2, 4, 2, 8)
+    qkv_NSD = torch.randn(11, config.num_qkv, config.head_dim, dtype=torch.float64)
+    grouped = PackedCausal(config, [4, 7])(0, qkv_NSD)
+    seen: list[bool] = []
+    plain = torch.nn.functional.scaled_dot_product_attention
+
+    def watched(*tensors: torch.Tensor, enable_gqa: bool, **options: bool) -> torch.Tensor:
+        seen.append(enable_gqa or len({tensor.shape[1] for tensor in tensors}) > 1)
+        return plain(*tensors, enable_gqa=enable_gqa, **options)
+
+    monkeypatch.setattr(attention.F, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(attention, "takes_no_groups", lambda q: True)
+    torch.testing.assert_close(PackedCausal(config, [4, 7])(0, qkv_NSD), grouped, rtol=0, atol=1e-12)
+    assert seen == [False, False]

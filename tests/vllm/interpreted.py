@@ -82,3 +82,52 @@ def planted(folder: Path, changes: Sequence[tuple[str, str]], appended: str = ""
     path = folder / "fused.py"
     path.write_text(text + appended, encoding="utf-8")
     return path
+
+
+class _Hopper:
+    """Stands in for Triton's driver of an H100 that is not here."""
+
+    @staticmethod
+    def get_current_target() -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    @staticmethod
+    def get_current_device() -> int:
+        return 0
+
+    @staticmethod
+    def get_current_stream(device: int = 0) -> int:
+        return 0
+
+    @staticmethod
+    def get_active_torch_device() -> torch.device:
+        return torch.device("cpu")
+
+
+def compile_as_called(cases: Sequence[tuple[torch.dtype, int, Sequence[SamplingParams]]]) -> list[str]:
+    """Compiles the kernels for an H100 with the very arguments that `draw` and `gumbel_noise` give them, and launches none.
+    Returns what came out. cases: type of the logits, vocabulary, parameters of the rows."""
+    from unittest.mock import patch
+
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    from tlt.speculative import fused
+
+    driver.set_active(_Hopper())
+    run, found = JITFunction.run, []
+
+    def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        made = run(kernel, *args, grid=grid, warmup=True, **options)
+        found.append(f"{made.metadata.name} of {made.metadata.num_warps} warps for {made.metadata.target.arch}")
+
+    with patch.object(JITFunction, "run", compiled), patch.object(torch, "empty", torch.zeros):
+        for dtype, vocab_size, params in cases:
+            num_rows = len(params)
+            keys = torch.zeros(num_rows, 4, dtype=torch.int64)
+            logits, positions = torch.zeros(num_rows, vocab_size, dtype=dtype), torch.zeros(num_rows, dtype=torch.int64)
+            fused.draw(logits, keys, positions, BatchParams(params))
+            fused.gumbel_noise(keys, positions[:, None], vocab_size)
+    return found

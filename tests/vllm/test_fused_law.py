@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.law_kernel import compile_apart
-from tests.vllm.interpreted import SOURCE, Rows, draw_rows, make_noise, planted, triton_process
+from tests.vllm.interpreted import SOURCE, Rows, compile_as_called, draw_rows, make_noise, planted, triton_process
 from tlt.speculative.rows import draw, reference
 from tlt.speculative.sampling import BatchParams, gumbel_noise
 from tlt.types import SamplingParams
@@ -247,6 +247,18 @@ def test_for_gpus_of_two_generations_it_compiles_without_spilling_or_contracting
         assert kernel["shared_bytes"] <= 2048
         assert kernel["float32_fma"] == 0
         assert 40 < kernel["instructions"]["float64"] < 100, "two logarithms for each value"
+
+
+def test_the_very_arguments_of_a_draw_compile_for_a_gpu_that_is_not_here() -> None:
+    """Compiled by its signature a kernel says nothing of how Triton binds what it is called with: tuples, and what is None."""
+    cases = [
+        (dtype, vocab_size, params)
+        for dtype, vocab_size in ((torch.bfloat16, 151936), (torch.float32, 61), (torch.float64, 5000))
+        for params in (PLAIN, GREEDY, COLD, TRUNCATED)
+    ]
+    with triton_process(interprets=False) as call:
+        found = call(compile_as_called, cases)
+    assert found == ["law_kernel of 8 warps for 90", "noise_kernel of 8 warps for 90"] * len(cases)
 
 
 def test_compiled_as_triton_does_by_itself_it_would_contract() -> None:

@@ -84,9 +84,9 @@ class Growth:
     def num_parameters(self) -> int:
         return sum(shape.numel() for shape in expected_shapes(self.grown.config).values())
 
-    def folder_name(self, dtype: torch.dtype) -> str:
-        """Returns a name that no other growth has."""
-        origin = [__version__, NOISE, config_to_hf(self.grown.config, dtype), content_hash(self.small.tensors)]
+    def folder_name(self, dtype: torch.dtype, device: str) -> str:
+        """Returns a name that no other growth has. device: the kind that draws the noise."""
+        origin = [__version__, NOISE, device, config_to_hf(self.grown.config, dtype), content_hash(self.small.tensors)]
         origin.append(None if self.drafter is None else content_hash(self.drafter.tensors))
         return f"{self.geometry.name}-{hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:8]}"
 
@@ -124,11 +124,11 @@ def grown_config(config: Config, growth: Growth | None, keep: Path | None = None
 
 
 def _grow_into(parent: Path, config: Config, growth: Growth) -> tuple[Config, dict[str, Any]]:
-    dtype = resolve_dtype(config.run.dtype)
-    folder = parent / growth.folder_name(dtype)
+    dtype, device = resolve_dtype(config.run.dtype), device_of(config).name
+    folder = parent / growth.folder_name(dtype, device)
     if not (folder / "model").exists():  # written last, and whole
         check_disk(parent, growth.geometry, growth.num_parameters * dtype.itemsize)
-        write_grown(folder, growth, dtype)
+        write_grown(folder, growth, dtype, torch.device(device))
     drafter = None if growth.drafter is None else folder / "drafter"
     changed = with_changes(config, {"model": {"path": folder / "model", "revision": None}, "drafter": {"path": drafter}})
     agreement = compare(growth.small, open_model(folder / "model"), changed)
@@ -140,12 +140,12 @@ def _grow_into(parent: Path, config: Config, growth: Growth) -> tuple[Config, di
     return changed, {"geometry": describe(growth, agreement, config)}
 
 
-def write_grown(folder: Path, growth: Growth, dtype: torch.dtype) -> None:
-    """Writes the grown drafter and model into `folder`, the model tensor by tensor."""
+def write_grown(folder: Path, growth: Growth, dtype: torch.dtype, device: torch.device) -> None:
+    """Writes the grown drafter and model into `folder`, the model tensor by tensor. device: draws the noise."""
     small, grown = growth.small, growth.grown.config
     if growth.drafter is not None:
         save_stored(folder / "drafter", grow_drafter(growth.drafter, grown, dtype), dtype)
-    tensors = GrownTensors(small.config, small.tensors, grown, dtype)
+    tensors = GrownTensors(small.config, small.tensors, grown, dtype, device=device)
     save_model(folder / "model", grown, tensors, dtype=dtype, source=small.path, max_shard_bytes=SHARD_BYTES)
 
 

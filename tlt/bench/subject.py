@@ -9,9 +9,10 @@ import torch
 
 from tlt.bench.report import side_by_side, with_changes
 from tlt.build.engine import EngineSettings, build_backend, build_engine, load_stored
-from tlt.build.model import drafter_folder, model_folder, open_model
+from tlt.build.model import Model, drafter_folder, model_folder, open_model
 from tlt.build.policy import master_dtype, sampling_params
 from tlt.config.schema import Config
+from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend
 from tlt.models.packed import PackedTransformer
 from tlt.training.problems import load_problems, problems_of_step
@@ -20,17 +21,18 @@ from tlt.types import Request
 
 
 class Subject:
-    """Makes engines that have seen nothing, and work for them."""
+    """Makes engines that have seen nothing, and work for them. model, drafter: that are in memory already; None: those that
+    the configuration names are read."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, model: Model | None = None, drafter: StoredDrafter | None = None) -> None:
         torch.set_num_threads(config.run.threads_per_rank)
         self.config = config = with_changes(config, side_by_side(config))
         settings = EngineSettings.of_run(config, device_of(config).name)
         untrained = settings.drafting.model_copy(update={"train": False})  # nothing here trains: remember nothing for it
         self.settings = dataclasses.replace(settings, drafting=untrained)
-        self.model = open_model(model_folder(config), master_dtype(config))
+        self.model = model or open_model(model_folder(config), master_dtype(config))
         self.weights: PackedTransformer | None = None
-        self.drafter = load_stored(drafter_folder(config), self.model)
+        self.drafter = drafter or load_stored(drafter_folder(config), self.model)
         self.problems = load_problems(config, "train")
         self.params = sampling_params(config, self.model.stop_ids)
 

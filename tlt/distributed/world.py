@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tlt.distributed.place import Place, find_place
 from tlt.distributed.store import Watch, attempt_store, leave_when_over, leave_when_silent, meet, open_store
+from tlt.models.attention import keep_to_steady_kernels
 from tlt.types import UserError
 
 TIMEOUT_SECONDS = 600.0
@@ -148,6 +149,7 @@ def _device_of(place: Place, device: torch.device) -> torch.device:
     if index >= found:
         raise UserError(f"device: cuda for rank {index} of this machine, which has {found} GPU(s); give fewer ranks")
     torch.cuda.set_device(index)
+    keep_to_steady_kernels()
     return torch.device("cuda", index)
 
 

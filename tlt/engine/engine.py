@@ -31,6 +31,7 @@ from tlt.engine.reading import PIECE, read
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Decode, Sequence, broken_policy, check_request
 from tlt.engine.stats import EngineStats
+from tlt.models.attention import keep_to_steady_kernels
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
@@ -50,6 +51,7 @@ from tlt.types import (
     UserError,
     Verdict,
 )
+from tlt.uploads import upload
 
 
 class RolloutEngine:
@@ -83,6 +85,8 @@ class RolloutEngine:
         self._law: BatchLaw | None = None
         if self.device.type == "cpu":
             compiled_loops()
+        else:
+            keep_to_steady_kernels()
         self._predicted_speed: float | None = None
         self._speed_otherwise: float | None = None
 
@@ -289,7 +293,7 @@ class RolloutEngine:
     def _propose(self, strategy: Strategy) -> Proposal:
         running = self.scheduler.running
         if strategy.is_off:
-            return Proposal(chain(torch.tensor([[s.tokens[-1]] for s in running], device=self.device)))
+            return Proposal(chain(upload([[s.tokens[-1]] for s in running], self.device)))
         assert self.drafter is not None
         law, vocab_size, tokens = self._batch_law(), self.config.vocab_size, [s.tokens for s in running]
         context = DraftContext(tokens, law.requests, law.params, vocab_size, self.device)
@@ -305,7 +309,7 @@ class RolloutEngine:
             longest = max(len(verdict.path) for verdict in verdicts)
             rows = [[*v.path, *[v.path[-1]] * (longest - len(v.path))] for v in verdicts]
             rows_B1 = torch.arange(len(rows), device=self.device)[:, None]
-            captured_BNF = captured_BNF[rows_B1, torch.tensor(rows, device=self.device)]
+            captured_BNF = captured_BNF[rows_B1, upload(rows, self.device)]
         drafter.remember(range(len(verdicts)), prefixes, captured_BNF if tree.num_nodes <= PIECE else captured_BNF[:, :PIECE])
         for slot, verdict in enumerate(verdicts):
             if len(verdict.path) > PIECE:

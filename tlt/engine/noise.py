@@ -14,6 +14,7 @@ from tlt.speculative.sampling import BatchParams, keys_tensor
 from tlt.speculative.tree import TreeLayout
 from tlt.speculative.verify import NoiseAt
 from tlt.types import Request
+from tlt.uploads import upload
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class StepNoise:
 
     @cached_property
     def _starts_B(self) -> Tensor:
-        return torch.tensor(self.starts, device=self.law.keys_B4.device)
+        return upload(self.starts, self.law.keys_B4.device)
 
     def of_tokens(self, places: Sequence[tuple[int, int, int]]) -> list[float]:
         keys_K4 = keys_tensor([self.law.keys[row] for row, _, _ in places])

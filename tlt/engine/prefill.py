@@ -20,6 +20,7 @@ from tlt.models.attention import Cached, StoringPrefill
 from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.tree import chain_mask
+from tlt.uploads import upload
 
 _PART_TOKENS = 512
 """Tokens of a later part of a long text. Its mask has a row for each of them and for each query head that shares a key: at 7B
@@ -40,7 +41,7 @@ def prefill(
         attend = StoringPrefill(model.config, lengths, cache.layers, [a.slots[0] for a in group])
         tokens = [t for a, length in zip(group, lengths, strict=True) for t in a.tokens[:length]]
         positions_N = attend.positions(model.device)
-        captured_NF = model.forward_capturing(torch.tensor(tokens, device=model.device), positions_N, attend, capture)[1]
+        captured_NF = model.forward_capturing(upload(tokens, model.device), positions_N, attend, capture)[1]
         for admission, captured_TF in zip(group, captured_NF.split(lengths), strict=True):
             on_read(admission.slots, 0, captured_TF)
             for start, later_TF in _read_on(model, cache, admission, capture, limit):
@@ -58,5 +59,5 @@ def _read_on(
         end = min(first + _PART_TOKENS, num_read)
         columns_1T = torch.arange(first, end, device=model.device)[None]
         attend = Cached(model.config, layers, columns_1T, end, chain_mask(columns_1T, end, model.dtype))
-        tokens_T = torch.tensor(admission.tokens[first:end], device=model.device)
+        tokens_T = upload(admission.tokens[first:end], model.device)
         yield first, model.forward_capturing(tokens_T, columns_1T[0], attend, capture)[1]

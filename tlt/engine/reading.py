@@ -22,6 +22,7 @@ from tlt.speculative.sampling import BatchParams
 from tlt.speculative.tree import TreeLayout, chain
 from tlt.speculative.verify import Noise, Verify
 from tlt.types import DraftTree, Strategy, Verdict
+from tlt.uploads import upload
 
 PIECE = Strategy.MAX_DEPTH + 1
 """Nodes of a chain that are verified at a time, the root included."""
@@ -55,7 +56,7 @@ class Read:
             end = first + max(counts)
             piece = chain(self.tree.tokens_BN[rows, first:end], counts)
             logits_bnV = self._logits_of_piece(features_BNE[rows, first:end], counts)
-            of_rows = params.take(torch.tensor(rows, device=logits_bnV.device))
+            of_rows = params.take(upload(rows, logits_bnV.device))
             verdicts = verify(piece, logits_bnV, noise_of(rows, first, end), of_rows)
             goes_on = []
             for row, count, verdict in zip(rows, counts, verdicts, strict=True):
@@ -76,7 +77,7 @@ class Read:
     def _logits_of_piece(self, features_bnE: Tensor, counts: Sequence[int]) -> Tensor:
         """Returns [b, n, V]; zeros at padding."""
         b, n, _ = features_bnE.shape
-        is_real_bn = torch.arange(n, device=features_bnE.device) < torch.tensor(counts, device=features_bnE.device)[:, None]
+        is_real_bn = torch.arange(n, device=features_bnE.device) < upload(counts, features_bnE.device)[:, None]
         real_N = is_real_bn.flatten().nonzero()[:, 0]
         return pad(self.model.logits(features_bnE.flatten(0, 1)[real_N]), real_N, b * n).view(b, n, -1)
 

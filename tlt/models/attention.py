@@ -14,6 +14,19 @@ from torch import Tensor
 
 from tlt.models import cpu_kernels
 from tlt.models.decoder import ModelConfig
+from tlt.uploads import upload
+
+
+def keep_to_steady_kernels() -> None:
+    """Lets PyTorch do without cuDNN's attention in this process: that plans for some hundred milliseconds wherever a shape is
+    new, as that of every decoding step is."""
+    torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def takes_no_groups(q: Tensor) -> bool:
+    """Returns whether query heads that share keys would cost a GPU the scores of all pairs of tokens: of PyTorch's kernels that
+    do without these, those for float32 want a key for every query head."""
+    return q.is_cuda and q.dtype not in (torch.bfloat16, torch.float16)
 
 
 class PackedCausal:
@@ -31,10 +44,13 @@ class PackedCausal:
 
     def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        outputs = []
+        group, outputs = self.num_heads // self.num_kv_heads, []
+        repeats = group > 1 and takes_no_groups(qkv_NSD)
         for qkv_TSD in qkv_NSD.split(self.lengths):
             q, k, v = (part.transpose(0, 1)[None] for part in qkv_TSD.split(heads, dim=1))
-            out_1HTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.num_heads != self.num_kv_heads)
+            if repeats:
+                k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+            out_1HTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1 and not repeats)
             outputs.append(out_1HTD[0].transpose(0, 1).flatten(1))
         return torch.cat(outputs)
 
@@ -205,7 +221,7 @@ class CachedBySequence(Cached):
 
 def real_tokens(counts: Sequence[int], num_columns: int, device: torch.device) -> Tensor:
     """Returns int64[sum of counts]: where the first counts[b] of `num_columns` tokens of sequence b lie in a flat batch."""
-    return torch.tensor([b * num_columns + i for b, count in enumerate(counts) for i in range(count)], device=device)
+    return upload([b * num_columns + i for b, count in enumerate(counts) for i in range(count)], device)
 
 
 def pad(x_NX: Tensor, real_N: Tensor | None, num_tokens: int) -> Tensor:

@@ -71,8 +71,9 @@ class Form:
         """Writes the values over the noise, which has the grown tensor's shape, and returns it."""
         for dim, axis in enumerate(self.axes):
             values = values if axis.sources is None else values.index_select(dim, axis.sources)
-        columns = [axis.places.view(-1, *[1] * (len(self.axes) - 1 - dim)) for dim, axis in enumerate(self.axes)]
-        noise[tuple(columns)] = (values.double() * self.factor).to(noise.dtype)
+        sides = [axis.places.view(-1, *[1] * (len(self.axes) - 1 - dim)) for dim, axis in enumerate(self.axes)]
+        columns = tuple(side.to(noise.device) for side in sides)
+        noise[columns] = (values.double() * self.factor).to(noise.device, noise.dtype)
         return noise
 
     @property
@@ -148,7 +149,7 @@ class Widening:
         else:
             size = rms(like) * form.factor
         if form.is_norm:
-            grown = torch.full(form.shape, size, dtype=noise.dtype)
+            grown = torch.full(form.shape, size, dtype=noise.dtype, device=noise.device)
         else:
             grown = noise.draw(form.shape, size, seed)
         if name == "self_attn.o_proj.weight":  # a further head may read the very values of a group: noise is met once only
@@ -162,26 +163,35 @@ class Widening:
 
 @dataclass(frozen=True)
 class Noise:
-    """Uniform noise. scale: of the size of what it surrounds; 0 leaves zeros."""
+    """Uniform noise. scale: of the size of what it surrounds; 0 leaves zeros.  device: where it is drawn; a GPU draws the noise
+    of 7B in a second, a CPU in a minute."""
 
     scale: float
     dtype: torch.dtype
+    device: torch.device | str = "cpu"
 
     def draw(self, shape: tuple[int, ...], size: float, seed: str) -> Tensor:
-        """Returns noise of this root mean square times the scale, the same for the same seed."""
+        """Returns noise of this root mean square times the scale, the same for the same seed and kind of device."""
         bound = math.sqrt(3) * self.scale * size
-        generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
-        return torch.empty(shape, dtype=self.dtype).uniform_(-bound, bound, generator=generator)
+        generator = torch.Generator(self.device).manual_seed(zlib.crc32(seed.encode()))
+        drawn = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return drawn.uniform_(-bound, bound, generator=generator)
 
 
 class GrownTensors(Mapping[str, Tensor]):
-    """The tensors of the grown model by their Hugging Face names, on the CPU, each made when it is asked for."""
+    """The tensors of the grown model by their Hugging Face names, each made on the device when it is asked for."""
 
     def __init__(
-        self, small: ModelConfig, tensors: Mapping[str, Tensor], grown: ModelConfig, dtype: torch.dtype, noise: float = NOISE
+        self,
+        small: ModelConfig,
+        tensors: Mapping[str, Tensor],
+        grown: ModelConfig,
+        dtype: torch.dtype,
+        noise: float = NOISE,
+        device: torch.device | str = "cpu",
     ) -> None:
         self._small, self._tensors, self._grown = small, tensors, grown
-        self._noise, self._widening = Noise(noise, dtype), Widening(small, grown)
+        self._noise, self._widening = Noise(noise, dtype, device), Widening(small, grown)
         self._names = list(expected_shapes(grown))
         self._embedding_size = rms(tensors["model.embed_tokens.weight"])
         self._feature_size = rms(tensors["model.norm.weight"])
@@ -220,7 +230,8 @@ class GrownTensors(Mapping[str, Tensor]):
         """Returns the weight that makes the constant a feature of its size where the residual stream is as large as on the
         probes, and hence the logit of an unused id what UNUSED_LOGIT says."""
         values, form = self._tensors["model.norm.weight"], self._widening.norm
-        grown = form.grow(values, torch.full(form.shape, rms(values) * form.factor, dtype=self._noise.dtype))
+        size, noise = rms(values) * form.factor, self._noise
+        grown = form.grow(values, torch.full(form.shape, size, dtype=noise.dtype, device=noise.device))
         growth = residual_size(self._small, self._tensors) / self._embedding_size
         grown[self._widening.constant] = self._feature_size * growth * form.factor
         return grown

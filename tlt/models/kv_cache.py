@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_budget import BLOCK, UNBOUNDED, Budget, whole_blocks
+from tlt.uploads import upload
 
 T = TypeVar("T")
 
@@ -112,7 +113,7 @@ class Cache:
         longest = max(len(paths[slot]) for slot in moved)
         # what lies beyond a shorter path stays where it is
         rows = [[slot, starts[slot], *paths[slot], *range(len(paths[slot]), longest)] for slot in moved]
-        rows_MP = torch.tensor(rows, device=self.device)
+        rows_MP = upload(rows, self.device)
         slots_M1, starts_M1, columns_MP = rows_MP[:, :1], rows_MP[:, 1:2], rows_MP[:, 2:]
         targets_MP = starts_M1 + torch.arange(longest, device=self.device)
         for group in self.groups:

@@ -36,7 +36,8 @@ class PackedNorm:
     def load(self, weight_E: Tensor) -> Tensor:
         """Sets the weight, and returns the float64[E] by which the columns of the next matrix are to be multiplied."""
         self.weight.copy_(weight_E)
-        return weight_E.double() * math.sqrt(self.size) if self.is_folded else torch.ones_like(weight_E).double()
+        weight_E = weight_E.to(self.weight.device).double()
+        return weight_E * math.sqrt(self.size) if self.is_folded else torch.ones_like(weight_E)
 
     def __call__(self, x_NE: Tensor) -> Tensor:
         if not self.is_folded:
@@ -64,7 +65,7 @@ class PackedLinear:
         storage: where the matrix lies already, for others to read; it is not copied where its own layout serves.
         borrows: a weight of this type and device is read where it lies, rather than copied.
         """
-        self.borrows = borrows
+        self.borrows, self.device = borrows, device
         self.shape = (num_out, num_in)
         self.cpu_copy = cpu_kernels.onednn_matrix(num_in, num_out, dtype, device)
         self.weight: Tensor | None = None
@@ -127,8 +128,10 @@ class PackedLayer:
     def load(self, tensors: Mapping[str, Tensor], prefix: str) -> None:
         """Copies a layer's tensors in, whose Hugging Face names begin with `prefix`; KeyError where one is missing."""
 
-        def cat(*names: str) -> Tensor:
-            return torch.cat([tensors[prefix + name].detach() for name in names])
+        device = self.qkv_linear.device
+
+        def cat(*names: str) -> Tensor:  # on the device: a GPU joins and scales in no time what a CPU takes a second for
+            return torch.cat([tensors[prefix + name].detach().to(device) for name in names])
 
         qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
         gains = [norm.load(tensors[f"{prefix}{name}.weight"].detach()) for name, norm in self.input_norms.items()]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tlt.types import SamplingParams, UserError
+from tlt.uploads import upload
 
 MAX_INVERSE_TEMPERATURE = 1e30
 """Colder counts as this cold, so that a scaled logit fits into float32. Logits that differ in any engine's dtype are then
@@ -93,7 +94,7 @@ def kernels() -> ModuleType:
 
 def keys_tensor(keys: Sequence[tuple[int, int, int, int]], device: torch.device | str = "cpu") -> Tensor:
     """int64[B, 4] of 32-bit words."""
-    return torch.tensor(keys, dtype=torch.int64, device=device).view(-1, 4)
+    return upload(keys, device, torch.int64).view(-1, 4)
 
 
 class BatchParams:
@@ -106,7 +107,7 @@ class BatchParams:
     def __init__(self, params: Sequence[SamplingParams], device: torch.device | str = "cpu") -> None:
         def column(values: list[float] | list[int]) -> Tensor:
             dtype = torch.float64 if isinstance(values[0], float) else torch.int64
-            return torch.tensor(values, dtype=dtype, device=device)[:, None, None]
+            return upload(values, device, dtype)[:, None, None]
 
         temperatures = [p.temperature or 1.0 for p in params]
         inverse = [min(1.0 / t, MAX_INVERSE_TEMPERATURE) for t in temperatures]

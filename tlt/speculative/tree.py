@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt.types import DraftTree
+from tlt.uploads import upload
 
 
 def chain(tokens_BN: Tensor, lengths: Sequence[int] | None = None) -> DraftTree:
@@ -24,7 +25,7 @@ def chain(tokens_BN: Tensor, lengths: Sequence[int] | None = None) -> DraftTree:
     parents_BN = torch.arange(-1, num_nodes - 1, device=tokens_BN.device).expand_as(tokens_BN)
     if lengths is None or min(lengths) == num_nodes:
         return DraftTree(tokens_BN, parents_BN, is_chain=True)
-    is_padding_BN = parents_BN + 1 >= torch.tensor(lengths, device=tokens_BN.device)[:, None]
+    is_padding_BN = parents_BN + 1 >= upload(lengths, tokens_BN.device)[:, None]
     return DraftTree(tokens_BN, parents_BN.masked_fill(is_padding_BN, -1), is_chain=True, lengths=tuple(lengths))
 
 
@@ -88,7 +89,7 @@ def layout(tree: DraftTree, prefixes: Sequence[int], dtype: torch.dtype) -> Tree
     num_nodes = tree.num_nodes
     length = max(prefixes) + num_nodes
     lengths = tuple(prefix + count for prefix, count in zip(prefixes, tree.row_lengths, strict=True))
-    prefix_B = torch.tensor(prefixes, device=tree.tokens_BN.device)
+    prefix_B = upload(prefixes, tree.tokens_BN.device)
     columns_BN, depths_BN, mask_BNL = prefix_B[:, None], None, None
     if num_nodes > 1:
         columns_BN = columns_BN + torch.arange(num_nodes, device=prefix_B.device)

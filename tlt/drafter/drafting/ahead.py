@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
@@ -28,6 +27,7 @@ from tlt.drafter.drafting.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculative.tree import chain
 from tlt.types import Hindsight, Lead, Request, Rollout, Strategy, UserError, Verdict
+from tlt.uploads import upload
 
 AHEAD = "ahead"
 """The kind that drafts from references alone; `ahead+KIND` lets another drafter draft where there is none."""
@@ -256,7 +256,7 @@ class AheadDrafter:
         drafts = [self.leading.draft(*row, strategy.depth, context.vocab_size) for row in rows]
         longest, roots = max(map(len, drafts)), [tokens[-1] for tokens in context.tokens]
         nodes = [[root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)]
-        tree = chain(torch.tensor(nodes, device=context.device), [1 + len(draft) for draft in drafts])
+        tree = chain(upload(nodes, context.device), [1 + len(draft) for draft in drafts])
         pairs = zip(drafts, followers, strict=True)
         versions = tuple(follower.version if draft and follower else None for draft, follower in pairs)
         unwanted = [row for row, version in enumerate(versions) if version is not None]

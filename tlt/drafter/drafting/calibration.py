@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tlt.types import DraftTree, Verdict
+from tlt.uploads import upload
 
 DEFAULT_CONFIDENCE_THRESHOLD = 0.4
 """Drafting a chain stops where the chance that the whole chain is accepted falls below this (measured: docs/log.md)."""
@@ -116,7 +117,7 @@ class Calibration:
 
     def _refresh(self) -> None:
         accepted, seen = torch.tensor(self.accepted), torch.tensor(self.seen)
-        self.table = (accepted / seen).clamp_(1e-6, 1.0).log_().to(self.device)
+        self.table = upload((accepted / seen).clamp_(1e-6, 1.0).log_().tolist(), self.device)
         self._num_new = 0
 
 

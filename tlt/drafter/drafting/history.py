@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tlt.models.kv_budget import BLOCK, whole_blocks
 from tlt.types import Strategy
+from tlt.uploads import upload
 
 _MAX_QUEUED = 64
 """Decoding steps that wait in the queue at most; bounds its memory."""
@@ -107,7 +108,7 @@ class FeatureHistory:
         self.ring_SCF[self._index(slots, starts, num_positions)] = features_BTF[:, skipped:]
 
     def _index(self, slots: Sequence[int], starts: Sequence[int], num_positions: int) -> tuple[Tensor, Tensor]:
-        slots_B1, starts_B1 = torch.tensor([[*slots], [*starts]], device=self.device)[..., None]
+        slots_B1, starts_B1 = upload([[*slots], [*starts]], self.device)[..., None]
         columns_BT = starts_B1 + torch.arange(num_positions, device=self.device)
         if max(starts) + num_positions > self.num_columns:
             columns_BT %= self.num_columns

@@ -21,6 +21,7 @@ from tlt.drafter.drafting.ngram import DEFAULT_MAX_TOKENS, NgramDrafter, NgramPr
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
+from tlt.uploads import upload
 
 
 def drafter_kinds(has_learned: bool) -> tuple[str, ...]:
@@ -158,7 +159,7 @@ class HybridDrafter:
 def choose_rows(a: DraftTree, b: DraftTree, is_a: Sequence[bool]) -> DraftTree:
     """Row by row one of two trees, padded to the wider."""
     num_nodes = max(a.num_nodes, b.num_nodes)
-    is_a_B = torch.tensor(is_a, device=a.tokens_BN.device)
+    is_a_B = upload(is_a, a.tokens_BN.device)
     chosen = []
     for left, right, filling in ((a.tokens_BN, b.tokens_BN, 0), (a.parents_BN, b.parents_BN, -1)):
         left, right = (F.pad(x, (0, num_nodes - x.shape[1]), value=filling) for x in (left, right))

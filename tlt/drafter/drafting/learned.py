@@ -25,6 +25,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, DraftNoise, Proposal
 from tlt.speculative.tree import chain, chain_mask, tree_mask
 from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
+from tlt.uploads import upload
 
 _MAX_LOG_CONFIDENCE = -1e-4
 """The most that one candidate counts: so a child never outranks its parent, not even at confidence 1."""
@@ -205,7 +206,7 @@ class LearnedDrafter:
         """unwanted: rows that will draft otherwise; what they hold here is of no use, and nothing is learned from it."""
         room = strategy.depth if strategy.width == 1 else strategy.depth * strategy.width
         read = self.pairs.catch_up(context, room)
-        roots_B1 = torch.tensor([[tokens[-1]] for tokens in context.tokens], device=self.model.device)
+        roots_B1 = upload([[tokens[-1]] for tokens in context.tokens], self.model.device)
         front = _Front(context.params.scale, strategy, noise, roots_B1, read, unwanted)
         return self._chain(front) if strategy.width == 1 else self._branch(front)
 
@@ -231,7 +232,7 @@ class LearnedDrafter:
             return None
         cells_BN = torch.cat(list(cells), dim=1)
         if unwanted:
-            cells_BN[list(unwanted)] = Calibration.UNUSED
+            cells_BN[upload(unwanted, cells_BN.device)] = Calibration.UNUSED
         return self.calibration.note(tree, cells_BN)
 
     def _token_ids(self, drafted: Tensor) -> Tensor:
@@ -245,7 +246,7 @@ class LearnedDrafter:
         is_even = min(read.num_pairs) == max(read.num_pairs)
         survival_B = torch.zeros(len(read.num_pairs), device=self.model.device)  # logarithm
         if front.unwanted:
-            survival_B[list(front.unwanted)] = -torch.inf
+            survival_B[upload(front.unwanted, survival_B.device)] = -torch.inf
         likely, logprobs = [], []
         for depth in range(front.strategy.depth):
             if depth:

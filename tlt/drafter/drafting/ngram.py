@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
@@ -24,6 +23,7 @@ from tlt.drafter.drafting.suffix_index import MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, DraftNoise, Proposal
 from tlt.speculative.tree import chain
 from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
+from tlt.uploads import upload
 
 _KEEP = 0.99
 """The share of what was learned about acceptance that outlives one more draft."""
@@ -231,10 +231,10 @@ class NgramDrafter:
             tokens_BN.append([committed[-1], *(token for token, _ in nodes), *[0] * missing])
             parents_BN.append([-1, *(parent for _, parent in nodes), *[-1] * missing])
         device = context.device
-        nodes_BN = torch.tensor(tokens_BN, device=device)
+        nodes_BN = upload(tokens_BN, device)
         if strategy.width == 1:
             return NgramProposal(chain(nodes_BN), retrieved)  # with filling, which `stop` cuts off
-        return NgramProposal(DraftTree(nodes_BN, torch.tensor(parents_BN, device=device)), retrieved)
+        return NgramProposal(DraftTree(nodes_BN, upload(parents_BN, device)), retrieved)
 
     def _continuations(self, slot: int, tokens: Sequence[int], strategy: Strategy) -> tuple[Branch, int]:
         """Returns what followed the longest matches, as a trie, and the length of the longest."""

@@ -22,6 +22,7 @@ from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext
 from tlt.speculative.tree import chain_mask
+from tlt.uploads import upload
 
 _CATCH_UP_TOKENS = 256
 """Pairs per sequence in one catch-up forward; bounds the mask after a late switch on."""
@@ -102,7 +103,7 @@ class PairCache:
         num_pairs = [len(tokens) - TOKEN_AHEAD - first for tokens, first in zip(context.tokens, self.firsts, strict=False)]
         self._hold(num_rows, max(num_pairs) + room + _CATCH_UP_TOKENS)
         firsts = self.firsts[:num_rows]
-        offsets_B1 = torch.tensor(firsts, device=self.model.device)[:, None] if any(firsts) else None
+        offsets_B1 = upload(firsts, self.model.device)[:, None] if any(firsts) else None
         hidden_BE, ends_B = self._read_missing(context, starts, num_pairs, offsets_B1)
         self.counts[:num_rows] = num_pairs
         return CaughtUp(num_pairs, ends_B, offsets_B1, hidden_BE)
@@ -142,7 +143,7 @@ class PairCache:
         tokens = [t for s, f, n in pairs for t in context.tokens[s][f + TOKEN_AHEAD : f + TOKEN_AHEAD + n]]
         hidden_NE = self.model.fuse(torch.cat([self.history.read([s], [f], n)[0] for s, f, n in pairs]))
         positions_N = torch.cat([torch.arange(f, f + n, device=device) for _, f, n in pairs])
-        self.model.forward(self.target.embed(torch.tensor(tokens, device=device)), hidden_NE, positions_N, attend)
+        self.model.forward(self.target.embed(upload(tokens, device)), hidden_NE, positions_N, attend)
         for slot, _, length in pairs:
             self.counts[slot] = length
 
@@ -162,7 +163,7 @@ class PairCache:
             rows = [tokens[b + TOKEN_AHEAD : b + TOKEN_AHEAD + width] for tokens, b in zip(context.tokens, begins, strict=True)]
             places = zip(rows, columns, num_pairs, missing, strict=True)
             sent = [[*row, *[0] * (width - len(row)), column, count, num - 1] for row, column, count, num in places]
-            sent_BX = torch.tensor(sent, device=device)  # at once: every upload costs a GPU's host as much as a kernel
+            sent_BX = upload(sent, device)  # at once: every upload costs a GPU's host as much as a kernel
             tokens_BT, (first_B, ends_B, last_B) = sent_BX[:, :width], sent_BX[:, width:].unbind(1)
             hidden_BTE = self.model.fuse(self.history.read(slots, begins, width).flatten(0, 1)).view(len(rows), width, -1)
             columns_BT = first_B[:, None] + torch.arange(width, device=device)
