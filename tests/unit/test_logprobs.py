@@ -1,4 +1,4 @@
-"""Log-probabilities of responses that share a prompt against those of each alone, which test_policy.py holds to transformers."""
+"""Log-probabilities of responses that share a prompt against those of each alone, which test_policy.py holds to others'."""
 
 from __future__ import annotations
 

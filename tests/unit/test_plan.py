@@ -79,7 +79,7 @@ def test_a_prompt_counts_once_for_all_responses_of_a_micro_batch(
 
 
 def test_groups_stay_together_where_ranks_are_balanced_and_are_divided_where_they_are_not() -> None:
-    def ranks(responses: list[Response]) -> list[dict[str, int]]:
+    def ranks(responses: list[Response]) -> list[Counter[str]]:
         shares = (plan_share(responses, CONFIG, 10_000, 2, rank) for rank in range(2))
         return [Counter(r.rollout.problem_id for batch in share for r in batch.responses) for share in shares]
 

@@ -6,6 +6,7 @@ Axes: N tokens of a flat batch · T response tokens of it · E hidden size · V 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,9 +41,9 @@ def response_logprobs(model: Transformer | BaseOf, batch: Sequence[Response], te
 
     def head(features_E: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         logits_V = model.logits(features_E)
-        logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32)) / temperature
-        logprobs_V = logits_V.log_softmax(-1)
-        return logprobs_V.gather(-1, chosen[:, None])[:, 0].clone(), entropy(logprobs_V.detach())  # FSDP wants no views
+        logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
+        logprobs, entropies = ChosenLogprobs.apply(logits_V, chosen, temperature)  # type: ignore[no-untyped-call]  # as in decoder.py
+        return logprobs, entropies
 
     def read(features_NE: Tensor) -> tuple[Tensor, Tensor]:
         features_TE = features_NE[readers_T]
@@ -58,3 +59,25 @@ def response_logprobs(model: Transformer | BaseOf, batch: Sequence[Response], te
 
     result: tuple[Tensor, Tensor] = model(torch.tensor(tokens, device=device), attend.positions(device), attend, read)
     return result
+
+
+class ChosenLogprobs(torch.autograd.Function):
+    """Maps (logits_TV, chosen_T, temperature) to log-softmax(logits / temperature) at the chosen tokens, and to its entropy,
+    which has no gradient. It keeps one matrix for the backward pass and makes one there; autograd would make five."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, chosen_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logprobs_TV = (logits_TV if temperature == 1 else logits_TV / temperature).log_softmax(-1)
+        entropy_T = entropy(logprobs_TV)
+        ctx.save_for_backward(logprobs_TV, chosen_T)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy_T)
+        return logprobs_TV.gather(-1, chosen_T[:, None])[:, 0].clone(), entropy_T  # FSDP wants no views
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """d log p_c / d logit_v = (1[v = c] - p_v) / temperature"""
+        logprobs_TV, chosen_T = ctx.saved_tensors
+        gradient_T1 = gradients[0][:, None] / ctx.temperature
+        gradient_TV = logprobs_TV.exp().mul_(-gradient_T1)
+        return gradient_TV.scatter_add_(-1, chosen_T[:, None], gradient_T1), None, None

@@ -5,8 +5,8 @@ clock.
                                                         rank 1: responses                         [micro-batch]
 
 Responses to one prompt are a family: a micro-batch computes their prompt once. A family stays on one rank, or is divided where
-that balances the ranks better. Every rank plans for all, and comes to the same plan. Where a forward of one rank waits for the others' (a sharded model), ranks
-with fewer micro-batches get dummies.
+that balances the ranks better. Every rank plans for all, and comes to the same plan. Where a forward of one rank waits for the
+others' (a sharded model), ranks with fewer micro-batches get dummies.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ Shares = list[dict[int, list[int]]]
 def _deal(
     families: Sequence[Sequence[int]], own: Sequence[float], num_ranks: int, prompts: Sequence[float], num_parts: int
 ) -> tuple[float, Shares]:
-    """Returns the largest load of a rank, and each rank's items. The costliest parts of families go first, each to the rank that
-    has the least with it. Ties go to the earlier item and the lower rank."""
+    """Returns the largest load of a rank, and each rank's items. The costliest parts of families go first, each to the rank
+    that has the least with it. Ties go to the earlier item and the lower rank."""
     parts = []
     for number, family in enumerate(families):
         falling = sorted(family, key=lambda i: (-own[i], i))
@@ -145,8 +145,7 @@ def _deal(
     for p in sorted(range(len(parts)), key=lambda p: (-costs[p], parts[p][1])):
         number, part = parts[p]
         after = [
-            load + costs[p] - (prompts[number] if number in share else 0)
-            for load, share in zip(loads, shares, strict=True)
+            load + costs[p] - (prompts[number] if number in share else 0) for load, share in zip(loads, shares, strict=True)
         ]
         rank = after.index(min(after))
         shares[rank].setdefault(number, []).extend(part)
