@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tlt.config.schema import OptimizerSection
 from tlt.models.decoder import ModelConfig
-from tlt.rl.plan import Response, plan_equal_share, plan_micro_batches, plan_ranks, plan_share
+from tlt.rl.plan import Response, Shares, families_of, plan_equal_share, plan_micro_batches, plan_ranks, plan_share
 from tlt.rl.schedule import learning_rate
 from tlt.types import Rollout
 
@@ -28,13 +29,69 @@ def test_micro_batches_hold_every_sequence_once_within_the_budget(lengths: list[
     assert len(batches) <= max(1, 2 * math.ceil(tokens / budget)) + sum(length > budget for length in lengths)
 
 
-@given(st.lists(st.floats(0.1, 100), max_size=40), st.integers(1, 6))
+@given(st.lists(st.lists(st.floats(0.1, 100), min_size=1, max_size=9), max_size=12), st.floats(0, 50), st.integers(1, 6))
 @settings(max_examples=100, deadline=None)
-def test_ranks_differ_by_at_most_the_largest_sequence(costs: list[float], num_ranks: int) -> None:
-    shares = plan_ranks(costs, num_ranks)
-    assert sorted(i for share in shares for i in share) == list(range(len(costs)))
-    loads = [sum(costs[i] for i in share) for share in shares]
-    assert max(loads) - min(loads) <= max(costs, default=0) + 1e-9
+def test_ranks_differ_by_at_most_the_largest_response_with_its_prompt(
+    costs: list[list[float]], prompt: float, num_ranks: int
+) -> None:
+    """And the rank with most has no more than if no prompt were shared."""
+    own = [cost for family in costs for cost in family]
+    places = iter(range(len(own)))
+    families = [[next(places) for _ in family] for family in costs]
+    shares = plan_ranks(families, own, num_ranks, [prompt] * len(families))
+    assert sorted(i for share in shares for items in share.values() for i in items) == list(range(len(own)))
+    assert all(set(items) <= set(families[family]) for share in shares for family, items in share.items())
+
+    def largest(shares: Shares) -> float:
+        return max(sum(prompt + sum(own[i] for i in items) for items in share.values()) for share in shares)
+
+    alone = plan_ranks([[i] for i in range(len(own))], [cost + prompt for cost in own], num_ranks, [0.0] * len(own))
+    loads = [sum(own[i] + prompt for items in share.values() for i in items) for share in alone]
+    assert max(loads) - min(loads) <= max(own, default=0) + prompt + 1e-9
+    assert largest(shares) <= max(loads) + 1e-9
+
+
+def of_one_prompt(number: int, num_prompt: int, own: list[int], needs_grad: bool = True) -> list[Response]:
+    """Responses that the model reads `own` tokens of."""
+    return [
+        Response(Rollout(f"p{number}", s, (number,) * num_prompt, (1,) * (n + 1), (0.0,) * (n + 1), "stop", 0), (), needs_grad)
+        for s, n in enumerate(own)
+    ]
+
+
+FAMILIES = st.lists(st.tuples(st.integers(1, 60), st.lists(st.integers(0, 300), min_size=1, max_size=9)), max_size=8)
+
+
+@given(FAMILIES, st.integers(1, 400), st.integers(1, 4))
+@settings(max_examples=100, deadline=None)
+def test_a_prompt_counts_once_for_all_responses_of_a_micro_batch(
+    given_: list[tuple[int, list[int]]], budget: int, num_ranks: int
+) -> None:
+    responses = [r for i, (num_prompt, own) in enumerate(given_) for r in of_one_prompt(i, num_prompt, own)]
+    batches = [b for rank in range(num_ranks) for b in plan_share(responses, CONFIG, budget, num_ranks, rank)]
+    assert sorted(id(r) for batch in batches for r in batch.responses) == sorted(map(id, responses))
+    for batch in batches:
+        mine = batch.responses
+        families = families_of(mine)
+        assert [i for family in families for i in family] == list(range(len(mine))), "families lie together"
+        num_tokens = sum(mine[f[0]].num_prompt + sum(mine[i].num_own for i in f) for f in families)
+        assert num_tokens <= budget or len(mine) == 1 or not any(r.num_own for r in mine[1:])
+
+
+def test_groups_stay_together_where_ranks_are_balanced_and_are_divided_where_they_are_not() -> None:
+    def ranks(responses: list[Response]) -> list[Counter[str]]:
+        shares = (plan_share(responses, CONFIG, 10_000, 2, rank) for rank in range(2))
+        return [Counter(r.rollout.problem_id for batch in share for r in batch.responses) for share in shares]
+
+    groups = [of_one_prompt(i, 45, [3, 5, 7, 9, 11, 13, 15, 23]) for i in range(4)]
+    assert ranks([r for group in groups for r in group]) == [{"p0": 8, "p2": 8}, {"p1": 8, "p3": 8}]
+    assert ranks(groups[0]) == [{"p0": 4}, {"p0": 4}]
+    assert ranks([*groups[0], *of_one_prompt(1, 45, [3, 5, 7, 9, 11, 13, 15, 23], needs_grad=False)])[1].total() >= 8
+
+
+def test_a_short_prompt_of_a_long_response_is_not_shared() -> None:
+    assert families_of(of_one_prompt(0, 4, [64, 65, 10, 66])) == [[0, 2], [1], [3]]
+    assert families_of([*of_one_prompt(0, 4, [9]), *of_one_prompt(0, 4, [9], needs_grad=False)]) == [[0], [1]]
 
 
 def response(number: int, length: int, needs_grad: bool, weight: float) -> Response:

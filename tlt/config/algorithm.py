@@ -112,7 +112,7 @@ class AlgorithmSection(Section):
     minibatches: PositiveInt = 1
     """Optimizer updates in each pass over a step's responses."""
     tokens_per_micro_batch: PositiveInt = 8192
-    """Most tokens of one forward and backward pass of the policy update; bounds its memory."""
+    """Most tokens of one forward and backward pass of the policy update, a shared prompt counted once; bounds its memory."""
     importance_correction_cap: PositiveFloat | None = None
     """Cap of the weight exp(trainer logprob - engine logprob) per token; None: no correction."""
 

@@ -43,16 +43,55 @@ class PackedCausal:
         return torch.cat([torch.arange(length, device=device) for length in self.lengths])
 
     def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
+        return torch.cat([self._causal(qkv_TSD) for qkv_TSD in qkv_NSD.split(self.lengths)])
+
+    def _causal(self, qkv_TSD: Tensor) -> Tensor:
+        """Returns the attention [T, H·D] of one sequence."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        group, outputs = self.num_heads // self.num_kv_heads, []
-        repeats = group > 1 and takes_no_groups(qkv_NSD)
-        for qkv_TSD in qkv_NSD.split(self.lengths):
-            q, k, v = (part.transpose(0, 1)[None] for part in qkv_TSD.split(heads, dim=1))
-            if repeats:
-                k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-            out_1HTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=group > 1 and not repeats)
-            outputs.append(out_1HTD[0].transpose(0, 1).flatten(1))
+        q, k, v = (part.transpose(0, 1)[None] for part in qkv_TSD.split(heads, dim=1))
+        is_grouped = self.num_heads != self.num_kv_heads
+        if is_grouped and takes_no_groups(q):
+            group, is_grouped = self.num_heads // self.num_kv_heads, False
+            k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        out_1HTD = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+        return out_1HTD[0].transpose(0, 1).flatten(1)
+
+
+class SharedPrompts(PackedCausal):
+    """Causal attention for families in one flat batch: sequences that begin with the same prompt, which lies there once.
+
+        family    [prompt] [own tokens] [own tokens] …      each sequence sees the prompt and itself
+
+    families: per family, the length of its prompt and those of its sequences without it, which may be 0. Every sequence runs
+    whole, behind a copy of the prompt's queries, keys and values: that repeats a little of attention, and no matrix product.
+    """
+
+    def __init__(self, config: ModelConfig, families: Sequence[tuple[int, Sequence[int]]]) -> None:
+        super().__init__(config, [part for prompt, own in families for part in (prompt, *own)])
+        self.families = [(prompt, list(own)) for prompt, own in families]
+
+    def positions(self, device: torch.device | str = "cpu") -> Tensor:
+        return torch.cat(
+            [
+                torch.arange(start, start + length, device=device)
+                for prompt, own in self.families
+                for start, length in ((0, prompt), *((prompt, length) for length in own))
+            ]
+        )
+
+    def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
+        parts = iter(qkv_NSD.split(self._runs()))
+        outputs = []
+        for prompt, own in self.families:
+            first_TSD = next(parts)
+            outputs.append(self._causal(first_TSD))
+            for _ in own[1:]:
+                outputs.append(self._causal(torch.cat([first_TSD[:prompt], next(parts)]))[prompt:])
         return torch.cat(outputs)
+
+    def _runs(self) -> list[int]:
+        """Returns the lengths of what lies together: a prompt and its first sequence, and each further sequence."""
+        return [length for prompt, own in self.families for length in (prompt + sum(own[:1]), *own[1:])]
 
 
 class Unrolled(PackedCausal):

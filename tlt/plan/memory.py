@@ -29,6 +29,7 @@ from tlt.models.kv_cache import GROUP_BYTES, PREFILL_TOKENS, Cache
 from tlt.models.packed import PackedTransformer
 from tlt.plan.subject import META, Place, Subject
 from tlt.rl.logprobs import LOGITS_PER_CHUNK
+from tlt.rl.plan import MIN_PROMPT
 from tlt.speculative.sampling import VALUES_PER_PART
 from tlt.tuning.tuner import default_arms
 from tlt.types import Strategy
@@ -256,7 +257,12 @@ def _update(s: Subject) -> Iterator[Part]:
     how = f"{billions(s.num_trained)} × {s.master} bytes" + (f" / {slices} ranks" if slices > 1 else "")
     yield Part("gradients", s.num_trained * s.master // slices, ("update",), how)
     per_rank = -(-s.num_responses // s.place.num_ranks)
-    tokens = min(max(s.config.algorithm.tokens_per_micro_batch, s.longest), per_rank * s.longest)
+    own = s.longest - s.place.longest_prompt
+    prompts = per_rank  # that are computed: one for each response, or for each problem (rl/plan.py)
+    if s.place.longest_prompt >= MIN_PROMPT * own:
+        prompts = -(-per_rank // s.config.rollout.samples_per_problem)
+    num_computed = per_rank * own + prompts * s.place.longest_prompt
+    tokens = min(max(s.config.algorithm.tokens_per_micro_batch, s.longest), num_computed)
     lora = s.config.lora
     layer = activations_per_token(c) + lora.rank * len(lora.targets)
     kept = c.num_layers * c.hidden_size + layer if parallel.checkpoint_activations else c.num_layers * layer
@@ -264,11 +270,9 @@ def _update(s: Subject) -> Iterator[Part]:
     activations = tokens * (kept + backward + 4 * c.hidden_size) * size
     how = f"{tokens} tokens × {kib(size * kept)}"
     how += ": inputs of layers, and one layer" if parallel.checkpoint_activations else f": {c.num_layers} whole layers"
-    logits = min(tokens, max(LOGITS_PER_CHUNK // c.vocab_size, 1)) * c.vocab_size * (12 + size)
+    logits = min(tokens, max(LOGITS_PER_CHUNK // c.vocab_size, 1)) * c.vocab_size * (8 + size)
     head = logits + (0 if lora.rank else s.largest_matrix * size)
-    stepped = s.num_trained  # AdamW's own copies, once the others are gone
-    if not (s.place.is_gpu or lora.rank):
-        stepped = 2 * s.largest_matrix
+    stepped = s.num_trained if s.place.is_gpu else 0  # AdamW's own copies, once the others are gone; fused on a CPU: none
     yield Part("activations", max(activations, stepped * s.master // s.num_slices - head), ("update",), how)
     how = "one chunk of rows with their gradients" + ("" if lora.rank else ", and the head's gradient")
     yield Part("logits", head, ("update",), how)

@@ -6,16 +6,17 @@ Axes: N tokens of a flat batch · T response tokens of it · E hidden size · V 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from tlt.models.attention import PackedCausal
+from tlt.models.attention import SharedPrompts
 from tlt.models.decoder import Transformer
 from tlt.models.lora import BaseOf
 from tlt.rl.algorithms import entropy
-from tlt.rl.plan import Response
+from tlt.rl.plan import Response, families_of
 
 LOGITS_PER_CHUNK = 2**24
 """Elements of logits alive at a time: with a large vocabulary the head runs in chunks, and once more in the backward pass."""
@@ -25,28 +26,29 @@ def response_logprobs(model: Transformer | BaseOf, batch: Sequence[Response], te
     """Returns (logprobs_T, entropy_T) of the response tokens, sequence after sequence. Gradients flow through the logprobs; the
     entropy is a metric. bf16 logits are widened to float32 first."""
     device = model.head_weight.device
-    attend = PackedCausal(model.config, [r.length for r in batch])
+    families = families_of(batch)
+    attend = SharedPrompts(model.config, [(batch[f[0]].num_prompt, [batch[i].num_own for i in f]) for f in families])
     tokens: list[int] = []
-    targets: list[int] = []
-    readers: list[int] = []
-    start = 0
-    for r in batch:
-        tokens += [*r.rollout.prompt_ids, *r.rollout.token_ids[:-1]]
-        targets += r.rollout.token_ids
-        readers += range(start + r.length - r.num_tokens, start + r.length)
-        start += r.length
-    targets_T = torch.tensor(targets, device=device)
+    readers: dict[int, list[int]] = {}  # of each response, where its tokens are predicted: the first one by the prompt's end
+    for family in families:
+        tokens += batch[family[0]].rollout.prompt_ids
+        end = len(tokens) - 1
+        for i in family:
+            readers[i] = [end, *range(len(tokens), len(tokens) + batch[i].num_own)]
+            tokens += batch[i].rollout.token_ids[:-1]
+    readers_T = torch.tensor([reader for i in range(len(batch)) for reader in readers[i]], device=device)
+    targets_T = torch.tensor([token for r in batch for token in r.rollout.token_ids], device=device)
 
     def head(features_E: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
         logits_V = model.logits(features_E)
-        logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32)) / temperature
-        logprobs_V = logits_V.log_softmax(-1)
-        return logprobs_V.gather(-1, chosen[:, None])[:, 0].clone(), entropy(logprobs_V.detach())  # FSDP wants no views
+        logits_V = logits_V.to(torch.promote_types(logits_V.dtype, torch.float32))
+        logprobs, entropies = ChosenLogprobs.apply(logits_V, chosen, temperature)  # type: ignore[no-untyped-call]  # as in decoder.py
+        return logprobs, entropies
 
     def read(features_NE: Tensor) -> tuple[Tensor, Tensor]:
-        features_TE = features_NE[torch.tensor(readers, device=device)]
+        features_TE = features_NE[readers_T]
         rows = max(LOGITS_PER_CHUNK // model.config.vocab_size, 1)
-        if len(targets) <= rows:
+        if len(targets_T) <= rows:
             return head(features_TE, targets_T)
         chunks = [
             checkpoint(head, features, chosen, use_reentrant=False, preserve_rng_state=False)
@@ -57,3 +59,25 @@ def response_logprobs(model: Transformer | BaseOf, batch: Sequence[Response], te
 
     result: tuple[Tensor, Tensor] = model(torch.tensor(tokens, device=device), attend.positions(device), attend, read)
     return result
+
+
+class ChosenLogprobs(torch.autograd.Function):
+    """Maps (logits_TV, chosen_T, temperature) to log-softmax(logits / temperature) at the chosen tokens, and to its entropy,
+    which has no gradient. It keeps one matrix for the backward pass and makes one there; autograd would make five."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, chosen_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        logprobs_TV = (logits_TV if temperature == 1 else logits_TV / temperature).log_softmax(-1)
+        entropy_T = entropy(logprobs_TV)
+        ctx.save_for_backward(logprobs_TV, chosen_T)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy_T)
+        return logprobs_TV.gather(-1, chosen_T[:, None])[:, 0].clone(), entropy_T  # FSDP wants no views
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        """d log p_c / d logit_v = (1[v = c] - p_v) / temperature"""
+        logprobs_TV, chosen_T = ctx.saved_tensors
+        gradient_T1 = gradients[0][:, None] / ctx.temperature
+        gradient_TV = logprobs_TV.exp().mul_(-gradient_T1)
+        return gradient_TV.scatter_add_(-1, chosen_T[:, None], gradient_T1), None, None

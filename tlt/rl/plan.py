@@ -1,10 +1,12 @@
-"""Who computes what in a policy update, from the lengths of the responses alone. Knows no tensors and no clock.
+"""Who computes what in a policy update, from the lengths of the responses and which prompts are equal. Knows no tensors and no
+clock.
 
     responses ─ sample_flat ─▶ weighted ─ plan_ranks ─▶ rank 0: responses ─ plan_micro_batches ─▶ [micro-batch] [micro-batch]
                                                         rank 1: responses                         [micro-batch]
 
-Every rank plans for all, and comes to the same plan. Where a forward of one rank waits for the others' (a sharded model), ranks
-with fewer micro-batches get dummies.
+Responses to one prompt are a family: a micro-batch computes their prompt once. A family stays on one rank, or is divided where
+that balances the ranks better. Every rank plans for all, and comes to the same plan. Where a forward of one rank waits for the
+others' (a sharded model), ranks with fewer micro-batches get dummies.
 """
 
 from __future__ import annotations
@@ -46,7 +48,16 @@ class Response:
     @property
     def length(self) -> int:
         """Counts the tokens that the model reads; the last one is only predicted."""
-        return len(self.rollout.prompt_ids) + len(self.rollout.token_ids) - 1
+        return self.num_prompt + self.num_own
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.rollout.prompt_ids)
+
+    @property
+    def num_own(self) -> int:
+        """Counts the tokens of the response that the model reads."""
+        return self.num_tokens - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +89,20 @@ def sample_flat(responses: Sequence[Response], num_tokens: int) -> list[Response
     return [dataclasses.replace(r, weight=weights.get(i, 1.0)) for i, r in enumerate(responses)]
 
 
+MIN_PROMPT = 1 / 16
+"""Tokens of a prompt for each token of a response from which it is worth sharing: less saves nothing (docs/log.md)."""
+
+
+def families_of(responses: Sequence[Response]) -> list[list[int]]:
+    """Returns which responses share a prompt, by their places, in the order of the first of each family. One whose prompt is
+    hardly worth it is alone."""
+    families: dict[object, list[int]] = {}
+    for i, r in enumerate(responses):
+        shares = r.num_prompt >= MIN_PROMPT * r.num_own
+        families.setdefault((r.rollout.prompt_ids, r.needs_grad) if shares else i, []).append(i)
+    return list(families.values())
+
+
 def sequence_cost(length: int, config: ModelConfig) -> float:
     """Estimates the work of one sequence, in tokens of matrix products: T + T² · (cost of attending to one token / that of one
     token's projections). Attention counts its full square: measured on a CPU, SDPA's causal half runs at half the speed of a
@@ -87,16 +112,45 @@ def sequence_cost(length: int, config: ModelConfig) -> float:
     return length + length**2 * (7 / 3 * c.num_heads * c.head_dim) / projections
 
 
-def plan_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
-    """Returns each rank's items: the costliest go first, each to the rank with the least so far. Ties go to the earlier item
-    and the lower rank."""
+def plan_ranks(families: Sequence[Sequence[int]], own: Sequence[float], num_ranks: int, prompts: Sequence[float]) -> Shares:
+    """Returns each rank's items, by family: whole families, or halves, quarters and so on of all, whichever gives the rank with
+    most the least.
+
+    own: the cost of each item without its prompt.  prompts: of each family's, for every rank that has some of it.
+    """
+    plans = []
+    num_parts = 1
+    while num_parts < 2 * max(map(len, families), default=1):
+        plans.append(_deal(families, own, num_ranks, prompts, num_parts))
+        num_parts *= 2
+    return min(plans, key=lambda plan: plan[0])[1]
+
+
+Shares = list[dict[int, list[int]]]
+"""By rank and family, the items."""
+
+
+def _deal(
+    families: Sequence[Sequence[int]], own: Sequence[float], num_ranks: int, prompts: Sequence[float], num_parts: int
+) -> tuple[float, Shares]:
+    """Returns the largest load of a rank, and each rank's items. The costliest parts of families go first, each to the rank
+    that has the least with it. Ties go to the earlier item and the lower rank."""
+    parts = []
+    for number, family in enumerate(families):
+        falling = sorted(family, key=lambda i: (-own[i], i))
+        parts += [(number, falling[start::num_parts]) for start in range(min(num_parts, len(family)))]
+    costs = [prompts[number] + sum(own[i] for i in part) for number, part in parts]
     loads = [0.0] * num_ranks
-    shares: list[list[int]] = [[] for _ in range(num_ranks)]
-    for item in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        rank = loads.index(min(loads))
-        shares[rank].append(item)
-        loads[rank] += costs[item]
-    return shares
+    shares: Shares = [{} for _ in range(num_ranks)]
+    for p in sorted(range(len(parts)), key=lambda p: (-costs[p], parts[p][1])):
+        number, part = parts[p]
+        after = [
+            load + costs[p] - (prompts[number] if number in share else 0) for load, share in zip(loads, shares, strict=True)
+        ]
+        rank = after.index(min(after))
+        shares[rank].setdefault(number, []).extend(part)
+        loads[rank] = after[rank]
+    return max(loads), shares
 
 
 def plan_micro_batches(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -117,14 +171,30 @@ def plan_shares(responses: Sequence[Response], config: ModelConfig, budget: int,
     """Returns the micro-batches of every rank, those that need a gradient first. The others lie in none of these: a forward
     pass alone costs a third. Responses without weight are left out."""
     responses = [r for r in responses if r.weight]
-    costs = [sequence_cost(r.length, config) * (1 if r.needs_grad else 1 / 3) for r in responses]
+    families = families_of(responses)
+    prompts = [responses[family[0]].num_prompt * _passes(responses[family[0]]) for family in families]
+    own = [(sequence_cost(r.length, config) - r.num_prompt) * _passes(r) for r in responses]
     shares: list[list[MicroBatch]] = []
-    for items in plan_ranks(costs, num_ranks):
-        mine = [responses[i] for i in sorted(items)]
-        kinds = [r for r in mine if r.needs_grad], [r for r in mine if not r.needs_grad]
-        batches = [(same, batch) for same in kinds for batch in plan_micro_batches([r.length for r in same], budget)]
-        shares.append([MicroBatch(tuple(same[i] for i in batch)) for same, batch in batches])
+    for share in plan_ranks(families, own, num_ranks, prompts):
+        mine = [[responses[i] for i in sorted(items)] for _, items in sorted(share.items())]
+        kinds = [[family for family in mine if family[0].needs_grad == needs_grad] for needs_grad in (True, False)]
+        shares.append([batch for same in kinds for batch in pack_families(same, budget)])
     return shares
+
+
+def _passes(response: Response) -> float:
+    return 1 if response.needs_grad else 1 / 3
+
+
+def pack_families(families: Sequence[Sequence[Response]], budget: int) -> list[MicroBatch]:
+    """Returns micro-batches of at most `budget` tokens that are computed, each prompt once. A family lies in one of them, or is
+    divided where it is longer than the budget."""
+    parts = []
+    for family in families:
+        room = budget - family[0].num_prompt
+        parts += [[family[i] for i in part] for part in plan_micro_batches([r.num_own for r in family], room)]
+    lengths = [part[0].num_prompt + sum(r.num_own for r in part) for part in parts]
+    return [MicroBatch(tuple(r for p in batch for r in parts[p])) for batch in plan_micro_batches(lengths, budget)]
 
 
 def plan_share(responses: Sequence[Response], config: ModelConfig, budget: int, num_ranks: int, rank: int) -> list[MicroBatch]:
