@@ -140,7 +140,7 @@ class Measurement:
         if sample is None:
             return Tally(checksum=checksum)
         ours_RV = engine_logits(subject.packed, subject.target, sample)
-        distance = _distance(ours_RV, trainer_logits(subject.model, subject.target, sample))
+        distance = _distance(ours_RV, trainer_logits(subject.model, subject.target, sample, subject.packed.token_ids))
         if not self.is_due and bool(ours_RV.isfinite().all()):
             return Tally(distance=distance, checksum=checksum)
         accepted, retrieved = self._accepted(sample, ours_RV), _num_retrieved(self.rollouts, self.counts, subject.retrieve)
@@ -234,12 +234,14 @@ def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sam
     return drafter.logits(hidden_ME[sample.is_response_M], target).double()
 
 
-def trainer_logits(model: DraftModel, target: PackedTransformer, sample: Sample) -> Tensor:
-    """Returns the logits [R, draft vocabulary] of the copy that is trained, computed in its own dtype, float64."""
+def trainer_logits(model: DraftModel, target: PackedTransformer, sample: Sample, token_ids: Tensor | None = None) -> Tensor:
+    """Returns the logits [R, draft vocabulary] of the copy that is trained, computed in its own dtype, float64. token_ids: what
+    the engine's copy proposes; None: all, or the drafter's own vocabulary."""
     pairs, dtype = align(sample.lengths, target.device), next(model.parameters()).dtype
     embeddings_ME = target.embed(sample.token_ids_N[pairs.token_index_M]).to(dtype)
     hidden_ME = model.fuse(sample.captured_NF[pairs.feature_index_M].to(dtype))
     attend = PackedCausal(model.config.layer, pairs.lengths)
     hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M, attend)
-    head_VE = model.lm_head.weight if model.config.owns_head else model.restrict(target.head_VE.to(dtype))
+    rows_VE = model.restrict(target.head_VE) if token_ids is None else target.head_VE[token_ids]
+    head_VE = model.lm_head.weight if model.config.owns_head else rows_VE.to(dtype)
     return model.logits(hidden_ME[sample.is_response_M], head_VE).double()

@@ -11,8 +11,10 @@ and no problems.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from tlt.distributed.mailbox import Mailbox, connect_mailbox
 from tlt.distributed.world import World, average_weighted, gather_objects
 from tlt.drafter.drafting.ahead import AheadDrafter
 from tlt.drafter.drafting.hybrid import HybridDrafter
+from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.drafting.suffix_index import count_retrieved
 from tlt.drafter.formats.folder import StoredDrafter, save_drafter
 from tlt.drafter.measure import Subject
@@ -125,6 +128,10 @@ class WatchedDrafter(DrafterSide):
     ) -> None:
         self.model, self.learned, self.watch, self.spot = model, learned, watch, spot
         self.mail, self.timeline, self.share = refresh, timeline, share
+        self.choice = learned.choice if isinstance(learned, LearnedDrafter) else None
+        if self.choice is not None:
+            self.choice.is_led = True
+            self._train_what_is_proposed()
         self._trains = False  # in this phase
 
     @property
@@ -166,7 +173,23 @@ class WatchedDrafter(DrafterSide):
             end = time.perf_counter() + self.share * (time.perf_counter() - self._begun)
             num_tokens += self.train(lambda: time.perf_counter() >= end).num_tokens
         with self.timeline.span(SpanName.CHECK_DRAFTER):
-            return self.watch.end_step(rollouts, num_tokens, temperature)
+            size, coverage = self._renew_vocabulary(rollouts)
+            check = self.watch.end_step(rollouts, num_tokens, temperature)
+        return replace(check, vocabulary=size, coverage=coverage)
+
+    def _renew_vocabulary(self, rollouts: Sequence[Rollout]) -> tuple[int, float]:
+        """Chooses the draft vocabulary by the step's responses. Returns the size of the one that the step drafted with, and the
+        part of the responses' tokens that it held; 0 and NaN where nothing can be chosen."""
+        if self.choice is None:
+            return 0, math.nan
+        size, coverage = self.choice.vocabulary.size, self.choice.vocabulary.coverage(rollouts)
+        self.choice.lead(rollouts)
+        self._train_what_is_proposed()
+        return size, coverage
+
+    def _train_what_is_proposed(self) -> None:
+        if self.spot is not None:
+            self.spot.trainer.token_ids = self.learned.model.token_ids
 
     def end(self, rollouts: Sequence[Rollout], seconds: float) -> None:
         if self.spot is not None:
@@ -183,7 +206,8 @@ class WatchedDrafter(DrafterSide):
         return {} if self.spot is None else self.spot.trainer.tensors()
 
     def counters(self) -> dict[str, Any]:
-        return {"version": self.version, "watch": self.watch.counters()}
+        chosen = {} if self.choice is None else {"vocabulary": self.choice.vocabulary.counters()}
+        return {"version": self.version, "watch": self.watch.counters(), **chosen}
 
     def own_counters(self) -> dict[str, Any]:
         return {} if self.spot is None else self.spot.counters()
@@ -193,10 +217,15 @@ class WatchedDrafter(DrafterSide):
             self.learned.load(self.model.state_dict(), counters["version"])
             self.spot.restore(own)
         self.watch.restore(counters["watch"])
+        if self.choice is not None and (chosen := counters.get("vocabulary")):  # an older checkpoint has none
+            self.choice.restore(chosen)
+            self._train_what_is_proposed()
 
     def save(self, folder: Path, about: Mapping[str, Any]) -> None:
         preset = {} if self.spot is None else {"preset": self.spot.trainer.preset.name}
-        save_drafter(folder, self.model, torch.float32, {**about, "drafter_version": self.version, **preset})
+        about = {**about, "drafter_version": self.version, **preset}
+        counts_V = None if self.choice is None else self.choice.vocabulary.counts_V
+        save_drafter(folder, self.model, torch.float32, about, counts_V)
 
 
 def watch_drafter(
