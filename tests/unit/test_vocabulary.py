@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,12 @@ from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.formats.export import Target, export_drafter, with_vocabulary
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.growth import grow_drafter
-from tlt.drafter.measure import engine_logits, read, trainer_logits
+from tlt.drafter.measure import Measurement, engine_logits, read, trainer_logits
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
+from tlt.drafter.service import check_arrival
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.trainer import DrafterTrainer
-from tlt.drafter.vocabulary import COUNTS, DraftCosts, DraftVocabulary, check_wanted, choose_size, most_frequent
+from tlt.drafter.vocabulary import COUNTS, KEEP, RESIZE_ABOVE, DraftCosts, DraftVocabulary, check_wanted, ranked, sizes_of
 from tlt.engine.engine import RolloutEngine
 from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig, Transformer
@@ -69,43 +71,90 @@ def test_the_costs_are_those_of_the_matrices_that_are_read() -> None:
         assert (costs.layer, costs.row) == (sum(drafted), LARGE.hidden_size)
 
 
-def test_the_most_frequent_tokens_are_chosen_and_among_equals_the_lower_ids() -> None:
-    counts_V = torch.tensor([0.0, 5.0, 0.0, 7.0, 5.0, 0.0])
-    assert most_frequent(counts_V, 2).tolist() == [1, 3]
-    assert most_frequent(counts_V, 4).tolist() == [0, 1, 3, 4]
+def counted(vocabulary: DraftVocabulary, tokens: Sequence[int], keep: float = KEEP) -> None:
+    """A step: what was sampled, then a choice for the next."""
+    vocabulary.observe(vocabulary.count(tokens), keep)
+    vocabulary.renew()
 
 
-def test_auto_weighs_what_a_head_costs_against_what_it_covers() -> None:
+def chosen_by(vocabulary: DraftVocabulary) -> list[int]:
+    assert vocabulary.token_ids is not None
+    ids: list[int] = vocabulary.token_ids.tolist()
+    return ids
+
+
+def test_the_most_frequent_tokens_come_first_and_among_equals_the_lower_ids() -> None:
+    assert ranked(torch.tensor([0.0, 5.0, 0.0, 7.0, 5.0])).tolist() == [3, 1, 4, 0, 2]
+
+
+def test_what_the_prompts_name_is_chosen_beside_what_was_sampled() -> None:
+    vocabulary = DraftVocabulary(costs_of(CONFIG), 6)
+    vocabulary.foresee([(40, 41), (41, 42)])
+    vocabulary.renew()
+    assert chosen_by(vocabulary) == [0, 1, 2, 40, 41, 42], "before the first response the lowest ids beside"
+    counted(vocabulary, [20] * 50 + [21] * 40 + [22] * 30 + [3])
+    assert chosen_by(vocabulary) == [20, 21, 22, 40, 41, 42]
+    vocabulary.foresee([(50, 51)])
+    vocabulary.renew()
+    assert chosen_by(vocabulary) == [3, 20, 21, 22, 50, 51], "the former prompts say nothing any more"
+
+
+def test_the_sizes_are_powers_of_two_up_to_a_quarter_where_the_head_is_a_tenth_of_a_forward() -> None:
     costs = costs_of()
-    many, few = (torch.bincount(torch.tensor(zipf(num, 1)), minlength=LARGE.vocab_size).float() for num in (400_000, 60))
-    chosen = choose_size(many, costs, "auto")
-    assert chosen in (1024, 2048, 4096)
-    head = costs.row * costs.vocab_size
-    fifth, small = replace(costs, forward=5 * head), replace(costs, forward=11 * head)
-    assert choose_size(many, fifth, "auto") < LARGE.vocab_size
-    assert choose_size(few, fifth, "auto") == LARGE.vocab_size, "most of what comes was not seen yet"
-    assert choose_size(many, small, "auto") == LARGE.vocab_size, "a head of less than a tenth"
-    assert choose_size(many, costs, "full") == LARGE.vocab_size
-    assert choose_size(many, costs, 77) == 77
-    concentrated = torch.zeros(LARGE.vocab_size)
-    concentrated[:50] = 1000.0
-    assert choose_size(concentrated, costs, "auto") == 1024
+    assert sizes_of(costs, "auto") == [1024, 2048, 4096]
+    assert sizes_of(replace(costs, forward=10 * costs.row * costs.vocab_size), "auto") == [1024, 2048, 4096]
+    assert sizes_of(replace(costs, forward=11 * costs.row * costs.vocab_size), "auto") == []
+    assert sizes_of(costs_of(CONFIG), "auto") == sizes_of(costs, "full") == []
+    assert sizes_of(costs, 77) == [77]
+
+
+def test_the_size_with_the_fewest_seconds_a_token_by_what_each_covered_of_later_tokens_is_chosen() -> None:
+    vocabulary = DraftVocabulary(costs_of())
+    assert vocabulary.size == LARGE.vocab_size, "nothing is known"
+    vocabulary.foresee([zipf(100, 9)])
+    vocabulary.renew()
+    assert vocabulary.size == 4096, "the largest until it is known what others cover"
+    ranking = vocabulary._ranked_V
+    first = zipf(5000, 1)
+    counted(vocabulary, first)
+    assert ranking is not None
+    held = [sum(token in set(ranking[:size].tolist()) for token in first) / len(first) for size in (1024, 2048, 4096)]
+    assert vocabulary.covered == pytest.approx(held)
+    for step in range(8):
+        counted(vocabulary, zipf(5000, step))
+        costs = dict(zip(vocabulary.sizes, map(vocabulary.costs.of_token, vocabulary.sizes, vocabulary.covered), strict=True))
+        costs[LARGE.vocab_size] = vocabulary.costs.of_token(LARGE.vocab_size, 1.0)
+        assert costs[vocabulary.size] <= min(costs.values()) / (1 - RESIZE_ABOVE)
+
+
+def test_a_vocabulary_that_covers_too_little_becomes_whole() -> None:
+    costs = replace(costs_of(), forward=6 * costs_of().row * LARGE.vocab_size)
+    vocabulary = DraftVocabulary(costs)
+    for step in range(6):
+        uniform = torch.randint(LARGE.vocab_size, (3000,), generator=torch.Generator().manual_seed(step)).tolist()
+        counted(vocabulary, uniform)
+    assert vocabulary.token_ids is None
+    for step in range(12):
+        counted(vocabulary, [step % 3, *range(40)] * 20)
+    assert vocabulary.size == 1024, "what is sampled now is covered"
 
 
 def test_another_size_must_be_worth_new_kernels() -> None:
-    costs, counts_V = costs_of(), torch.bincount(torch.tensor(zipf(400_000, 1)), minlength=LARGE.vocab_size).float()
-    best = choose_size(counts_V, costs, "auto")
-    held = counts_V.sort(descending=True).values.cumsum(0) / counts_V.sum()
-    seconds = {size: costs.of_token(size, float(held[size - 1])) for size in (1024, 2048, 4096)}
-    for size in seconds:
-        stays = seconds[best] > 0.96 * seconds[size]
-        assert choose_size(counts_V, costs, "auto", size) == (size if stays else best)
+    vocabulary = DraftVocabulary(costs_of(), counts_V=torch.ones(LARGE.vocab_size))
+    assert vocabulary.size == 4096
+    costs = vocabulary.costs
+    equal = next(share for share in (0.001 * k for k in range(1000)) if costs.of_token(2048, share) < costs.of_token(4096, 0.9))
+    vocabulary.covered = [0.1, equal + 0.005, 0.9]
+    vocabulary.renew()
+    assert vocabulary.size == 4096
+    vocabulary.covered = [0.1, equal + 0.05, 0.9]
+    vocabulary.renew()
+    assert vocabulary.size == 2048
 
 
 def test_a_small_vocabulary_stays_whole_unless_a_number_is_given() -> None:
     vocabulary = DraftVocabulary(costs_of(CONFIG))
-    vocabulary.observe(make_rollouts())
-    assert not vocabulary.may_reduce
+    counted(vocabulary, [3, 4, 5])
     assert not vocabulary.renew()
     assert (vocabulary.size, vocabulary.coverage(make_rollouts())) == (VOCAB, 1.0)
 
@@ -127,57 +176,47 @@ def test_a_size_that_cannot_be_had_is_refused_in_one_line(wanted: int, shape: An
 
 def test_coverage_is_the_share_of_the_tokens_that_can_be_drafted() -> None:
     vocabulary = DraftVocabulary(costs_of(CONFIG), 3)
-    vocabulary.observe([response([5] * 4 + [7] * 3 + [9] * 2 + [2])])
-    assert vocabulary.renew()
-    assert vocabulary.token_ids is not None
-    assert vocabulary.token_ids.tolist() == [5, 7, 9]
+    counted(vocabulary, [5] * 4 + [7] * 3 + [9] * 2 + [2])
+    assert chosen_by(vocabulary) == [5, 7, 9]
     later = [response([5, 5, 8, 9]), response([1, 7])]
     assert vocabulary.coverage(later) == pytest.approx(4 / 6)
 
 
 def test_it_stays_while_the_same_is_sampled_and_follows_a_policy_that_moves() -> None:
-    vocabulary = DraftVocabulary(costs_of(), 1024)
-    for step in range(4):
-        vocabulary.observe([response(zipf(50_000, step))])
-        vocabulary.renew()
-    assert vocabulary.num_renewals <= 2
-    before = vocabulary.num_renewals
-    for step in range(8):
-        moved = [response(zipf(50_000, step, shift=5000))]
-        vocabulary.observe(moved)
-        vocabulary.renew()
-    assert vocabulary.num_renewals > before
-    at_once = DraftVocabulary(costs_of(), 1024)
-    at_once.observe(moved)
-    at_once.renew()
-    assert vocabulary.coverage(moved) > at_once.coverage(moved) - 0.1
+    vocabulary = DraftVocabulary(costs_of(), 40)
+    for _ in range(4):
+        counted(vocabulary, [token for token in range(60) for _ in range(60 - token)])
+    assert (chosen_by(vocabulary), vocabulary.num_renewals) == ([*range(40)], 1)
+    for _ in range(8):
+        counted(vocabulary, [100 + token for token in range(60) for _ in range(60 - token)])
+    assert chosen_by(vocabulary)[-1] > 130
 
 
 def test_what_was_counted_before_fades_however_much_it_was() -> None:
     recorded = torch.zeros(VOCAB)
     recorded[10:20] = 1e6
     vocabulary = DraftVocabulary(costs_of(CONFIG), 10, recorded)
-    assert vocabulary.token_ids is not None, "a folder's counts are there before the first response"
-    assert vocabulary.token_ids.tolist() == [*range(10, 20)]
+    assert chosen_by(vocabulary) == [*range(10, 20)], "a folder's counts are there before the first response"
     for _ in range(40):
-        vocabulary.observe([response([*range(10)] * 3)])
-        vocabulary.renew()
-    assert vocabulary.token_ids.tolist() == [*range(10)]
+        counted(vocabulary, [*range(10)] * 3)
+    assert chosen_by(vocabulary) == [*range(10)]
     assert float(vocabulary.counts_V.sum()) == pytest.approx(300, rel=0.05), "ten steps' worth of tokens"
 
 
 def test_ranks_that_were_told_the_same_choose_alike_and_so_does_one_that_was_resumed() -> None:
-    ranks = [DraftVocabulary(costs_of(), 1024) for _ in range(2)]
-    for step in range(3):
+    ranks = [DraftVocabulary(costs_of()) for _ in range(2)]
+    for step in range(6):
         for vocabulary in ranks:
-            vocabulary.observe([response(zipf(3000, step)), response(zipf(2000, 50 + step))])
-            vocabulary.renew()
-        if step == 1:
-            resumed = DraftVocabulary(costs_of(), 1024)
+            vocabulary.foresee([zipf(50, 70 + step)])
+            counted(vocabulary, zipf(3000, step))
+        if step % 2:
+            resumed = DraftVocabulary(costs_of())
             resumed.restore(json.loads(json.dumps(ranks[1].counters())))
             assert resumed.counters() == ranks[1].counters()
-            assert not resumed.renew()
             ranks[1] = resumed
+            for vocabulary in ranks:  # as the next step begins
+                vocabulary.foresee([zipf(50, step)])
+                vocabulary.renew()
     assert ranks[0].counters() == ranks[1].counters()
     assert ranks[0].num_renewals > 1
 
@@ -287,29 +326,45 @@ def watched(wanted: DraftVocab) -> tuple[Any, DraftVocabulary]:
     return side, vocabulary
 
 
-def test_a_step_is_recorded_with_the_vocabulary_it_drafted_with_and_ends_with_its_own() -> None:
+def test_a_step_is_recorded_with_the_vocabulary_it_drafted_with_which_its_responses_do_not_change() -> None:
     side, vocabulary = watched(10)
     first, second = make_rollouts(seed=1), make_rollouts(seed=2)
     check = side.check(first, 0, 1.0)
     assert (check.vocabulary, check.coverage) == (VOCAB, 1.0), "nothing was known in the first step"
-    chosen = vocabulary.token_ids.tolist()
+    side.foresee([(1, 2)])
+    chosen = chosen_by(vocabulary)
+    assert {1, 2} < set(chosen)
     assert side.learned.model.token_ids.tolist() == side.spot.trainer.token_ids.tolist() == chosen
     check = side.check(second, 0, 1.0)
+    assert chosen_by(vocabulary) == chosen
     tokens = [token for rollout in second for token in rollout.token_ids]
     assert check.vocabulary == 10
     assert check.coverage == pytest.approx(sum(token in chosen for token in tokens) / len(tokens))
 
 
+def test_ranks_that_propose_other_tokens_stop_the_run() -> None:
+    side, _ = watched(10)
+    side.foresee([(30, 31)])
+    ours = Measurement(side.watch.subject, make_rollouts(), 1.0, random.Random(1)).tally()
+    side.learned.model.choose(torch.arange(10))
+    theirs = Measurement(side.watch.subject, make_rollouts(), 1.0, random.Random(1)).tally()
+    with pytest.raises(RuntimeError, match="rank 1 proposes other tokens than rank 0"):
+        check_arrival([ours, theirs], 3, 1e-4)
+
+
 def test_a_run_leads_so_that_no_rank_chooses_by_its_own_responses() -> None:
     side, vocabulary = watched(10)
-    side.learned.finish(0, make_rollouts()[0])
     context = SimpleNamespace(tokens=[[*range(60)] * 20], requests=[SimpleNamespace(prompt_ids=(1, 2))])
-    side.learned.choice.look(context)
-    assert (vocabulary.num_renewals, float(vocabulary.counts_V.sum())) == (0, 0.0)
+    for is_led in (True, False):
+        side.learned.choice.is_led = is_led
+        side.learned.finish(0, make_rollouts()[0])
+        side.learned.choice.look(context)
+        assert (vocabulary.num_renewals, float(vocabulary.counts_V.sum()) > 0) == ((0, False) if is_led else (1, True))
 
 
 def test_a_resumed_run_drafts_with_what_it_had_and_with_another_size_if_that_is_wanted_now() -> None:
     side, vocabulary = watched(10)
+    side.foresee([(30, 31)])
     side.check(make_rollouts(seed=1), 0, 1.0)
     counters = json.loads(json.dumps(side.counters()))
     again, restored = watched(10)
@@ -319,6 +374,7 @@ def test_a_resumed_run_drafts_with_what_it_had_and_with_another_size_if_that_is_
     assert torch.equal(again.spot.trainer.token_ids, again.learned.model.token_ids)
     wider, _ = watched(15)
     wider.restore(counters, side.own_counters())
+    wider.foresee([(30, 31)])
     assert wider.learned.model.num_proposed == 15
     old, _ = watched(10)
     old.restore({key: value for key, value in counters.items() if key != "vocabulary"}, side.own_counters())
@@ -366,7 +422,7 @@ def frequent() -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["vllm-eagle3", "sglang-eagle3", "speculators"])
-@pytest.mark.parametrize(("wanted", "size"), [("auto", 1024), (300, 300), ("full", LARGE.vocab_size)])
+@pytest.mark.parametrize(("wanted", "size"), [("auto", 4096), (300, 300), ("full", LARGE.vocab_size)])
 def test_an_export_carries_the_rows_of_the_tokens_that_pay(tmp_path: Path, name: str, wanted: DraftVocab, size: int) -> None:
     drafter = with_vocabulary(stored("eagle3", frequent()), wanted, LARGE)
     head_VE = torch.randn(LARGE.vocab_size, LARGE.hidden_size, generator=torch.Generator().manual_seed(1))

@@ -150,7 +150,7 @@ def train(options: DrafterTrain) -> Record:
         from tlt.drafter.training.buffer import is_trainable
         from tlt.drafter.training.losses import PRESETS
         from tlt.drafter.training.offline import OfflineSettings, new_drafter, train_offline
-        from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted
+        from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, choose_by
         from tlt.models.hf_config import load_model_config
         from tlt.models.hf_weights import content_hash, load_tensors
         from tlt.models.packed import PackedTransformer
@@ -177,8 +177,7 @@ def train(options: DrafterTrain) -> Record:
     vocabulary = None
     if model.config.can_choose:
         vocabulary = DraftVocabulary(DraftCosts.of(config, model.config), options.draft_vocab)
-        vocabulary.observe(rollouts)
-        vocabulary.renew()
+        choose_by(rollouts, vocabulary)
     settings = OfflineSettings(
         options.epochs, options.learning_rate, options.tokens_per_micro_step, options.seed, options.temperature
     )

@@ -1,7 +1,8 @@
-"""The draft vocabulary: the tokens that a drafter proposes, chosen from what was sampled lately.
+"""The draft vocabulary: the tokens that a drafter proposes, chosen from what is sampled and from the prompts that are answered.
 
-    responses ─▶ counts, older ones fading ─▶ the N most frequent tokens ─▶ N rows of the target's current head
-                                                 N: the fewest seconds a token, by what is read and by what N tokens cover
+    responses ─▶ counts, older ones fading ─┐
+    prompts to be answered ─▶ counts ───────┴▶ the N most frequent tokens ─▶ N rows of the target's current head
+                                              N: the fewest seconds a token, by what is read and what N tokens covered
 
 A drafted token reads the head and one decoder layer, a forward all layers and the head: at a vocabulary of 150,000 and half a
 billion parameters, four drafted tokens read more than a forward does. A drafter that borrows the target's head is the same
@@ -38,15 +39,18 @@ SMALLEST, LARGEST_SHARE = 1024, 4
 ACCEPTANCE, DEPTH = 0.7, 4
 """The draft that sizes are compared for: a chain of four, each token accepted in 7 of 10 cases if the vocabulary holds it."""
 
+PROMPTS = 0.3
+"""Weight of the prompts' tokens, all together, beside that of all responses' (measured: docs/log.md)."""
+
 KEEP = 0.9
 """Weight that a step's tokens have left one step later. Ten steps' worth of tokens count, therefore."""
 _FORGOTTEN = 0.05
 """Weight below which a token counts as not seen."""
+_LATEST = 0.5
+"""Weight of the latest step in what sizes have covered so far."""
 
-RENEW_ABOVE = 0.005
-"""Part of the recent tokens that another choice of the same size must hold in addition."""
 RESIZE_ABOVE = 0.03
-"""Part of the seconds a token that another size must save."""
+"""Part of the seconds a token that another size must save: it takes new kernels."""
 
 
 @dataclass(frozen=True)
@@ -92,59 +96,41 @@ def count_tokens(token_ids: Iterable[int], vocab_size: int) -> Tensor:
     return torch.bincount(torch.tensor([*token_ids], dtype=torch.int64), minlength=vocab_size).float()
 
 
-def most_frequent(counts_V: Tensor, num: int) -> Tensor:
-    """Returns the `num` token ids that were counted most often, rising; among equals the lower id, which tokenizers mostly
-    gave to the more frequent token."""
-    return counts_V.sort(descending=True, stable=True).indices[:num].sort().values
+def ranked(counts_V: Tensor) -> Tensor:
+    """Returns all token ids, the most frequent first; among equals the lower id, which tokenizers mostly gave to the more
+    frequent token."""
+    return counts_V.sort(descending=True, stable=True).indices
 
 
-def choose_size(counts_V: Tensor, costs: DraftCosts, wanted: DraftVocab, current: int | None = None) -> int:
-    """Returns the size of the draft vocabulary; that of the whole one where `full` is wanted or the head is small.
-
-    current: the size now, which another one must beat by RESIZE_ABOVE; None: there is none yet.
-    """
+def sizes_of(costs: DraftCosts, wanted: DraftVocab) -> list[int]:
+    """Returns the sizes to choose from, less than the whole; none where `full` is wanted or the head is small."""
     if isinstance(wanted, int):
-        return wanted
+        return [wanted]
     if wanted == "full" or costs.head_share < HEAD_SHARE:
-        return costs.vocab_size
-    counted, total = counts_V.double().sort(descending=True).values, float(counts_V.sum())
-    unseen = float(counted[counted <= 1].sum()) / total  # Good and Turing: as likely as what was seen once
-    held = counted.cumsum(0) / total * (1 - unseen)
-    sizes, size = {costs.vocab_size: costs.of_token(costs.vocab_size, 1.0)}, SMALLEST
-    while size <= costs.vocab_size // LARGEST_SHARE:
-        sizes[size] = costs.of_token(size, float(held[size - 1]))
-        size *= 2
-    best = min(sizes, key=lambda size: sizes[size])
-    return current if current in sizes and sizes[best] > (1 - RESIZE_ABOVE) * sizes[current] else best
+        return []
+    sizes = [SMALLEST]
+    while 2 * sizes[-1] <= costs.vocab_size // LARGEST_SHARE:
+        sizes.append(2 * sizes[-1])
+    return sizes if sizes[0] <= costs.vocab_size // LARGEST_SHARE else []
 
 
 class DraftVocabulary:
     """Counts tokens, and chooses by the counts.
 
     wanted: what the user asks for.  counts_V: of what was sampled before, as a drafter's folder has them; None: nothing was.
+    sizes: those to choose from.  covered: what each held of later tokens, so far; the largest serves until that is known.
     token_ids: the choice, rising; None: the whole vocabulary.
     """
 
     def __init__(self, costs: DraftCosts, wanted: DraftVocab = "auto", counts_V: Tensor | None = None) -> None:
-        self.costs, self.wanted = costs, wanted
+        self.costs, self.sizes = costs, sizes_of(costs, wanted)
         self.counts_V = torch.zeros(costs.vocab_size) if counts_V is None else counts_V.float().clone()
+        self.prompts_V = torch.zeros(costs.vocab_size)
+        self.covered: list[float] = []
         self.token_ids: Tensor | None = None
         self.num_renewals = 0
+        self._ranked_V: Tensor | None = None
         self.renew()
-
-    @property
-    def may_reduce(self) -> bool:
-        """Whether it could ever choose less than the whole vocabulary."""
-        if self.wanted == "auto":
-            return self.costs.head_share >= HEAD_SHARE and self.costs.vocab_size >= SMALLEST * LARGEST_SHARE
-        return self.wanted != "full"
-
-    @property
-    def largest(self) -> int:
-        """The most tokens that it could choose, less than all; 0: it chooses all."""
-        if isinstance(self.wanted, int):
-            return self.wanted
-        return self.costs.vocab_size // LARGEST_SHARE if self.may_reduce else 0
 
     @property
     def size(self) -> int:
@@ -153,37 +139,48 @@ class DraftVocabulary:
     def count(self, token_ids: Iterable[int]) -> Tensor:
         return count_tokens(token_ids, self.costs.vocab_size)
 
-    def add(self, token_ids: Iterable[int]) -> None:
-        """Counts a response beside all others."""
-        self.counts_V += self.count(token_ids)
+    def foresee(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Notes the prompts that are answered next: what they name, their answers name too."""
+        self.prompts_V = self.count(token for prompt in prompts for token in prompt)
 
-    def observe(self, rollouts: Sequence[Rollout]) -> None:
-        """Counts a step's responses; what was counted before fades, to nine steps like this one at most."""
-        counts_V = self.count(token for rollout in rollouts for token in rollout.token_ids)
-        known, limit = float(self.counts_V.sum()), float(counts_V.sum()) * KEEP / (1 - KEEP)
-        self.counts_V *= min(KEEP, limit / known) if known else 1.0
-        self.counts_V[self.counts_V < _FORGOTTEN] = 0.0
+    def observe(self, counts_V: Tensor, keep: float = 1.0) -> None:
+        """Counts what was sampled since the last renewal. keep: weight left of what was counted before, which weighs no more
+        than all steps like this one would together."""
+        total, known = float(counts_V.sum()), float(self.counts_V.sum())
+        if total == 0:
+            return
+        if self._ranked_V is not None and self.sizes:
+            held = (counts_V[self._ranked_V].double().cumsum(0) / total)[torch.tensor(self.sizes) - 1].tolist()
+            pairs = zip(self.covered or held, held, strict=True)
+            self.covered = [before + _LATEST * (now - before) for before, now in pairs]
+        if keep < 1 and known:
+            self.counts_V *= min(keep, total * keep / (1 - keep) / known)
+            self.counts_V[self.counts_V < _FORGOTTEN] = 0.0
         self.counts_V += counts_V
 
-    def renew(self, running_V: Tensor | None = None) -> bool:
-        """Chooses again, and returns whether the choice is another one. running_V: counts of what is sampled right now."""
-        counts_V = self.counts_V if running_V is None else self.counts_V + running_V
-        total = float(counts_V.sum())
-        if total == 0:
+    def renew(self) -> bool:
+        """Chooses again, and returns whether the choice is another one."""
+        shares_V = _shares(self.counts_V) + PROMPTS * _shares(self.prompts_V)
+        before, chosen = self.token_ids, None
+        if self.sizes and float(shares_V.sum()):
+            self._ranked_V = ranked(shares_V)
+            if (size := self._best_size()) < self.costs.vocab_size:
+                chosen = self._ranked_V[:size].sort().values
+        if chosen is before or (chosen is not None and before is not None and torch.equal(chosen, before)):
             return False
-        size = choose_size(counts_V, self.costs, self.wanted, self.size)
-        if size == self.costs.vocab_size:
-            chosen, is_new = None, self.token_ids is not None
-        else:
-            chosen = most_frequent(counts_V, size)
-            is_new = self.token_ids is None or len(self.token_ids) != size
-            if self.token_ids is not None and not is_new:
-                gain = counts_V[chosen].sum() - counts_V[self.token_ids].sum()
-                is_new = float(gain) > RENEW_ABOVE * total
-        if is_new:
-            self.token_ids = chosen
-            self.num_renewals += 1
-        return is_new
+        self.token_ids, self.num_renewals = chosen, self.num_renewals + 1
+        return True
+
+    def _best_size(self) -> int:
+        """Returns the size with the fewest seconds a token, the whole vocabulary among them; the one now unless another saves
+        RESIZE_ABOVE."""
+        if len(self.sizes) == 1 or not self.covered:
+            return self.sizes[-1]
+        costs = {size: self.costs.of_token(size, held) for size, held in zip(self.sizes, self.covered, strict=True)}
+        costs[self.costs.vocab_size] = self.costs.of_token(self.costs.vocab_size, 1.0)
+        best = min(costs, key=lambda size: costs[size])
+        stays = self.size in costs and costs[best] > (1 - RESIZE_ABOVE) * costs[self.size]
+        return self.size if stays else best
 
     def coverage(self, rollouts: Sequence[Rollout]) -> float:
         """Returns the part of the responses' tokens that can be drafted."""
@@ -193,16 +190,31 @@ class DraftVocabulary:
         return float(counts_V[self.token_ids].sum() / counts_V.sum())
 
     def counters(self) -> dict[str, Any]:
-        """Returns counts and choice as JSON."""
+        """Returns counts and choice as JSON; the prompts are foreseen again."""
         chosen = None if self.token_ids is None else self.token_ids.tolist()
-        return {"counts": to_pairs(self.counts_V), "token_ids": chosen, "renewals": self.num_renewals}
+        known = {"counts": to_pairs(self.counts_V), "covered": self.covered, "sizes": self.sizes}
+        return {**known, "token_ids": chosen, "renewals": self.num_renewals}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned."""
+        """Takes up what `counters` returned; another size that is wanted now is had from the next renewal on."""
         self.counts_V = from_pairs(counters["counts"], self.costs.vocab_size)
+        self.covered = list(counters["covered"]) if counters["sizes"] == self.sizes else []
         chosen = counters["token_ids"]
         self.token_ids = None if chosen is None else torch.tensor(chosen)
         self.num_renewals = counters["renewals"]
+
+
+def choose_by(rollouts: Sequence[Rollout], vocabulary: DraftVocabulary) -> None:
+    """Chooses by responses that are all there: the first half says which tokens, the second how many."""
+    middle = len(rollouts) // 2
+    vocabulary.foresee(rollout.prompt_ids for rollout in rollouts)
+    for half in (rollouts[:middle], rollouts[middle:]):
+        vocabulary.observe(vocabulary.count(token for rollout in half for token in rollout.token_ids))
+        vocabulary.renew()
+
+
+def _shares(counts_V: Tensor) -> Tensor:
+    return counts_V / counts_V.sum().clamp_min(1e-9)
 
 
 def check_wanted(wanted: DraftVocab, shape: DrafterShape) -> None:

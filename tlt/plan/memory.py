@@ -122,7 +122,7 @@ def _standing(s: Subject) -> Iterator[Part]:
     num_rows = s.drafter.draft_vocab_size
     if s.drafter.can_choose:
         vocabulary = DraftVocabulary(DraftCosts.of(s.model, s.drafter), s.config.drafter.vocabulary)
-        num_rows = 0 if uses_vllm(s) else vocabulary.largest
+        num_rows = 0 if uses_vllm(s) else max(vocabulary.sizes, default=0)
     rows = num_rows * s.model.hidden_size
     if uses_vllm(s):
         yield Part("vLLM's drafter", s.drafter_parameters * size, (), f"{billions(s.drafter_parameters)} parameters")

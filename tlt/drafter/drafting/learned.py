@@ -157,6 +157,8 @@ class LearnedDrafter:
 
     def admit(self, slot: int, request: Request) -> None:
         self.pairs.admit(slot)
+        if self.choice is not None:
+            self.choice.admit()
 
     def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
         self.pairs.history.write(slots, starts, features_BTF)

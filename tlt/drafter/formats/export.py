@@ -104,6 +104,8 @@ def with_vocabulary(drafter: StoredDrafter, wanted: DraftVocab, target: ModelCon
         return drafter
     if drafter.counts_V is None and isinstance(wanted, int):
         raise UserError(f"--draft-vocab: {wanted} needs counts of tokens, which the drafter's folder lacks; give --responses")
+    if drafter.counts_V is None:
+        return drafter
     chosen = DraftVocabulary(DraftCosts.of(target, drafter.config), wanted, drafter.counts_V).token_ids
     if chosen is None:
         return drafter

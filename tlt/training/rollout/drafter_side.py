@@ -11,9 +11,8 @@ and no problems.
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -57,6 +56,9 @@ class DrafterSide:
     def version(self) -> int:
         """Counts the drafter's publications."""
         return 0
+
+    def foresee(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Prepares for the prompts that are answered next, the same on every rank."""
 
     def begin(self, rollout: str) -> None:
         """Prepares for a phase, given a name that no other phase of the run has."""
@@ -144,6 +146,11 @@ class WatchedDrafter(DrafterSide):
 
     # ── during a phase ───────────────────────────────────────────────────────────────────────────────────────────────
 
+    def foresee(self, prompts: Iterable[Sequence[int]]) -> None:
+        if self.choice is not None:
+            self.choice.begin(prompts)
+            self._train_what_is_proposed()
+
     def begin(self, rollout: str) -> None:
         self._trains = self.spot is not None and self.watch.trains
         self._begun = time.perf_counter()
@@ -173,19 +180,13 @@ class WatchedDrafter(DrafterSide):
             end = time.perf_counter() + self.share * (time.perf_counter() - self._begun)
             num_tokens += self.train(lambda: time.perf_counter() >= end).num_tokens
         with self.timeline.span(SpanName.CHECK_DRAFTER):
-            size, coverage = self._renew_vocabulary(rollouts)
             check = self.watch.end_step(rollouts, num_tokens, temperature)
-        return replace(check, vocabulary=size, coverage=coverage)
-
-    def _renew_vocabulary(self, rollouts: Sequence[Rollout]) -> tuple[int, float]:
-        """Chooses the draft vocabulary by the step's responses. Returns the size of the one that the step drafted with, and the
-        part of the responses' tokens that it held; 0 and NaN where nothing can be chosen."""
         if self.choice is None:
-            return 0, math.nan
-        size, coverage = self.choice.vocabulary.size, self.choice.vocabulary.coverage(rollouts)
-        self.choice.lead(rollouts)
-        self._train_what_is_proposed()
-        return size, coverage
+            return check
+        vocabulary = self.choice.vocabulary
+        check = replace(check, vocabulary=vocabulary.size, coverage=vocabulary.coverage(rollouts))
+        self.choice.end(rollouts)
+        return check
 
     def _train_what_is_proposed(self) -> None:
         if self.spot is not None:
