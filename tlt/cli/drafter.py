@@ -18,13 +18,13 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
 from tlt.cli.options import Drafter, File, Options
+from tlt.config.drafter import DraftVocabOption
 from tlt.config.mistakes import mistake
 from tlt.drafter.response_files import read_responses
 from tlt.files import Record, check_new_folder, check_output_file, with_folder, write_json
 from tlt.hub import resolve_model
 from tlt.kinds import (
     BatchSize,
-    DraftVocab,
     LearningRate,
     MaxTokens,
     NonNegativeInt,
@@ -61,7 +61,7 @@ class DrafterTrain(Options):
     """Drafter to start from, a folder or OWNER/NAME on the hub, instead of a random one."""
     preset: Annotated[Literal["eagle", "hass", "eagle3"] | None, arg(metavar="{eagle,hass,eagle3}")] = None
     """Form of the drafter and how it is trained (docs/drafter.md); by default that of --init, else hass."""
-    draft_vocab: Annotated[DraftVocab, arg(metavar="auto|full|N")] = "auto"
+    draft_vocab: Annotated[DraftVocabOption, arg(metavar="auto|full|N")] = "auto"
     """Tokens that the drafter learns to tell apart: the N most frequent ones of the responses, all (full), or as many as pay
     where the head is a tenth of a forward or more (auto). It can propose others later."""
     epochs: PositiveFloat = 1.0
@@ -96,7 +96,7 @@ class DrafterExport(Options):
     """Folder to write; must not exist yet."""
     format: Literal["vllm-eagle", "vllm-eagle3", "sglang-eagle3", "speculators"]
     """Form to write: vllm-eagle for eagle and hass drafters, the others for eagle3 drafters."""
-    draft_vocab: Annotated[DraftVocab, arg(metavar="auto|full|N")] = "auto"
+    draft_vocab: Annotated[DraftVocabOption, arg(metavar="auto|full|N")] = "auto"
     """Tokens that an eagle3 drafter may propose: the N most frequent ones, all (full), or as many as pay where the head is a
     tenth of a forward or more (auto)."""
     responses: File = None
@@ -127,7 +127,7 @@ class DrafterEval(Options):
     """Seed of the sampling: the same seed gives the same responses."""
     max_batch_size: BatchSize = 8
     """Sequences that are decoded at a time."""
-    draft_vocab: Annotated[DraftVocab, arg(metavar="auto|full|N")] = "auto"
+    draft_vocab: Annotated[DraftVocabOption, arg(metavar="auto|full|N")] = "auto"
     """Tokens that the drafter may propose: the N most frequent ones, all (full), or as many as pay where the head is a tenth of
     a forward or more (auto); chosen by what its folder records and what is sampled."""
     rounds: NonNegativeInt = 2

@@ -14,11 +14,11 @@ from pydantic import ConfigDict
 from tyro.conf import arg
 
 from tlt.cli.options import Drafter, Options, StopTexts
-from tlt.config.drafter import DrafterSection, check_served
+from tlt.config.drafter import DrafterSection, DraftVocabOption, check_served
 from tlt.config.sampling import SamplingSection
 from tlt.config.vllm import VllmSection
 from tlt.hub import Repository, resolve_model
-from tlt.kinds import BatchSize, DraftVocab, Gib, MaxTokens, Samples, Seed, Threads
+from tlt.kinds import BatchSize, Gib, MaxTokens, Samples, Seed, Threads
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class EngineOptions(VllmSection, Options):
     """What generates: TLT's own engine, or an installed vLLM with the same sampling law inside."""
     drafter: Drafter = None
     """Learned drafter: a folder as tlt drafter train writes it, or OWNER/NAME on the hub. Retrieval (ngram) needs none."""
-    draft_vocab: Annotated[DraftVocab, arg(metavar="auto|full|N")] = "auto"
+    draft_vocab: Annotated[DraftVocabOption, arg(metavar="auto|full|N")] = "auto"
     """Tokens that the learned drafter may propose: the N most frequent ones of what is sampled, all (full), or as many as pay
     where the head is a tenth of a forward or more (auto). TLT's own engine; changes the speed alone."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
