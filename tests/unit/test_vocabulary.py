@@ -271,10 +271,15 @@ def test_the_engines_copy_ranks_with_the_chosen_rows_of_the_current_head(method:
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
     target = PackedTransformer(LARGE, torch.float64)
     hidden = torch.randn(3, LARGE.hidden_size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for version, chosen in enumerate([torch.tensor([1, 5, 60]), torch.tensor([0, 5, 61]), torch.tensor([4, 9]), None]):
-        target.load(dict(Transformer(LARGE).double().initialize(version).named_parameters()), version)
+    choices = [torch.tensor([1, 5, 60]), torch.tensor([0, 5, 61]), torch.tensor([4, 9]), None]
+    for version, chosen in enumerate(choices * 2):
+        if version >= len(choices):  # another policy each time, and new weights, which leave the choice as it is
+            target.load(dict(Transformer(LARGE).double().initialize(version).named_parameters()), version)
+            packed.choose(chosen)
+            packed.load(model.state_dict(), version)
+        elif version == 0:
+            target.load(dict(Transformer(LARGE).double().initialize(9).named_parameters()), 9)
         packed.choose(chosen)
-        packed.load(model.state_dict(), version)  # new weights leave the choice as it is
         with torch.no_grad():
             whole = model.logits(hidden, target.head_VE)
         expected = whole if chosen is None else whole[:, chosen]
