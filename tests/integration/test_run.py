@@ -225,6 +225,6 @@ def test_a_draft_vocabulary_renewed_within_a_run_changes_no_token_and_survives_a
         resumed = train(workspace, "nine-resumed", *chosen, "--resume", "auto", "--run.num_steps", num_steps)
     assert [(record["drafter_vocabulary"], record["drafter_coverage"]) for record in records(resumed)] == covered
     manifests = [json.loads((run / "checkpoints/step-00000005/manifest.json").read_text()) for run in (whole, resumed)]
-    vocabularies = [manifest["counters"]["drafter"]["vocabulary"] for manifest in manifests]
+    vocabularies = [manifest["manifest"]["counters"]["drafter"]["vocabulary"] for manifest in manifests]
     assert vocabularies[0] == vocabularies[1]
     assert vocabularies[0]["renewals"] > 1, "in the middle of the run"
