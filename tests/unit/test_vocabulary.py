@@ -20,7 +20,7 @@ from tests.unit.drafter_parts import MODEL, POLICY, TARGET, make_batch, make_mod
 from tests.unit.phase_parts import make_side
 from tests.unit.watch_parts import Parts, make_rollouts
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
-from tlt.drafter.formats.export import Target, export_drafter, with_vocabulary
+from tlt.drafter.formats.export import Target, export_drafter, lacks_counts, with_vocabulary
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.growth import grow_drafter
 from tlt.drafter.measure import Measurement, engine_logits, read, trainer_logits
@@ -447,6 +447,13 @@ def test_an_export_carries_the_rows_of_the_tokens_that_pay(tmp_path: Path, name:
 
 def test_an_export_without_counts_stays_whole_and_a_size_it_cannot_have_is_refused() -> None:
     assert not with_vocabulary(stored("eagle3", None), "auto", LARGE).config.is_reduced
+    assert "give --responses" in str(lacks_counts(stored("eagle3", None), "auto", LARGE))
+    for drafter, wanted in (
+        (stored("eagle3", frequent()), "auto"),
+        (stored("eagle3", None), "full"),
+        (stored("eagle", None), "auto"),
+    ):
+        assert lacks_counts(drafter, wanted, LARGE) is None
     assert not with_vocabulary(stored("eagle", frequent()), "auto", LARGE).config.is_reduced
     with pytest.raises(UserError, match=r"--draft-vocab: 300 needs counts of tokens.*give --responses"):
         with_vocabulary(stored("eagle3", None), 300, LARGE)

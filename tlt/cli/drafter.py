@@ -219,7 +219,15 @@ def export(options: DrafterExport) -> Record:
     check_new_folder(options.to, "--to")
     folder, drafter_folder = resolve_model(options.target), resolve_model(options.drafter)
     with show_busy():
-        from tlt.drafter.formats.export import FORMATS, Target, check_format, export_drafter, mismatch, with_vocabulary
+        from tlt.drafter.formats.export import (
+            FORMATS,
+            Target,
+            check_format,
+            export_drafter,
+            lacks_counts,
+            mismatch,
+            with_vocabulary,
+        )
         from tlt.drafter.formats.folder import load_drafter
         from tlt.drafter.vocabulary import count_tokens
         from tlt.models.hf_config import config_to_hf, load_model_config
@@ -233,6 +241,8 @@ def export(options: DrafterExport) -> Record:
         counts_V = count_tokens((token for rollout in rollouts for token in rollout.token_ids), config.vocab_size)
         drafter = replace(drafter, counts_V=counts_V)
     check_format(drafter, options.format)
+    if (warning := lacks_counts(drafter, options.draft_vocab, config)) is not None and options.draft_vocab == "auto":
+        print(f"tlt drafter export: warning: {warning}", file=sys.stderr)
     drafter = with_vocabulary(drafter, options.draft_vocab, config)
     (architecture,) = config_to_hf(config, drafter.tensors["fc.weight"].dtype)["architectures"]
     head_VE = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])

@@ -20,7 +20,7 @@ from torch import Tensor
 from tlt import __version__
 from tlt.drafter.formats.folder import StoredDrafter, describe, write_files
 from tlt.drafter.model import DraftModel, Method, draft_token_ids
-from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted
+from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, sizes_of
 from tlt.files import replace_folder
 from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig
@@ -112,6 +112,14 @@ def with_vocabulary(drafter: StoredDrafter, wanted: DraftVocab, target: ModelCon
     model = DraftModel(replace(drafter.config, draft_vocab_size=len(chosen)))
     model.set_vocabulary(chosen)
     return replace(drafter, config=model.config, tensors={**drafter.tensors, "d2t": model.d2t, "t2d": model.t2d})
+
+
+def lacks_counts(drafter: StoredDrafter, wanted: DraftVocab, target: ModelConfig) -> str | None:
+    """Returns one line of warning where an eagle3 drafter keeps the whole vocabulary for want of counts; None: it does not."""
+    is_known = drafter.counts_V is not None or drafter.config.method == "eagle" or not drafter.config.can_choose
+    if is_known or not sizes_of(DraftCosts.of(target, drafter.config), wanted):
+        return None
+    return "the draft vocabulary stays whole, for the drafter's folder records no counts of tokens; give --responses"
 
 
 def mismatch(drafter: StoredDrafter, target: Target) -> str | None:
