@@ -88,6 +88,7 @@ class DrafterCheck:
         the slowest rank.
     training: "trained", "trained; max_passes reached", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
     set_aside: why retrieval drafts in its place; empty: it drafts.  has_switched: that is new since the last check.
+    vocabulary: tokens that it could propose in the step; 0: not known.  coverage: the part of the step's tokens among them.
     """
 
     version: int
@@ -98,6 +99,8 @@ class DrafterCheck:
     has_switched: bool
     before: float = math.nan
     publish_seconds: float = 0.0
+    vocabulary: int = 0
+    coverage: float = math.nan
 
 
 @dataclass(frozen=True)

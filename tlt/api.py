@@ -24,8 +24,9 @@ import torch
 from tlt.build.engine import EngineSettings, load_engine
 from tlt.build.model import Checkpoint, all_ranks, load_checkpoint, resolve_device
 from tlt.clock import Moment
+from tlt.config.drafter import DrafterSection, check_served
 from tlt.config.load import load_config
-from tlt.config.mistakes import find_nearest
+from tlt.config.mistakes import find_nearest, validate
 from tlt.config.schema import Config
 from tlt.distributed.failures import EXIT_OK, EXIT_USER_ERROR
 from tlt.distributed.launch import is_rank
@@ -108,6 +109,7 @@ class Engine:
         device: str | torch.device = "auto",
         max_batch_size: int = 64,
         engine: Literal["tlt", "vllm"] = "tlt",
+        **drafting: Any,
     ) -> Engine:
         """Loads a Hugging Face checkpoint folder, or a model of the hub, and where speculation is on, the drafter.
 
@@ -119,22 +121,28 @@ class Engine:
         max_batch_size: sequences decoded at a time.
         engine: what generates, TLT's own engine or an installed vLLM with the same sampling law inside, which also takes
             models that TLT does not train (docs/vllm.md).
+        drafting: keys of the section [drafter] of a run's configuration, such as vocabulary=4096, the number of tokens that the
+            drafter may propose.
         """
         checked("max_batch_size", max_batch_size, BatchSize)
         for name, value in (("path", path), ("drafter", drafter)):
             if not ((isinstance(value, str | Path) and str(value).strip()) or (value is None and name == "drafter")):
                 raise UserError(f"{name}: is {shorten(value)}; give a folder, or a name on the Hugging Face hub")
         checked("revision", revision, str | None)
+        section = validate(DrafterSection, drafting, "drafter")
         if engine not in ("tlt", "vllm"):
             raise UserError(f"engine: is {shorten(engine)}; give tlt or vllm")
         if drafter is not None and not Path(drafter).is_dir() and Repository.parse(drafter) is None:
             raise UserError(f"drafter: {drafter} does not exist; give a drafter's folder, or its name on the Hugging Face hub")
+        if engine == "vllm":
+            check_served(section.vocabulary, "vocabulary")
         settings = EngineSettings(
             str(speculation),
             dtype=resolve_dtype(str(dtype).removeprefix("torch.")),
             device=resolve_device(device),
             max_batch_size=max_batch_size,
             engine=engine,
+            drafting=section,
         )
         model = load_checkpoint(resolve_model(path, revision), engine)
         return cls(model, load_engine(model, settings, None if drafter is None else resolve_model(drafter)))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 
@@ -54,6 +54,8 @@ Epsilon = Annotated[float, Ge(1e-20), Le(1)]
 """What Adam adds to a divisor; below it, in float32, a gradient that is all but 0 divided by it would be infinite."""
 CouplingTemperature = Annotated[float, Ge(1e-6), Le(1e6)]
 """Of a draft's ranking: its inverse is a factor of logits in float32."""
+DraftVocab = Literal["auto", "full"] | int
+"""Tokens that a drafter proposes: a number of them, all, or as many as pay (drafter/vocabulary.py)."""
 
 # ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -206,3 +206,25 @@ def test_a_second_run_into_the_same_folder_is_refused_in_one_line(
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "--resume" in said
+
+
+def test_a_draft_vocabulary_renewed_within_a_run_changes_no_token_and_survives_a_resume(
+    workspace: Path, speculating_run: Path
+) -> None:
+    """Nine of 24 characters can be drafted, on two ranks, whose choices are compared at every step's end."""
+    chosen = ("--rollout.speculation", "4x1x4", "--evaluation.every", "1", "--drafter.vocabulary", "9")
+    whole = train(workspace, "nine", *chosen)
+    assert not difference(whole, speculating_run)
+    covered = [(record["drafter_vocabulary"], record["drafter_coverage"]) for record in records(whole)]
+    assert [size for size, _ in covered[1:]] == [9] * 4
+    assert all(0 < coverage <= 1 for _, coverage in covered)
+    assert len(json.loads((whole / "drafter" / "token_counts.json").read_text())["token_ids"]) > 9
+    assert "from the 9 most frequent tokens" in (workspace / "nine.txt").read_text()
+
+    for num_steps in ("3", "5"):
+        resumed = train(workspace, "nine-resumed", *chosen, "--resume", "auto", "--run.num_steps", num_steps)
+    assert [(record["drafter_vocabulary"], record["drafter_coverage"]) for record in records(resumed)] == covered
+    manifests = [json.loads((run / "checkpoints/step-00000005/manifest.json").read_text()) for run in (whole, resumed)]
+    vocabularies = [manifest["manifest"]["counters"]["drafter"]["vocabulary"] for manifest in manifests]
+    assert vocabularies[0] == vocabularies[1]
+    assert vocabularies[0]["renewals"] > 1, "in the middle of the run"

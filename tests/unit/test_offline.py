@@ -44,14 +44,14 @@ def make_sharp_target() -> PackedTransformer:
 
 
 def train(target: PackedTransformer, rollouts: list[Rollout], preset: str = "hass", **changes: float) -> OfflineSummary:
-    model = new_drafter(CONFIG, PRESETS[preset], None, rollouts, seed=0)
+    model = new_drafter(CONFIG, PRESETS[preset], seed=0)
     return train_offline(model, target, PRESETS[preset], rollouts, replace(SETTINGS, **changes), lambda share, loss: None)
 
 
 def test_acceptance_is_the_overlap_of_target_and_drafter_position_by_position() -> None:
     """Against forwards of the trainable models, one response at a time."""
     rollouts = make_rollouts(3, 20)
-    model: DraftModel = new_drafter(CONFIG, PRESETS["hass"], None, rollouts, seed=1).double()
+    model: DraftModel = new_drafter(CONFIG, PRESETS["hass"], seed=1).double()
     total = count = 0.0
     for rollout in rollouts:
         tokens = torch.tensor([*rollout.prompt_ids, *rollout.token_ids])
@@ -92,7 +92,7 @@ def test_responses_to_prompts_of_one_token_train_a_drafter_that_is_not_measured(
 
 def test_a_drafter_whose_outputs_are_not_finite_is_an_error() -> None:
     rollouts = make_rollouts(2, 12)
-    model = new_drafter(CONFIG, PRESETS["hass"], None, rollouts, seed=0)
+    model = new_drafter(CONFIG, PRESETS["hass"], seed=0)
     with torch.no_grad():
         model.fc.weight[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match="not finite"):

@@ -201,7 +201,7 @@ def test_outputs_that_are_not_finite_are_seen_between_measurements(monkeypatch: 
     parts = Parts(check_every=3, gate=1.0)
     assert not parts.step(0).set_aside
     for name in ("engine_logits", "trainer_logits"):
-        monkeypatch.setattr(f"tlt.drafter.measure.{name}", lambda drafter, target, sample: sample.target_RV * math.nan)
+        monkeypatch.setattr(f"tlt.drafter.measure.{name}", lambda drafter, target, sample, *_: sample.target_RV * math.nan)
     check = parts.step(1)
     assert check.set_aside == "its outputs are not finite"
     assert parts.watch.trains, "a drafter set aside is trained"

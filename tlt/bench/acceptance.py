@@ -23,9 +23,10 @@ from tlt.bench.measure import Ratio, in_turns
 from tlt.build.engine import EngineSettings, build_engine, build_learned
 from tlt.build.model import Model
 from tlt.config.drafter import DrafterSection
-from tlt.drafter.drafting.learned import LearnedProposal, OnVerdicts
+from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal, OnVerdicts
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.engine import RolloutEngine
+from tlt.kinds import DraftVocab
 from tlt.speculative.sampling import BatchParams
 from tlt.speculative.verify import Noise, Verify, verify
 from tlt.tuning.tuner import Fixed
@@ -60,6 +61,7 @@ class Acceptance:
     by_entropy: buckets of the target's entropy in nats, at the sampling temperature (at 1 where sampling is greedy).
     by_confidence: buckets of the probability that the drafter itself gave its guess.
     calibration_error: |confidence - accepted|, averaged over the buckets of `by_confidence`, weighted by their guesses.
+    draft_vocab: tokens that could be guessed in the end.
     """
 
     num_verifications: int
@@ -68,6 +70,7 @@ class Acceptance:
     by_entropy: tuple[Bucket, ...]
     by_confidence: tuple[Bucket, ...]
     calibration_error: float
+    draft_vocab: int
 
 
 @dataclass
@@ -93,9 +96,17 @@ class _Guesses:
                 self.accepted.append(index < verdict.num_accepted)
 
 
-def observe(model: Model, drafter: StoredDrafter, requests: Sequence[Request], depth: int, max_batch_size: int) -> Acceptance:
+def observe(
+    model: Model,
+    drafter: StoredDrafter,
+    requests: Sequence[Request],
+    depth: int,
+    max_batch_size: int,
+    draft_vocab: DraftVocab = "full",
+) -> Acceptance:
     """Generates the responses with chains of `depth` guesses, and returns what became of the guesses.
 
+    draft_vocab: tokens that may be guessed (drafter/vocabulary.py).
     Raises UserError where prompts and responses are so short that nothing was guessed.
     """
     guesses = _Guesses()
@@ -107,7 +118,7 @@ def observe(model: Model, drafter: StoredDrafter, requests: Sequence[Request], d
             guesses.entropy_BN = (-(logprobs_BNV.exp() * logprobs_BNV).sum(dim=-1)).tolist()
         return verdicts
 
-    engine = _chaining(model, drafter, depth, max_batch_size, watch, guesses.note)
+    engine, learned = _chaining(model, drafter, depth, max_batch_size, draft_vocab, watch, guesses.note)
     for _ in engine.generate(requests):
         pass
     stats = engine.stats
@@ -123,6 +134,7 @@ def observe(model: Model, drafter: StoredDrafter, requests: Sequence[Request], d
         by_position=tuple(stats.accept_by_depth),
         by_entropy=_buckets(guesses.entropy, guesses.accepted, ENTROPY_EDGES),
         by_confidence=by_confidence,
+        draft_vocab=learned.model.num_proposed,
         calibration_error=sum(abs(b.mean - b.accepted) * b.num_guesses for b in by_confidence) / len(guesses.accepted),
     )
 
@@ -140,7 +152,13 @@ def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[
 
 
 def speedup(
-    model: Model, drafter: StoredDrafter, requests: Sequence[Request], depth: int, max_batch_size: int, num_rounds: int
+    model: Model,
+    drafter: StoredDrafter,
+    requests: Sequence[Request],
+    depth: int,
+    max_batch_size: int,
+    num_rounds: int,
+    draft_vocab: DraftVocab = "full",
 ) -> tuple[Ratio, int]:
     """Generates the same responses in turns without speculation and with chains of `depth` guesses.
 
@@ -157,7 +175,10 @@ def speedup(
         return elapsed
 
     off = partial(build_engine, model.config, model.tensors, EngineSettings(max_batch_size=max_batch_size))
-    chain = partial(_chaining, model, drafter, depth, max_batch_size)
+
+    def chain() -> RolloutEngine:
+        return _chaining(model, drafter, depth, max_batch_size, draft_vocab)[0]
+
     measured = in_turns({"off": partial(seconds, off), "chain": partial(seconds, chain)}, num_rounds)
     num_different = sum(other[key] != tokens for other in texts for key, tokens in texts[0].items())
     return Ratio.between(measured["off"], measured["chain"]), num_different
@@ -168,13 +189,16 @@ def _chaining(
     drafter: StoredDrafter,
     depth: int,
     max_batch_size: int,
+    draft_vocab: DraftVocab,
     verify: Verify = verify,
     on_verdicts: OnVerdicts | None = None,
-) -> RolloutEngine:
-    """Returns an engine that drafts chains of full length: a threshold would cut some short, and nobody would see how they
-    end."""
-    settings = EngineSettings(max_batch_size=max_batch_size, drafting=DrafterSection(confidence_threshold=0.0))
+) -> tuple[RolloutEngine, LearnedDrafter]:
+    """Returns an engine that drafts chains of full length, and its drafter: a threshold would cut some short, and nobody would
+    see how they end."""
+    drafting = DrafterSection(confidence_threshold=0.0, vocabulary=draft_vocab)
+    settings = EngineSettings(max_batch_size=max_batch_size, drafting=drafting)
     tuner = Fixed(Strategy("learned", depth, 1, depth))
     engine = build_engine(model.config, model.tensors, settings, tuner=tuner, verify=verify)
-    engine.load_drafter(build_learned(engine, drafter, settings, on_verdicts))
-    return engine
+    learned = build_learned(engine, drafter, settings, on_verdicts)
+    engine.load_drafter(learned)
+    return engine, learned

@@ -26,6 +26,7 @@ from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings, OnVerd
 from tlt.drafter.drafting.references import References
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter
 from tlt.drafter.model import PackedDrafter
+from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.memory import automatic_bytes
@@ -222,6 +223,11 @@ def build_learned(
     """Returns the drafter at work beside the engine's target. It remembers what training matches only where it is trained."""
     drafting = settings.drafting
     packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
+    check_wanted(drafting.vocabulary, drafter.config)
+    vocabulary = None
+    if drafter.config.can_choose:
+        costs = DraftCosts.of(engine.model.config, drafter.config)
+        vocabulary = DraftVocabulary(costs, drafting.vocabulary, drafter.counts_V)
     learned = LearnedSettings(
         ranking=drafting.ranking,
         tau=drafting.coupling_temperature,
@@ -229,4 +235,4 @@ def build_learned(
         window=drafting.feature_window,
         keep_targets=drafting.train and drafting.features == "captured",
     )
-    return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned, on_verdicts)
+    return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned, on_verdicts, vocabulary)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,6 +18,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
 from tlt.cli.options import Drafter, File, Options
+from tlt.config.drafter import DraftVocabOption
 from tlt.config.mistakes import mistake
 from tlt.drafter.response_files import read_responses
 from tlt.files import Record, check_new_folder, check_output_file, with_folder, write_json
@@ -60,8 +61,9 @@ class DrafterTrain(Options):
     """Drafter to start from, a folder or OWNER/NAME on the hub, instead of a random one."""
     preset: Annotated[Literal["eagle", "hass", "eagle3"] | None, arg(metavar="{eagle,hass,eagle3}")] = None
     """Form of the drafter and how it is trained (docs/drafter.md); by default that of --init, else hass."""
-    draft_vocab: Annotated[Annotated[PositiveInt, Field(ge=2)] | None, arg(metavar="N")] = None
-    """Lets an eagle3 drafter propose only the N most frequent tokens of the responses."""
+    draft_vocab: Annotated[DraftVocabOption, arg(metavar="auto|full|N")] = "auto"
+    """Tokens that the drafter learns to tell apart: the N most frequent ones of the responses, all (full), or as many as pay
+    where the head is a tenth of a forward or more (auto). It can propose others later."""
     epochs: PositiveFloat = 1.0
     """Passes over the responses; fractions are allowed."""
     learning_rate: LearningRate = 1e-3
@@ -80,10 +82,6 @@ class DrafterTrain(Options):
         if (self.responses is None) == (self.prompts is None):
             given = "neither" if self.responses is None else "both"
             raise mistake(f"--responses, --prompts: {given} given; give one of them")
-        if self.draft_vocab is not None and self.init is not None:
-            raise mistake(f"--draft-vocab: {self.draft_vocab} given, but the drafter of --init brings its own; leave one out")
-        if self.draft_vocab is not None and self.preset != "eagle3":
-            raise mistake(f"--draft-vocab: {self.draft_vocab} needs --preset eagle3; other drafters use the target's head")
         return self
 
 
@@ -98,6 +96,11 @@ class DrafterExport(Options):
     """Folder to write; must not exist yet."""
     format: Literal["vllm-eagle", "vllm-eagle3", "sglang-eagle3", "speculators"]
     """Form to write: vllm-eagle for eagle and hass drafters, the others for eagle3 drafters."""
+    draft_vocab: Annotated[DraftVocabOption, arg(metavar="auto|full|N")] = "auto"
+    """Tokens that an eagle3 drafter may propose: the N most frequent ones, all (full), or as many as pay where the head is a
+    tenth of a forward or more (auto)."""
+    responses: File = None
+    """JSONL of responses to choose these tokens by; by default the counts that the drafter's folder records."""
 
 
 class DrafterEval(Options):
@@ -124,6 +127,9 @@ class DrafterEval(Options):
     """Seed of the sampling: the same seed gives the same responses."""
     max_batch_size: BatchSize = 8
     """Sequences that are decoded at a time."""
+    draft_vocab: Annotated[DraftVocabOption, arg(metavar="auto|full|N")] = "auto"
+    """Tokens that the drafter may propose: the N most frequent ones, all (full), or as many as pay where the head is a tenth of
+    a forward or more (auto); chosen by what its folder records and what is sampled."""
     rounds: NonNegativeInt = 2
     """Times that the responses are generated with and without the drafter, in turns, to time both; 0: not at all."""
     threads: Threads = 1
@@ -144,16 +150,20 @@ def train(options: DrafterTrain) -> Record:
         from tlt.drafter.training.buffer import is_trainable
         from tlt.drafter.training.losses import PRESETS
         from tlt.drafter.training.offline import OfflineSettings, new_drafter, train_offline
+        from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, choose_by
         from tlt.models.hf_config import load_model_config
         from tlt.models.hf_weights import content_hash, load_tensors
         from tlt.models.packed import PackedTransformer
 
     config = load_model_config(folder)
-    if options.draft_vocab is not None and options.draft_vocab >= config.vocab_size:
-        raise UserError(f"--draft-vocab: {options.draft_vocab} must be less than the vocabulary, {config.vocab_size}")
     tensors = load_tensors(folder, config)
     stored = None if options.init is None else load_drafter(resolve_model(options.init), config, tensors)
     preset = PRESETS[options.preset or "hass"] if stored is None else choose_preset(options.preset, stored)
+    if stored is None:
+        model = new_drafter(config, preset, options.seed)
+    else:
+        model = build_draft_model(stored, torch.device("cpu"))
+    check_wanted(options.draft_vocab, model.config)
     torch.set_num_threads(options.threads)
     if options.responses is not None:
         rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
@@ -164,10 +174,10 @@ def train(options: DrafterTrain) -> Record:
     if not any(map(is_trainable, rollouts)):
         source = "--prompts: they have" if options.responses is None else f"--responses: {options.responses} has"
         raise UserError(f"{source} no response of three tokens or more; give longer ones")
-    if stored is None:
-        model = new_drafter(config, preset, options.draft_vocab, rollouts, options.seed)
-    else:
-        model = build_draft_model(stored, torch.device("cpu"))
+    vocabulary = None
+    if model.config.can_choose:
+        vocabulary = DraftVocabulary(DraftCosts.of(config, model.config), options.draft_vocab)
+        choose_by(rollouts, vocabulary)
     settings = OfflineSettings(
         options.epochs, options.learning_rate, options.tokens_per_micro_step, options.seed, options.temperature
     )
@@ -178,14 +188,14 @@ def train(options: DrafterTrain) -> Record:
         progress = Progress(100 * share, 100, "% of the tokens", f"loss {loss:.4f}")
 
     with show_progress(lambda: progress):
-        summary = train_offline(model, target, preset, rollouts, settings, on_progress)
+        summary = train_offline(model, target, preset, rollouts, settings, on_progress, vocabulary)
     about = {
         "preset": preset.name,
         "target": content_hash(tensors),
         "num_tokens": summary.tokens,
         "init": str(options.init or "random"),
     }
-    save_drafter(options.out, model, torch.bfloat16, about)
+    save_drafter(options.out, model, torch.bfloat16, about, None if vocabulary is None else vocabulary.counts_V)
     return {"responses": len(rollouts), **asdict(summary), "out": str(options.out)}
 
 
@@ -209,21 +219,39 @@ def export(options: DrafterExport) -> Record:
     check_new_folder(options.to, "--to")
     folder, drafter_folder = resolve_model(options.target), resolve_model(options.drafter)
     with show_busy():
-        from tlt.drafter.formats.export import FORMATS, Target, export_drafter, mismatch
+        from tlt.drafter.formats.export import (
+            FORMATS,
+            Target,
+            check_format,
+            export_drafter,
+            lacks_counts,
+            mismatch,
+            with_vocabulary,
+        )
         from tlt.drafter.formats.folder import load_drafter
+        from tlt.drafter.vocabulary import count_tokens
         from tlt.models.hf_config import config_to_hf, load_model_config
         from tlt.models.hf_weights import content_hash, load_tensors
 
     config = load_model_config(folder)
     tensors = load_tensors(folder, config)
     drafter = load_drafter(drafter_folder, config, tensors)
+    if options.responses is not None:
+        rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
+        counts_V = count_tokens((token for rollout in rollouts for token in rollout.token_ids), config.vocab_size)
+        drafter = replace(drafter, counts_V=counts_V)
+    check_format(drafter, options.format)
+    if (warning := lacks_counts(drafter, options.draft_vocab, config)) is not None and options.draft_vocab == "auto":
+        print(f"tlt drafter export: warning: {warning}", file=sys.stderr)
+    drafter = with_vocabulary(drafter, options.draft_vocab, config)
     (architecture,) = config_to_hf(config, drafter.tensors["fc.weight"].dtype)["architectures"]
     head_VE = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
     target = Target(str(options.target), architecture, head_VE, content_hash(tensors))
     if (warning := mismatch(drafter, target)) is not None:
         print(f"tlt drafter export: warning: {warning}", file=sys.stderr)
     export_drafter(drafter, options.format, target, options.to)
-    return {"format": options.format, "engine": FORMATS[options.format].engine, "out": str(options.to)}
+    engine, size = FORMATS[options.format].engine, drafter.config.draft_vocab_size
+    return {"format": options.format, "engine": engine, "draft_vocab": size, "out": str(options.to)}
 
 
 def evaluate(options: DrafterEval) -> Record:
@@ -248,7 +276,7 @@ def evaluate(options: DrafterEval) -> Record:
     requests = make_requests(prompts, params, options.samples)
     torch.set_num_threads(options.threads)
     with show_busy(f"answering {len(requests)} prompts"):
-        acceptance = observe(model, drafter, requests, options.depth, options.max_batch_size)
+        acceptance = observe(model, drafter, requests, options.depth, options.max_batch_size, options.draft_vocab)
     summary: Record = {
         "form": drafter.config.method,
         "depth": options.depth,
@@ -258,7 +286,8 @@ def evaluate(options: DrafterEval) -> Record:
     }
     if options.rounds:
         with show_busy(f"timing {options.rounds} rounds with and without the drafter"):
-            ratio, num_different = speedup(model, drafter, requests, options.depth, options.max_batch_size, options.rounds)
+            measured = (options.depth, options.max_batch_size, options.rounds, options.draft_vocab)
+            ratio, num_different = speedup(model, drafter, requests, *measured)
         summary["speedup"] = asdict(ratio) | {"batch_size": options.max_batch_size, "num_different": num_different}
     if options.out is not None:
         write_json(with_folder(options.out), summary)

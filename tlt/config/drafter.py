@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
+from tlt.config.mistakes import mistake
 from tlt.config.section import AnyPath, Section
 from tlt.kinds import (
     CouplingTemperature,
+    DraftVocab,
     LearningRate,
     Mib,
     NonNegativeFloat,
@@ -18,6 +20,28 @@ from tlt.kinds import (
     PositiveShare,
     ProperShare,
 )
+from tlt.types import UserError
+
+
+def _is_vocabulary(value: Any) -> Any:
+    if value in ("auto", "full") or (type(value) is int and 2 <= value < 2**31):
+        return value
+    raise mistake("it must be auto, full, or a number of 2 or more")
+
+
+def _read_vocabulary(value: Any) -> Any:
+    return _is_vocabulary(int(value) if isinstance(value, str) and value.isdecimal() else value)
+
+
+DraftVocabKey = Annotated[DraftVocab, BeforeValidator(_is_vocabulary)]
+DraftVocabOption = Annotated[DraftVocab, BeforeValidator(_read_vocabulary)]
+"""As text, too."""
+
+
+def check_served(vocabulary: DraftVocab, place: str) -> None:
+    """Raises UserError for a number of tokens where vLLM generates, which serves a drafter with the vocabulary it came with."""
+    if isinstance(vocabulary, int):
+        raise UserError(f"{place}: {vocabulary} is for TLT's own engine; leave it out, or give engine tlt")
 
 
 class DrafterSection(Section):
@@ -25,6 +49,9 @@ class DrafterSection(Section):
 
     path: AnyPath | None = None
     """A drafter folder, as tlt drafter train writes it; None: drafts come from retrieval alone."""
+    vocabulary: DraftVocabKey = "auto"
+    """Tokens that the drafter may propose: a number N, the N most frequent ones of the run's own responses; full, all; or auto,
+    which reduces them to as many as pay where the head is a tenth of a forward or more. Changes the speed alone."""
     train: bool = False
     """Whether idle ranks train the drafter, as long as it brings more than it costs ranks at work beside them."""
     preset: Literal["eagle", "hass", "eagle3"] | None = None

@@ -189,7 +189,7 @@ def _parse_value(keys: Keys, text: str) -> Any:
         return None
     if "path" in accepted:
         return _resolve(text, Path()) if keys in _PATH_KEYS else _absolute(text)
-    if "string" in accepted:
+    if "string" in accepted and "integer" not in accepted:
         return text
     try:
         return tomllib.loads(f"value = {text}")["value"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tlt.drafter.formats.folder import StoredDrafter
@@ -47,7 +48,8 @@ def grow_drafter(small: StoredDrafter, target: ModelConfig, dtype: torch.dtype, 
     if shape.is_reduced:
         unused = torch.zeros(target.vocab_size - shape.layer.vocab_size, dtype=torch.bool)
         tensors |= {"d2t": small.tensors["d2t"], "t2d": torch.cat([small.tensors["t2d"], unused])}
-    return StoredDrafter(grown, tensors, {})
+    counts_V = None if small.counts_V is None else F.pad(small.counts_V, (0, target.vocab_size - shape.layer.vocab_size))
+    return StoredDrafter(grown, tensors, {}, counts_V)
 
 
 def _grow_fc(values: Tensor, widening: Widening, noise: Noise) -> Tensor:

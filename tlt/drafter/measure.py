@@ -73,6 +73,7 @@ class Tally:
     checksum: sum of the trained copy's weights.
     accepted_before: tokens for the drafter in service before this step's training; NaN where that was not measured.
     publish_seconds: that publishing its training took, and making sure that it has arrived.
+    proposed: sum of the ids of the tokens that it may propose; 0: all of them.
     """
 
     num_positions: int = 0
@@ -82,6 +83,7 @@ class Tally:
     checksum: float = 0.0
     accepted_before: float = math.nan
     publish_seconds: float = 0.0
+    proposed: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,14 +139,17 @@ class Measurement:
         """Returns the tally of the drafter as it is now."""
         subject, sample = self.subject, self.sample
         checksum = float(sum(parameter.double().sum() for parameter in subject.model.parameters()))
+        chosen_V = subject.packed.token_ids
+        proposed = 0 if chosen_V is None else int(chosen_V.sum())
         if sample is None:
-            return Tally(checksum=checksum)
+            return Tally(checksum=checksum, proposed=proposed)
         ours_RV = engine_logits(subject.packed, subject.target, sample)
-        distance = _distance(ours_RV, trainer_logits(subject.model, subject.target, sample))
+        distance = _distance(ours_RV, trainer_logits(subject.model, subject.target, sample, chosen_V))
         if not self.is_due and bool(ours_RV.isfinite().all()):
-            return Tally(distance=distance, checksum=checksum)
+            return Tally(distance=distance, checksum=checksum, proposed=proposed)
         accepted, retrieved = self._accepted(sample, ours_RV), _num_retrieved(self.rollouts, self.counts, subject.retrieve)
-        return Tally(len(sample.target_RV), accepted, retrieved, distance, checksum, self._accepted_before)
+        measured = len(sample.target_RV), accepted, retrieved, distance, checksum, self._accepted_before
+        return Tally(*measured, proposed=proposed)
 
     def _accepted(self, sample: Sample, logits_RV: Tensor) -> float:
         return overlap(sample, logits_RV, self.subject.packed.token_ids, self.temperature)
@@ -234,12 +239,14 @@ def engine_logits(drafter: PackedDrafter, target: PackedTransformer, sample: Sam
     return drafter.logits(hidden_ME[sample.is_response_M], target).double()
 
 
-def trainer_logits(model: DraftModel, target: PackedTransformer, sample: Sample) -> Tensor:
-    """Returns the logits [R, draft vocabulary] of the copy that is trained, computed in its own dtype, float64."""
+def trainer_logits(model: DraftModel, target: PackedTransformer, sample: Sample, token_ids: Tensor | None = None) -> Tensor:
+    """Returns the logits [R, draft vocabulary] of the copy that is trained, computed in its own dtype, float64. token_ids: what
+    the engine's copy proposes; None: all, or the drafter's own vocabulary."""
     pairs, dtype = align(sample.lengths, target.device), next(model.parameters()).dtype
     embeddings_ME = target.embed(sample.token_ids_N[pairs.token_index_M]).to(dtype)
     hidden_ME = model.fuse(sample.captured_NF[pairs.feature_index_M].to(dtype))
     attend = PackedCausal(model.config.layer, pairs.lengths)
     hidden_ME = model(embeddings_ME, hidden_ME, pairs.positions_M, attend)
-    head_VE = model.lm_head.weight if model.config.owns_head else model.restrict(target.head_VE.to(dtype))
+    rows_VE = model.restrict(target.head_VE) if token_ids is None else target.head_VE[token_ids]
+    head_VE = model.lm_head.weight if model.config.owns_head else rows_VE.to(dtype)
     return model.logits(hidden_ME[sample.is_response_M], head_VE).double()

@@ -115,6 +115,11 @@ class DrafterShape:
         return self.draft_vocab_size < self.layer.vocab_size
 
     @property
+    def can_choose(self) -> bool:
+        """Whether the tokens to propose can be chosen: a head or a vocabulary of its own leaves no choice."""
+        return not (self.owns_head or self.is_reduced)
+
+    @property
     def layer_name(self) -> str:
         """Prefix of the names of the layer's tensors."""
         return "layers.0" if self.method == "eagle" else "midlayer"
@@ -263,7 +268,7 @@ class PackedDrafter:
         self.gain_E = torch.ones(size, dtype=dtype, device=self.device)
         has_rows = config.owns_head or config.is_reduced
         self.head = PackedLinear(size, config.draft_vocab_size, dtype, self.device) if has_rows else None
-        self.token_ids: Tensor | None = None
+        self.token_ids: Tensor | None = None  # that it can propose; None: all of the target's
         self.rope = Rope(config.layer, dtype, self.device)
         self.version = -1
         self._head_version = -1
@@ -291,6 +296,22 @@ class PackedDrafter:
             assert self.head is not None
             self.head.load(tensors["lm_head.weight"].detach())
         self.version, self._head_version = version, -1
+
+    @property
+    def num_proposed(self) -> int:
+        """Tokens that it can propose."""
+        return self.config.draft_vocab_size if self.token_ids is None else len(self.token_ids)
+
+    def choose(self, token_ids: Tensor | None) -> None:
+        """Sets the tokens that it proposes from now on, rising; None: all. No weight changes: it ranks with these rows of the
+        target's head."""
+        assert self.config.can_choose, "its folder has fixed them"
+        if token_ids is None:
+            self.head = None
+        elif self.head is None or self.head.shape[0] != len(token_ids):
+            self.head = PackedLinear(self.config.layer.hidden_size, len(token_ids), self.dtype, self.device)
+        self.token_ids = None if token_ids is None else token_ids.to(self.device)
+        self._head_version = -1
 
     def fuse(self, features_NF: Tensor) -> Tensor:
         """Like `DraftModel.fuse`; so are the two methods below."""

@@ -310,6 +310,10 @@ def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> N
                 f"drafter version {version}: rank {rank} holds other weights than rank 0 "
                 f"(their sums are {tally.checksum!r} and {tallies[0].checksum!r}); the average did not arrive"
             )
+        if tally.proposed != tallies[0].proposed:
+            raise RuntimeError(
+                f"drafter version {version}: rank {rank} proposes other tokens than rank 0; their choices differ"
+            )
         if not tally.distance <= tolerance:
             raise RuntimeError(
                 f"drafter version {version} did not arrive in rank {rank}'s engine: its outputs are {tally.distance:.1e} away "

@@ -23,6 +23,7 @@ from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.drafter.drafting.pair_cache import PairCache
 from tlt.drafter.model import DrafterShape, PackedDrafter, training_capture
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS
+from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary
 from tlt.engine.memory import CPU_SHARE, GPU_SHARE
 from tlt.models.decoder import ModelConfig
 from tlt.models.kv_cache import GROUP_BYTES, PREFILL_TOKENS, Cache
@@ -119,7 +120,11 @@ def _standing(s: Subject) -> Iterator[Part]:
     yield Part("rotary positions", s.rope * (size + s.computed), (), f"tables of {s.model.max_positions} positions, twice")
     if s.drafter is None:
         return
-    rows = s.drafter.draft_vocab_size * s.model.hidden_size if s.drafter.owns_head or s.drafter.is_reduced else 0
+    num_rows = s.drafter.draft_vocab_size
+    if s.drafter.can_choose:
+        vocabulary = DraftVocabulary(DraftCosts.of(s.model, s.drafter), s.config.drafter.vocabulary)
+        num_rows = 0 if uses_vllm(s) else max(vocabulary.sizes, default=0)
+    rows = num_rows * s.model.hidden_size
     if uses_vllm(s):
         yield Part("vLLM's drafter", s.drafter_parameters * size, (), f"{billions(s.drafter_parameters)} parameters")
     packed = (s.drafter_parameters + rows + s.copied_numbers(s.layer_matrices)) * size + s.rope * size

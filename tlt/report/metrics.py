@@ -90,6 +90,8 @@ class StepRecord:
     drafter_training: "trained", "trained; max_passes reached" (idle time was left), "no idle time", "off", or "skipped: …",
         "undone: …" with the reason.
     drafter_set_aside: why retrieval drafts in the next step instead of the drafter; empty: it does not.
+    drafter_vocabulary: tokens that the drafter could propose in this step; 0: there is no drafter, or its head is its own.
+    drafter_coverage: the part of the step's response tokens among them; the others could be sampled, but not drafted.
     finished_at: Unix time.
     """
 
@@ -146,6 +148,8 @@ class StepRecord:
     retrieval_acceptance: Number = NAN
     drafter_training: str = "off"
     drafter_set_aside: str = ""
+    drafter_vocabulary: int = 0
+    drafter_coverage: Number = NAN
     draft_acceptance_rate: Number = NAN
     draft_mean_acceptance_length: Number = NAN
     draft_acceptance_rate_pos: tuple[Number, ...] = ()

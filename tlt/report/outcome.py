@@ -33,6 +33,7 @@ class Outcome:
     gain: None: there are no two evaluations to compare.  left_out: why the first or the last evaluation is not in it.
     num_steps: updates done.  seconds: since the user's command began.
     recorded_seconds: of all steps and evaluations together; None: this command has done all of them.
+    drafted: tokens that the drafter could propose in the last step, and the part of its tokens among them; None: all could be.
     """
 
     gain: Gain | None
@@ -40,6 +41,7 @@ class Outcome:
     num_steps: int
     seconds: float
     recorded_seconds: float | None = None
+    drafted: tuple[int, float] | None = None
 
 
 def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
@@ -53,6 +55,9 @@ def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tup
         recorded = f"{duration(outcome.recorded_seconds)} for {outcome.num_steps} steps and the evaluations"
         time = f"{recorded}; {duration(outcome.seconds)} since this command began"
     yield "time", Text(time)
+    if outcome.drafted is not None:
+        size, coverage = outcome.drafted
+        yield "drafts", Text(f"from the {size:,} most frequent tokens, {coverage:.1%} of the last step's")
     for name, path in products.items():
         yield name, Text(near(path), style="cyan")
 

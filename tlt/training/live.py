@@ -158,6 +158,7 @@ class LiveRollouts:
         self.engine.load_policy(module_tensors(self.model, self._expected), step)
         label = f"{purpose} {step}, call {self._num_calls}"
         trained = self.drafter if purpose == "rollout" else DrafterSide()
+        self.drafter.foresee(problem.prompt_ids for problem in problems)
         try:
             idle = IdleWork(plan=self._idle.plan(self._num_calls))
             self.latest = self._phase.answer(problems, list(groups.values()), label, trained, idle)

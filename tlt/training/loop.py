@@ -130,6 +130,7 @@ def sample(run: Run) -> PhaseResult:
         sampling = DynamicSampling(num, num_samples, run.config.algorithm.max_resamples, spare)
     plan, steps_left = run.idle.plan(run.step), run.config.run.num_steps - run.step - 1
     idle = IdleWork(ahead_of(run, IdleUse.AHEAD in plan.order), plan)
+    run.drafter.foresee(problem.prompt_ids for problem in problems)
     with run.replay.lend("rollout", run.step, run.step):
         phase = run.phase.run(problems, num_samples, run.params, "rollout", run.step, run.drafter, sampling, idle)
     run.keep_responses("rollout", phase)
@@ -181,8 +182,17 @@ def write_products(run: Run) -> None:
     names += [RESPONSES] if run.responses is not None else []
     products = {name: folder / name for name in names if (folder / name).exists()}
     recorded = recorded_seconds(run) if run.first_step else None
-    outcome = Outcome(run.evaluations.progress(), run.evaluations.left_out(), run.step, run.seconds, recorded)
+    told = run.evaluations.progress(), run.evaluations.left_out(), run.step, run.seconds
+    outcome = Outcome(*told, recorded, drafted_from(run))
     run.console.summary([*summary_rows(outcome, products)], next_commands(run.config, products))
+
+
+def drafted_from(run: Run) -> tuple[int, float] | None:
+    """Returns the size of the last step's draft vocabulary and what it covered; None where that was the whole one, or nothing
+    was drafted."""
+    records = read_metrics(run.out_dir / "metrics.jsonl")
+    size = records[-1].drafter_vocabulary if records else 0
+    return (size, records[-1].drafter_coverage) if 0 < size < run.policy.config.vocab_size else None
 
 
 def recorded_seconds(run: Run) -> float:

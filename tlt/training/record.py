@@ -123,6 +123,8 @@ def step_record(
         retrieval_acceptance=check.retrieval if check is not None else NAN,
         drafter_training=check.training if check is not None else "off",
         drafter_set_aside=check.set_aside if check is not None else "",
+        drafter_vocabulary=check.vocabulary if check is not None else 0,
+        drafter_coverage=check.coverage if check is not None else NAN,
         reward_errors=rewards.num_errors,
         first_reward_error=rewards.first_error,
         algorithm=algorithm,

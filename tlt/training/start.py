@@ -18,6 +18,7 @@ from tlt.build.drafter import preset_changes
 from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder
 from tlt.build.policy import reward_spec
 from tlt.clock import Moment
+from tlt.config.drafter import check_served
 from tlt.config.schema import Config
 from tlt.distributed.failures import EXIT_USER_ERROR, Restarts
 from tlt.distributed.launch import is_rank, launch, run_here
@@ -27,6 +28,7 @@ from tlt.distributed.store import ABSENT, read_now
 from tlt.distributed.world import Rendezvous, meet_ranks
 from tlt.drafter.formats.folder import choose_preset, load_drafter
 from tlt.drafter.model import DrafterShape
+from tlt.drafter.vocabulary import check_wanted
 from tlt.engine.memory import machine_bytes
 from tlt.hub import Repository, pin_dataset, pin_model
 from tlt.models.decoder import ModelConfig
@@ -193,6 +195,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     policy will be, which takes several times the memory of an engine."""
     layout = layout_of(config)
     if config.rollout.engine == "vllm":
+        check_served(config.drafter.vocabulary, "drafter.vocabulary")
         has_learned, dtype = config.drafter.path is not None, resolve_dtype(config.run.dtype)
         is_in_group = layout.is_sharded or all_ranks(config) > 1
         place = device_of(config).name, config.vllm, local_ranks(config), is_in_group
@@ -203,6 +206,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     if (drafter := drafter_folder(config)) is not None:
         stored = load_drafter(drafter, model)
         choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
+        check_wanted(config.drafter.vocabulary, stored.config)
     problems = load_problems(config, "train")
     held_out = load_problems(config, "test") if config.evaluation.num_problems else []
     check_room([*problems, *held_out], config.sampling.max_tokens, model.max_positions, "sampling.max_tokens")

@@ -76,14 +76,10 @@ def test_a_drafter_is_trained_on_responses_or_on_answers_to_prompts(
     assert message.endswith("given; give one of them")
 
 
-def test_a_drafter_to_start_from_brings_its_vocabulary_and_its_preset(
-    model: Path, here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_drafter_to_start_from_brings_its_preset(model: Path, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_lines("responses.jsonl", {"prompt_ids": [2, 3], "token_ids": [4, 5, 6, 7, 1]})
     common = ["--responses", "responses.jsonl", "--tokens-per-micro-step", "16"]
     succeed(capsys, "drafter", "train", str(model), *common, "--out", "first", "--preset", "eagle")
-    message = fail(capsys, "drafter", "train", str(model), *common, "--out", "x", "--init", "first", "--draft-vocab", "20")
-    assert "--draft-vocab: 20 given, but the drafter of --init brings its own" in message
     for index, (given, expected) in enumerate([([], "eagle"), (["--preset", "hass"], "hass")]):
         succeed(capsys, "drafter", "train", str(model), *common, "--out", str(index), "--init", "first", *given)
         assert json.loads((here / str(index) / "config.json").read_text())["tlt"]["preset"] == expected

@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD, Calibration, TauSearch
+from tlt.drafter.drafting.choice import VocabularyChoice
 from tlt.drafter.drafting.pair_cache import CaughtUp, PairCache
+from tlt.drafter.drafting.pool import best_nodes, select
 from tlt.drafter.model import PackedDrafter, training_capture
+from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, DraftNoise, Proposal
 from tlt.speculative.tree import chain, chain_mask, tree_mask
@@ -98,7 +101,10 @@ class _Front:
 
 
 class LearnedDrafter:
-    """Drafts with a one-layer model that shares the target's embedding and head. on_verdicts: watches it; None: nobody does."""
+    """Drafts with a one-layer model that shares the target's embedding and head.
+
+    on_verdicts: watches it; None: nobody does.  vocabulary: the tokens to propose; None: all, or those that its folder fixes.
+    """
 
     kinds = ("learned",)
 
@@ -109,8 +115,10 @@ class LearnedDrafter:
         max_slots: int,
         settings: LearnedSettings = LearnedSettings(),
         on_verdicts: OnVerdicts | None = None,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
         self.model, self.target, self.settings, self.on_verdicts = model, target, settings, on_verdicts
+        self.choice = None if vocabulary is None else VocabularyChoice(model, vocabulary)
         self.is_coupled = settings.ranking == "coupled"
         self.tau_search = TauSearch(settings.tau)
         self.calibration = Calibration(model.device) if settings.calibrate else None
@@ -150,6 +158,8 @@ class LearnedDrafter:
 
     def admit(self, slot: int, request: Request) -> None:
         self.pairs.admit(slot)
+        if self.choice is not None:
+            self.choice.admit()
 
     def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
         self.pairs.history.write(slots, starts, features_BTF)
@@ -163,7 +173,9 @@ class LearnedDrafter:
         return history.read([slot], [0], num_positions)[0] if history.first_known(num_positions) == 0 else None
 
     def finish(self, slot: int, rollout: Rollout) -> None:
-        """Nothing to do: the slot's next sequence starts anew."""
+        """The slot's next sequence starts anew; only the draft vocabulary learns from this one."""
+        if self.choice is not None:
+            self.choice.finish(rollout)
 
     def withdraw(self, slot: int) -> None:
         """Nothing to do: the slot's next sequence starts anew."""
@@ -204,6 +216,8 @@ class LearnedDrafter:
         unwanted: Sequence[int] = (),
     ) -> LearnedProposal:
         """unwanted: rows that will draft otherwise; what they hold here is of no use, and nothing is learned from it."""
+        if self.choice is not None:
+            self.choice.look(context)
         room = strategy.depth if strategy.width == 1 else strategy.depth * strategy.width
         read = self.pairs.catch_up(context, room)
         roots_B1 = upload([[tokens[-1]] for tokens in context.tokens], self.model.device)
@@ -285,7 +299,7 @@ class LearnedDrafter:
         confidence is the product, from the root on, of how likely each candidate is to be accepted."""
         strategy, read, device = front.strategy, front.read, self.model.device
         B = len(read.num_pairs)
-        width = min(strategy.width, self.model.config.draft_vocab_size)
+        width = min(strategy.width, self.model.num_proposed)
         rows_B1 = torch.arange(B, device=device)[:, None]
         confidence_BF = torch.zeros(B, 1, dtype=torch.float32, device=device)
         pool_index_BF = torch.zeros(B, 1, dtype=torch.int64, device=device)  # 0 is the root
@@ -324,23 +338,7 @@ class LearnedDrafter:
                 inputs = hidden_BFE[rows_B1, parent_BF]
                 hidden_BFE = self.pairs.forward(tokens_BF, inputs, depths_BF, columns_BF, read.offsets_B1, length, mask)
             pool_size += frontier * width
-        chosen_BN = _best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
-        tree = _select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)
+        chosen_BN = best_nodes(torch.cat(pool_confidence, 1), strategy.budget)
+        tree = select(torch.cat(pool_tokens, 1), torch.cat(pool_parents, 1), chosen_BN)
         cells = [torch.cat(pool_cells, 1).gather(1, chosen_BN[:, 1:] - 1)] if pool_cells else []
         return LearnedProposal(tree, guesses_KB, self._note(tree, cells, front.unwanted))
-
-
-def _best_nodes(confidence_BC: Tensor, budget: int) -> Tensor:
-    """Indices into the pool of the root (0) and the `budget` most confident candidates, in the pool's order. The pool lists
-    parents before children; a child is never more confident than its parent, so the choice is closed under taking parents."""
-    chosen_BN = confidence_BC.topk(min(budget, confidence_BC.shape[1]), dim=-1).indices.sort(dim=-1).values + 1
-    return torch.cat([torch.zeros_like(chosen_BN[:, :1]), chosen_BN], dim=1)
-
-
-def _select(tokens_BP: Tensor, parents_BP: Tensor, chosen_BN: Tensor) -> DraftTree:
-    """The chosen nodes of the pool as a tree."""
-    new_index_BP = torch.full_like(tokens_BP, -1)
-    new_index_BP.scatter_(1, chosen_BN, torch.arange(chosen_BN.shape[1], device=tokens_BP.device).expand_as(chosen_BN))
-    parents_BN = parents_BP.gather(1, chosen_BN)
-    parents_BN[:, 1:] = new_index_BP.gather(1, parents_BN[:, 1:])
-    return DraftTree(tokens_BP.gather(1, chosen_BN), parents_BN)

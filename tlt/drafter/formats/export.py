@@ -11,7 +11,7 @@ each of them does. Knows no engine's code, only what it reads.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,11 @@ from torch import Tensor
 
 from tlt import __version__
 from tlt.drafter.formats.folder import StoredDrafter, describe, write_files
-from tlt.drafter.model import Method, draft_token_ids
+from tlt.drafter.model import DraftModel, Method, draft_token_ids
+from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, sizes_of
 from tlt.files import replace_folder
+from tlt.kinds import DraftVocab
+from tlt.models.decoder import ModelConfig
 from tlt.types import UserError
 
 NUM_DRAFT_TOKENS = 3
@@ -87,6 +90,36 @@ def export_drafter(drafter: StoredDrafter, name: str, target: Target, out: Path)
     with replace_folder(out) as folder:
         write_files(folder, tensors, described)
         (folder / "README.md").write_text(_readme(drafter, name, target, out))
+
+
+def with_vocabulary(drafter: StoredDrafter, wanted: DraftVocab, target: ModelConfig) -> StoredDrafter:
+    """Returns an eagle3 drafter with the draft vocabulary that is wanted, chosen by the counts that its folder records; the
+    drafter itself where it stays whole. Raises UserError for a size that cannot be had."""
+    check_wanted(wanted, drafter.config)
+    if drafter.config.method == "eagle":
+        if isinstance(wanted, int):
+            raise UserError(f"--draft-vocab: {wanted} has no place in vllm-eagle, whose head is the target's; leave it out")
+        return drafter
+    if not drafter.config.can_choose:
+        return drafter
+    if drafter.counts_V is None and isinstance(wanted, int):
+        raise UserError(f"--draft-vocab: {wanted} needs counts of tokens, which the drafter's folder lacks; give --responses")
+    if drafter.counts_V is None:
+        return drafter
+    chosen = DraftVocabulary(DraftCosts.of(target, drafter.config), wanted, drafter.counts_V).token_ids
+    if chosen is None:
+        return drafter
+    model = DraftModel(replace(drafter.config, draft_vocab_size=len(chosen)))
+    model.set_vocabulary(chosen)
+    return replace(drafter, config=model.config, tensors={**drafter.tensors, "d2t": model.d2t, "t2d": model.t2d})
+
+
+def lacks_counts(drafter: StoredDrafter, wanted: DraftVocab, target: ModelConfig) -> str | None:
+    """Returns one line of warning where an eagle3 drafter keeps the whole vocabulary for want of counts; None: it does not."""
+    is_known = drafter.counts_V is not None or drafter.config.method == "eagle" or not drafter.config.can_choose
+    if is_known or not sizes_of(DraftCosts.of(target, drafter.config), wanted):
+        return None
+    return "the draft vocabulary stays whole, for the drafter's folder records no counts of tokens; give --responses"
 
 
 def mismatch(drafter: StoredDrafter, target: Target) -> str | None:

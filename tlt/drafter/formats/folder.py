@@ -16,6 +16,7 @@ from torch import Tensor
 from tlt.drafter.formats.foreign import drop_repeated, read_folder
 from tlt.drafter.model import DrafterShape, DraftModel, Method, drafter_shape, find_mismatch
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS, Preset
+from tlt.drafter.vocabulary import COUNTS, read_counts, write_counts
 from tlt.files import replace_folder
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import config_to_hf, parse_config
@@ -28,11 +29,16 @@ ARCHITECTURES: dict[str, Method] = {"EagleLlamaForCausalLM": "eagle", "LlamaForC
 
 @dataclass(frozen=True)
 class StoredDrafter:
-    """A drafter as a folder holds it. `about`: what its writer noted of its origin."""
+    """A drafter as a folder holds it.
+
+    about: what its writer noted of its origin.
+    counts_V: how often each token was sampled lately (vocabulary.py); None: not recorded.
+    """
 
     config: DrafterShape
     tensors: dict[str, Tensor]
     about: Mapping[str, Any]
+    counts_V: Tensor | None = None
 
     @property
     def policy_hash(self) -> str | None:
@@ -42,13 +48,20 @@ class StoredDrafter:
         return known
 
 
-def save_drafter(path: Path, model: DraftModel, dtype: torch.dtype, about: Mapping[str, Any] | None = None) -> None:
+def save_drafter(
+    path: Path,
+    model: DraftModel,
+    dtype: torch.dtype,
+    about: Mapping[str, Any] | None = None,
+    counts_V: Tensor | None = None,
+) -> None:
     """Writes the drafter, whole or not at all, in place of a folder that may be there.
 
+    counts_V: how often each token was sampled, for whoever chooses a draft vocabulary; None: nobody counted.
     about: what it was trained for and on, among it the policy's content hash. It goes under the key "tlt" of config.json,
         which engines ignore.
     """
-    save_stored(path, StoredDrafter(model.config, model.state_dict(), about or {}), dtype)
+    save_stored(path, StoredDrafter(model.config, model.state_dict(), about or {}, counts_V), dtype)
 
 
 def save_stored(path: Path, drafter: StoredDrafter, dtype: torch.dtype) -> None:
@@ -56,6 +69,8 @@ def save_stored(path: Path, drafter: StoredDrafter, dtype: torch.dtype) -> None:
     tensors = {name: _stored(tensor, dtype) for name, tensor in drafter.tensors.items()}
     with replace_folder(path) as folder:
         write_files(folder, tensors, describe(drafter.config, dtype, drafter.about))
+        if drafter.counts_V is not None:
+            write_counts(folder / COUNTS, drafter.counts_V)
 
 
 def write_files(folder: Path, tensors: Mapping[str, Tensor], described: Mapping[str, Any]) -> None:
@@ -94,7 +109,7 @@ def load_drafter(path: Path | str, target: ModelConfig, target_tensors: Mapping[
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(f"drafter {path}: tensor {name} holds numbers that are not finite; train or copy it again")
-    return StoredDrafter(config, tensors, described.get("tlt") or {})
+    return StoredDrafter(config, tensors, described.get("tlt") or {}, read_counts(path / COUNTS, target.vocab_size))
 
 
 def load_shape(path: Path, target: ModelConfig) -> DrafterShape:

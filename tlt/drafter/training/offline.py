@@ -23,6 +23,7 @@ from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import Preset
 from tlt.drafter.training.spot import FeatureRecompute
 from tlt.drafter.training.trainer import DrafterTrainer
+from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.decoder import ModelConfig
 from tlt.models.packed import PackedTransformer
 from tlt.types import Rollout
@@ -64,6 +65,7 @@ class OfflineSummary:
     acceptance: mean of sum_v min(p, q) over a sample of the response tokens (measure.py); None: no response could be measured,
         because all prompts have one token only.
     warning: one line for the user where the drafter came out weak; None: it did not.
+    draft_vocab: tokens that it was trained and measured with.  coverage: the part of the responses' tokens among them.
     """
 
     tokens: int
@@ -72,23 +74,13 @@ class OfflineSummary:
     loss: float
     acceptance: float | None
     warning: str | None
+    draft_vocab: int
+    coverage: float
 
 
-def new_drafter(
-    target: ModelConfig, preset: Preset, draft_vocab_size: int | None, rollouts: Sequence[Rollout], seed: int
-) -> DraftModel:
-    """Makes a random drafter of the preset's form for the target. With a `draft_vocab_size` it can propose only the tokens
-    that the responses hold most often."""
-    model = DraftModel(drafter_shape(target, preset.method, draft_vocab_size)).initialize(seed)
-    if model.config.is_reduced:
-        model.set_vocabulary(most_frequent(rollouts, model.config.draft_vocab_size, target.vocab_size))
-    return model
-
-
-def most_frequent(rollouts: Sequence[Rollout], num: int, vocab_size: int) -> Tensor:
-    """Returns the `num` token ids that responses hold most often, rising; among equals the lower id."""
-    counts = torch.bincount(torch.tensor([token for r in rollouts for token in r.token_ids]), minlength=vocab_size)
-    return counts.sort(descending=True, stable=True).indices[:num].sort().values
+def new_drafter(target: ModelConfig, preset: Preset, seed: int) -> DraftModel:
+    """Makes a random drafter of the preset's form for the target."""
+    return DraftModel(drafter_shape(target, preset.method)).initialize(seed)
 
 
 def train_offline(
@@ -98,15 +90,19 @@ def train_offline(
     rollouts: Sequence[Rollout],
     settings: OfflineSettings,
     on_progress: Callable[[float, float], None],
+    vocabulary: DraftVocabulary | None = None,
 ) -> OfflineSummary:
     """Trains `model` in place on the responses, at least one of which must be `is_trainable`, and measures it on them.
 
+    vocabulary: the tokens that it is trained to tell apart, and measured with; None: all, or its own.
     on_progress: receives, after every step, the share of the tokens done and the loss.
     """
     buffer = TrajectoryBuffer(sys.maxsize, settings.seed)
     for rollout in rollouts:
         buffer.add(rollout)
+    token_ids = None if vocabulary is None else vocabulary.token_ids
     trainer = DrafterTrainer(model, target, preset, settings.learning_rate)
+    trainer.token_ids = token_ids
     wanted = max(int(settings.epochs * buffer.num_tokens), 1)
     begin, num_steps, loss = time.perf_counter(), 0, math.nan
     _compute_features(buffer, trainer)
@@ -119,13 +115,21 @@ def train_offline(
         loss, num_steps = trainer.step(batch), num_steps + 1
         on_progress(trainer.num_tokens / wanted, loss)
     seconds = time.perf_counter() - begin
-    acceptance = measure_acceptance(model, target, rollouts, settings.temperature, random.Random(settings.seed))
-    return OfflineSummary(trainer.num_tokens, num_steps, seconds, loss, acceptance, _warning(acceptance))
+    rng = random.Random(settings.seed)
+    acceptance = measure_acceptance(model, target, rollouts, settings.temperature, rng, token_ids)
+    size = model.config.draft_vocab_size if token_ids is None else len(token_ids)
+    coverage = 1.0 if vocabulary is None else vocabulary.coverage(rollouts)
+    return OfflineSummary(trainer.num_tokens, num_steps, seconds, loss, acceptance, _warning(acceptance), size, coverage)
 
 
 @torch.no_grad()
 def measure_acceptance(
-    model: DraftModel, target: PackedTransformer, rollouts: Sequence[Rollout], temperature: float, rng: random.Random
+    model: DraftModel,
+    target: PackedTransformer,
+    rollouts: Sequence[Rollout],
+    temperature: float,
+    rng: random.Random,
+    token_ids: Tensor | None = None,
 ) -> float | None:
     """Returns the acceptance that the engine's copy of the drafter has on a random few of the responses; None where none of
     them can be measured. FloatingPointError where the drafter's outputs are not finite."""
@@ -133,6 +137,8 @@ def measure_acceptance(
     if not counts:
         return None
     packed = PackedDrafter.from_tensors(model.config, model.state_dict(), target.dtype, target.device)
+    if token_ids is not None:
+        packed.choose(token_ids)
     sample = read([(rollouts[index], count) for index, count in counts.items()], target, model.config.capture, temperature)
     logits_RV = engine_logits(packed, target, sample)
     acceptance = overlap(sample, logits_RV, packed.token_ids, temperature) / len(sample.target_RV)

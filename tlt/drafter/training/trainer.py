@@ -18,7 +18,10 @@ from tlt.models.packed import PackedTransformer
 
 
 class DrafterTrainer:
-    """Trains the drafter's own parameters with AdamW. `num_tokens` counts the pairs of all batches so far."""
+    """Trains the drafter's own parameters with AdamW. `num_tokens` counts the pairs of all batches so far.
+
+    token_ids: the draft vocabulary that the distributions are compared over; None: the drafter's own, mostly the whole one.
+    """
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class DrafterTrainer:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(self.parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
         self.num_tokens = 0
+        self.token_ids: Tensor | None = None
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -64,7 +68,8 @@ class DrafterTrainer:
         pairs = align(batch.lengths, device)
         token_ids_N, captured = batch.token_ids_N.to(device), Captured.of(batch.captured_NF.to(device, dtype), model.config)
         first_weight_M = batch.weight_M.to(device, dtype)
-        target_rows_VE = model.restrict(self.target.head_VE.to(dtype))
+        head_VE = self.target.head_VE
+        target_rows_VE = (model.restrict(head_VE) if self.token_ids is None else head_VE[self.token_ids]).to(dtype)
         rows_VE = model.lm_head.weight if model.config.owns_head else target_rows_VE
         with torch.no_grad():
             target_NV = F.linear(captured.feature_ME, target_rows_VE).softmax(dim=-1)

@@ -12,7 +12,8 @@ and no problems.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from tlt.distributed.mailbox import Mailbox, connect_mailbox
 from tlt.distributed.world import World, average_weighted, gather_objects
 from tlt.drafter.drafting.ahead import AheadDrafter
 from tlt.drafter.drafting.hybrid import HybridDrafter
+from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.drafting.suffix_index import count_retrieved
 from tlt.drafter.formats.folder import StoredDrafter, save_drafter
 from tlt.drafter.measure import Subject
@@ -54,6 +56,9 @@ class DrafterSide:
     def version(self) -> int:
         """Counts the drafter's publications."""
         return 0
+
+    def foresee(self, prompts: Iterable[Sequence[int]]) -> None:
+        """Prepares for the prompts that are answered next, the same on every rank."""
 
     def begin(self, rollout: str) -> None:
         """Prepares for a phase, given a name that no other phase of the run has."""
@@ -125,6 +130,10 @@ class WatchedDrafter(DrafterSide):
     ) -> None:
         self.model, self.learned, self.watch, self.spot = model, learned, watch, spot
         self.mail, self.timeline, self.share = refresh, timeline, share
+        self.choice = learned.choice if isinstance(learned, LearnedDrafter) else None
+        if self.choice is not None:
+            self.choice.is_led = True
+            self._train_what_is_proposed()
         self._trains = False  # in this phase
 
     @property
@@ -136,6 +145,11 @@ class WatchedDrafter(DrafterSide):
         return self.learned.version
 
     # ── during a phase ───────────────────────────────────────────────────────────────────────────────────────────────
+
+    def foresee(self, prompts: Iterable[Sequence[int]]) -> None:
+        if self.choice is not None:
+            self.choice.begin(prompts)
+            self._train_what_is_proposed()
 
     def begin(self, rollout: str) -> None:
         self._trains = self.spot is not None and self.watch.trains
@@ -166,7 +180,17 @@ class WatchedDrafter(DrafterSide):
             end = time.perf_counter() + self.share * (time.perf_counter() - self._begun)
             num_tokens += self.train(lambda: time.perf_counter() >= end).num_tokens
         with self.timeline.span(SpanName.CHECK_DRAFTER):
-            return self.watch.end_step(rollouts, num_tokens, temperature)
+            check = self.watch.end_step(rollouts, num_tokens, temperature)
+        if self.choice is None:
+            return check
+        vocabulary = self.choice.vocabulary
+        check = replace(check, vocabulary=vocabulary.size, coverage=vocabulary.coverage(rollouts))
+        self.choice.end(rollouts)
+        return check
+
+    def _train_what_is_proposed(self) -> None:
+        if self.spot is not None:
+            self.spot.trainer.token_ids = self.learned.model.token_ids
 
     def end(self, rollouts: Sequence[Rollout], seconds: float) -> None:
         if self.spot is not None:
@@ -183,7 +207,8 @@ class WatchedDrafter(DrafterSide):
         return {} if self.spot is None else self.spot.trainer.tensors()
 
     def counters(self) -> dict[str, Any]:
-        return {"version": self.version, "watch": self.watch.counters()}
+        chosen = {} if self.choice is None else {"vocabulary": self.choice.vocabulary.counters()}
+        return {"version": self.version, "watch": self.watch.counters(), **chosen}
 
     def own_counters(self) -> dict[str, Any]:
         return {} if self.spot is None else self.spot.counters()
@@ -193,10 +218,15 @@ class WatchedDrafter(DrafterSide):
             self.learned.load(self.model.state_dict(), counters["version"])
             self.spot.restore(own)
         self.watch.restore(counters["watch"])
+        if self.choice is not None and (chosen := counters.get("vocabulary")):  # an older checkpoint has none
+            self.choice.restore(chosen)
+            self._train_what_is_proposed()
 
     def save(self, folder: Path, about: Mapping[str, Any]) -> None:
         preset = {} if self.spot is None else {"preset": self.spot.trainer.preset.name}
-        save_drafter(folder, self.model, torch.float32, {**about, "drafter_version": self.version, **preset})
+        about = {**about, "drafter_version": self.version, **preset}
+        counts_V = None if self.choice is None else self.choice.vocabulary.counts_V
+        save_drafter(folder, self.model, torch.float32, about, counts_V)
 
 
 def watch_drafter(
