@@ -253,12 +253,23 @@ class Hindsight:
 
 
 @dataclass(frozen=True)
+class Reading:
+    """The reading of prompts: tokens, in so many forwards, and the seconds of all of it."""
+
+    num_tokens: int
+    num_forwards: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class BatchState:
     """The running batch, and the versions of policy and drafter: all that a tuner may choose by.
 
     mean_length: committed tokens per sequence, prompt included.  num_admitted: sequences that are new in this step; a drafter
     may have to read their prompts.  leads: one for each sequence that has a reference to follow.  hindsight: what retrieval
     would have drafted before, as far as it is known by now what was accepted of it.
+    num_left: tokens that are expected for each running sequence, those of waiting ones included; None: nobody knows.
+    reading: of the prompts that were admitted before this step; None: there were none, or nobody has timed it.
     """
 
     num_running: int
@@ -268,6 +279,8 @@ class BatchState:
     num_admitted: int = 0
     leads: tuple[Lead, ...] = ()
     hindsight: tuple[Hindsight, ...] = ()
+    num_left: float | None = None
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,18 @@
 """A tuner that predicts: seconds of a step from measured seconds, tokens of a step from measured acceptance.
 
-    speed(arm) = batch x E[tokens per verification] / seconds(batch, tokens in the forward, drafting)
+    speed(arm) = batch x E[tokens per verification] / seconds(rows of the forward, drafting)
                              └ acceptance.py               └ step_costs.py
-    choose the arm with the largest   log speed + bonus x standard deviation of its estimate
 
-Every measurement informs its neighbours: other depths of the same drafter, other batch sizes, other arms. The bonus is that of
-GP-UCB (Srinivas et al., arXiv 0912.3995). So an arm that was never tried is tried only where the evidence leaves room for it to
-be the best. This file knows no statistics of its own.
+It chooses the arm with which the tokens that are left take the least time, what its first step costs besides included. Another
+arm is tried while that pays:
+
+    gain(arm) = time left x E[share of it that is saved, if the arm turns out to be faster]
+    loss(arm) = seconds of a step with it - seconds in which the best arm brings as many tokens
+    try the arm with the smallest loss of those whose gain is larger than TRIALS losses
+
+The gain is the value of perfect information (Howard, 1966), which one trial does not bring: hence TRIALS. So little is tried in
+the last tokens of a batch, and nothing ever that cannot win. Off comes first, and retrieval is judged in hindsight, for tokens
+do not depend on who drafts. This file knows no statistics of its own.
 """
 
 from __future__ import annotations
@@ -18,95 +24,153 @@ from typing import Any
 
 import numpy as np
 
-from tlt.tuning.acceptance import Acceptance
-from tlt.tuning.step_costs import StepCosts, drafters_of
-from tlt.types import BatchState, StepOutcome, Strategy
+from tlt.tuning.acceptance import Acceptance, Array
+from tlt.tuning.step_costs import CostPrior, StepCosts, Work, drafters_of
+from tlt.types import BatchState, Hindsight, Reading, StepOutcome, Strategy
 
-_WEIGHT_OF_ADMISSION = 0.3
-"""The weight of a step in which sequences were admitted: a drafter may have read their prompts. Where every step admits some,
-all have the same weight."""
+TRIALS = 2.0
+"""Steps that finding out about an arm is taken to need."""
+CAUTION = 0.7
+"""Standard deviations by which speculation is taken to be worse than expected."""
+MIN_RETRIEVED = 1.05
+"""Tokens per verification that retrieval must bring in hindsight before it drafts."""
+NUM_FIRST = 3
+"""The steps that off has before anything else: the second tells what the first, of a new shape, did not."""
+MARGIN = 0.03
+"""By how much speculation must be faster than off."""
+HORIZON = 60.0
+"""Seconds within which a trial must pay: later the texts are others, and so is the batch."""
 
 
 @dataclass(frozen=True)
 class Prediction:
     """The expectations of an arm: tokens per second of the whole batch (`speed`), the standard deviation of its logarithm
-    (`deviation`), and the seconds of an engine step."""
+    (`deviation`), the seconds of an engine step, and those that its next one takes besides (`once`)."""
 
     strategy: Strategy
     speed: float
+    low: float
     deviation: float
     seconds: float
+    once: float
 
 
 class CostModel:
-    """Chooses the arm with the best prediction plus a bonus for its uncertainty.
+    """Chooses the arm with the best prediction, and tries others while that pays.
 
-    bonus: standard deviations added (GP-UCB's beta to the power 1/2).
+    prior: the drafter's size beside the target's.  explores: whether anything is tried.
     decide_every: seconds of engine time between two decisions for an unchanged batch size; bounds what deciding costs.
     """
 
-    def __init__(self, arms: Sequence[Strategy], *, bonus: float = 0.75, decide_every: float = 0.03) -> None:
+    def __init__(
+        self,
+        arms: Sequence[Strategy],
+        *,
+        prior: CostPrior = CostPrior(),
+        explores: bool = True,
+        has_hindsight: bool = True,
+        decide_every: float = 0.03,
+    ) -> None:
         assert Strategy.OFF in arms, "off is always an arm"
         self.arms = tuple(arms)
         self._arms_without_references = tuple(arm for arm in arms if not arm.follows)
-        self.bonus, self.decide_every = bonus, decide_every
-        self.acceptance, self.costs = Acceptance(), StepCosts()
+        self.explores, self.has_hindsight, self.decide_every = explores, has_hindsight, decide_every
+        self.acceptance, self.costs = Acceptance(), StepCosts(prior)
         self.predicted_speed: float | None = None
         self.speed_otherwise: float | None = None
         self._choice = Strategy.OFF
-        self._expected_seconds: float | None = None
         self._chosen_for: int | None = None
         """The batch size of the last decision. None: decide anew."""
-        self._seconds_since = 0.0
+        self._seconds_since = self._seconds = 0.0
+        """Engine time since the last decision, and in all."""
         self._versions: tuple[int, int] | None = None
-        self._previous: Strategy | None = None
+        self._unread = 0.0
+        """Tokens of a sequence, on average, that the learned drafter has not read."""
+        self._known: set[tuple[int, Strategy]] = set()
+        """Batch sizes and arms of which a step was made."""
+        self._reading: Reading | None = None
 
     def choose(self, batch: BatchState) -> Strategy:
         versions = (batch.policy_version, batch.drafter_version)
         if versions != self._versions:
             self._age(versions)
-        if batch.num_running != self._chosen_for or self._seconds_since >= self.decide_every:
-            predictions = self.predict(batch)
-            choice = self._best(predictions)
+        if batch.reading is not None and batch.reading is not self._reading:
+            self._reading = batch.reading
+            self.costs.observe_reading(batch.reading.num_tokens, batch.reading.num_forwards, batch.reading.seconds)
+        if batch.num_running != self._chosen_for or self._seconds_since >= min(self.decide_every, 0.02 * self._seconds):
+            predictions, choice = self._decide(batch)
             self._choice, self._chosen_for, self._seconds_since = choice.strategy, batch.num_running, 0.0
-            has_measured = bool(self.costs.cells)
+            has_measured = bool(self.costs.num_steps)
             self.predicted_speed = choice.speed if has_measured else None
             others = [p.speed for p in predictions if not p.strategy.follows]
             self.speed_otherwise = max(others) if has_measured and choice.strategy.follows else None
-            self._expected_seconds = choice.seconds if has_measured else None
         return self._choice
 
     def decide(self, batch: BatchState) -> Prediction:
         """Returns the arm to run now: a pure function of the statistics."""
-        return self._best(self.predict(batch))
-
-    def _best(self, predictions: Sequence[Prediction]) -> Prediction:
-        return max(predictions, key=lambda p: math.log(p.speed) + self.bonus * p.deviation)
+        return self._decide(batch)[1]
 
     def predict(self, batch: BatchState) -> list[Prediction]:
+        return self._decide(batch)[0]
+
+    def _decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:
         arms = self.arms if batch.leads else self._arms_without_references
-        costly = [as_costly(arm, _nodes(arm, batch)) for arm in arms]
-        mean_A, variance_A = self.costs.predict(costly, batch.num_running, batch.mean_length)
-        tokens_A, uncertainty_A = self.acceptance.expected_tokens(arms, batch.num_running, batch.leads)
-        seconds_A = np.exp(mean_A)
-        speed_A = batch.num_running * tokens_A / seconds_A
-        deviation_A = np.sqrt(variance_A + uncertainty_A)
-        rows = zip(arms, speed_A.tolist(), deviation_A.tolist(), seconds_A.tolist(), strict=True)
-        return [Prediction(*row) for row in rows]
+        arms = tuple(arm for arm in arms if self._is_candidate(arm, batch.num_running))
+        size = batch.num_running
+        cost = self.costs.forecast([self._work(arm, batch) for arm in arms])
+        expected = self.acceptance.expected(arms, size, batch.leads)
+        speed_A = size * expected.tokens_A / cost.seconds_A
+        num_left = math.inf if batch.num_left is None else size * batch.num_left
+        num_left = min(num_left, HORIZON * float(speed_A.max()))
+        off = arms.index(Strategy.OFF)
+        doubt_A = np.sqrt(self.costs.variance(cost.shares_AP, off) + (expected.spread_AR**2).sum(1))
+        low_A = speed_A * np.exp(-CAUTION * doubt_A)
+        seconds_A = cost.once_A + num_left / low_A
+        seconds_A[off] /= 1 + MARGIN
+        best = int(seconds_A.argmin()) if self.explores else int(speed_A.argmax())
+        variance_A = self.costs.learned(cost.shares_AP, best, TRIALS) + expected.learned(best, TRIALS * size)
+        rows = zip(arms, speed_A.tolist(), low_A.tolist(), np.sqrt(variance_A).tolist(), cost.seconds_A.tolist(), cost.once_A.tolist(), strict=True)
+        predictions = [Prediction(*row) for row in rows]
+        if not self.explores:
+            return predictions, predictions[best]
+        if self.costs.num_steps.get(Strategy.OFF, 0) < NUM_FIRST:
+            return predictions, predictions[off]
+        return predictions, _trial(predictions, predictions[best], size, num_left) or predictions[best]
+
+    def _is_candidate(self, arm: Strategy, batch_size: int) -> bool:
+        """Returns whether an arm may run: retrieval where hindsight says that it brings something, a tree once chains of its
+        drafter were tried, for from these others learn more."""
+        own = arm.elsewhere if arm.follows else arm
+        if own.drafter == "ngram" and self.has_hindsight:
+            return self.acceptance.expected_tokens([Hindsight.STRATEGY], batch_size)[0][0] > MIN_RETRIEVED
+        is_first = own.width <= 1 and own.drafter != "hybrid"
+        return is_first or self.acceptance.is_known(Strategy("learned", 1, 1, 1))
+
+    def _work(self, arm: Strategy, batch: BatchState) -> Work:
+        size = batch.num_running
+        nodes, levels = self.acceptance.drafted(arm, size, batch.leads)
+        unread = self._unread * size + batch.num_admitted * batch.mean_length
+        unread = min(unread, size * batch.mean_length)
+        return Work(arm, size, batch.mean_length, size * (1 + nodes), levels, unread, (size, arm) not in self._known)
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         self._seconds_since += outcome.seconds
+        self._seconds += outcome.seconds
         if strategy.follows and outcome.followed:
             self.acceptance.observe_elsewhere(strategy, outcome.accepted, outcome.drafted, outcome.followed)
         elif outcome.accepted:
             self.acceptance.observe(strategy, outcome.accepted, outcome.drafted)
         self.acceptance.observe_in_hindsight(batch.hindsight, batch.num_running)
-        if not _switches_on(self._previous, strategy):  # that step also catches up with what was decoded plainly
-            weight = _WEIGHT_OF_ADMISSION if batch.num_admitted else 1.0
-            expected = self._expected_seconds if strategy == self._choice else None
-            costly = as_costly(strategy, sum(outcome.drafted) / batch.num_running)
-            self.costs.observe(costly, batch.num_running, batch.mean_length, outcome.seconds, weight, expected)
-        self._previous = strategy
+        work = self._work(strategy, batch)
+        own = [d for d, is_followed in zip(outcome.drafted, outcome.followed or [False] * len(outcome.drafted), strict=True) if not is_followed]
+        levels = float(strategy.depth if strategy.width > 1 else max(own, default=0))
+        work = work._replace(rows=batch.num_running + sum(outcome.drafted), levels=levels)
+        self.costs.observe(work, outcome.seconds)
+        self._known.add((batch.num_running, strategy))
+        if "learned" in drafters_of(strategy):
+            self._unread = 0.0
+        else:
+            self._unread = min(work.unread + outcome.num_tokens, batch.num_running * batch.mean_length) / batch.num_running
 
     def counters(self) -> dict[str, Any]:
         """Returns the statistics, as JSON. versions: of policy and drafter, that they are about."""
@@ -126,23 +190,28 @@ class CostModel:
         self._versions, self._chosen_for = versions, None
 
 
-def _nodes(arm: Strategy, batch: BatchState) -> float:
-    """Returns the nodes that will be drafted for a sequence on average, where the arm follows references."""
-    followed = sum(min(arm.depth, lead.length) for lead in batch.leads)
-    return (followed + (batch.num_running - len(batch.leads)) * arm.elsewhere.depth) / batch.num_running
+def _trial(predictions: Sequence[Prediction], best: Prediction, batch_size: int, num_left: float) -> Prediction | None:
+    """Returns the arm that is worth a trial; None: none is."""
+    seconds_left = num_left / best.low
+    found, smallest = None, math.inf
+    for one in predictions:
+        if one is best or one.deviation == 0.0:
+            continue
+        loss = one.once + TRIALS * one.seconds * (1 - one.low / best.low)
+        gain = seconds_left * expected_saving(math.log(one.low / best.low), one.deviation)
+        if gain > loss and loss < smallest:
+            found, smallest = one, loss
+    return found
 
 
-def _switches_on(before: Strategy | None, now: Strategy) -> bool:
-    """Returns whether a drafter runs now that did not run in the step before. It then reads what it missed: features, or
-    texts."""
-    ran = set() if before is None else drafters_of(before)
-    return not drafters_of(now) <= ran
+def expected_saving(mean: float, deviation: float) -> float:
+    """Returns E[max(0, 1 - exp(-x))] for a normal x: the share of the time that is saved by an arm whose speed, over the best
+    one's, has the logarithm x, where it is not used unless it is faster."""
+    place = mean / deviation
+    below = -deviation + place
+    return _normal(place) - math.exp(deviation**2 / 2 - mean) * _normal(below)
 
 
-def as_costly(arm: Strategy, nodes: float) -> Strategy:
-    """Returns what a step of an arm costs as much as, when `nodes` are drafted for a sequence on average. Where references are
-    followed, they say how many that are, and not the arm; powers of two are told apart."""
-    if not arm.follows:
-        return arm
-    budget = min(2 ** round(math.log2(max(nodes, 1.0))), Strategy.MAX_FOLLOWED)
-    return Strategy(arm.drafter, budget, 1, budget)
+def _normal(place: float) -> float:
+    """Returns the distribution function of the standard normal distribution."""
+    return 0.5 * math.erfc(-place / math.sqrt(2))
