@@ -72,7 +72,7 @@ class Profile:
     first_call: float
     read: float
     prior: CostPrior
-    """What the tuner is told of model and drafter; a machine's seconds differ from it."""
+    """What the tuner is told of model and drafter; a machine's seconds differ from it. Prompts are read with a head here."""
 
     def forward_seconds(self, rows: float) -> float:
         (r0, s0), (r1, s1) = self.forward[-2:]
@@ -90,13 +90,11 @@ class Profile:
         return forward + retrieval + arm.depth * (self.level + self.level_per_row * (rows - 1))
 
 
+CPU_ROWS = ((1, 0.13), (4, 0.17), (16, 0.225), (17, 0.233))
 PROFILES = {
-    "toy": Profile(((1, 1.5e-3), (101, 7.5e-3)), 0.12e-3, 0.003e-3, 0.01e-3, 1e-3, 2e-6,
-                   CostPrior(1 / 16, 1 / 16, 0.01)),  # fmt: skip
-    "0.5B": Profile(((1, 0.13), (4, 0.17), (16, 0.225), (17, 0.233)), 0.055, 0.7e-3, 0.05e-3, 0.08, 0.35e-3,
-                    CostPrior(0.31, 0.04, 0.27)),  # fmt: skip
-    "gpu": Profile(((1, 5e-3), (128, 5e-3), (256, 10e-3)), 0.6e-3, 0.0, 0.02e-3, 10e-3, 2e-6,
-                   CostPrior(0.11, 0.035, 0.08)),  # fmt: skip
+    "toy": Profile(((1, 1.5e-3), (101, 7.5e-3)), 0.12e-3, 0.003e-3, 0.01e-3, 1e-3, 2e-6, CostPrior(0.062, 0.06, head=0)),
+    "0.5B": Profile(CPU_ROWS, 0.055, 0.7e-3, 0.05e-3, 0.08, 0.35e-3, CostPrior(0.31, 0.04, head=0)),
+    "gpu": Profile(((1, 5e-3), (128, 5e-3), (256, 10e-3)), 0.6e-3, 0.0, 0.02e-3, 10e-3, 2e-6, CostPrior(0.11, 0.035, head=0)),
 }
 
 
@@ -187,7 +185,7 @@ def settled_speed(machine: Machine, tuner: StrategyTuner, batch_size: int, after
         if since is None and (machine.seconds > after or step >= 3 * num_steps):
             since = step
         num_admitted = batch_size if reading is not None else 0
-        batch = BatchState(batch_size, 500.0, 0, 0, num_admitted, hindsight=hindsight, num_left=500.0, reading=reading)
+        batch = BatchState(batch_size, 500.0, 0, 0, num_admitted, hindsight=hindsight, reading=reading)
         arm, reading = tuner.choose(batch), None
         tuner.observe(arm, batch, machine.step(arm, batch_size))
         hindsight = machine.hindsight(arm)

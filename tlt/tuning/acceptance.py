@@ -25,8 +25,9 @@ _PRIOR_RATE, _PRIOR_RATE_OF_RETRIEVAL = 0.7, 0.03
 """The acceptance rate that is assumed at depth 1 before anything was verified: of a drafter, and of texts that may repeat."""
 _PRIOR_COUNT = 1.0
 """The verifications that this assumption counts as, and at deeper levels the rate of the level before."""
-_MAX_LEANING = 0.8
-"""The largest rate that is assumed of a depth because those before it have such a one."""
+_MAX_LEANING, _MUCH = 0.8, 8.0
+"""The largest rate that is assumed of a depth because the one before it has such a rate, until so many verifications are behind
+that: a streak of luck is none."""
 _ENOUGH = 3.0
 """Verifications of a drafter's chains after which something is known of it."""
 _WORTH_OF_RESEMBLED = 4.0
@@ -255,7 +256,9 @@ class Acceptance:
                 alone, tokens_A[i] = tokens_A[i], 1 + kept + share * (tokens_A[i] - 1)
                 spread_ACD[i] *= share * alone / tokens_A[i]
         counts_R = np.concatenate([table.counts_D for table in tables])
-        return Expectation(tokens_A, spread_ACD.reshape(len(arms), -1), counts_R, np.concatenate([t.survivals_D for t in tables]))
+        return Expectation(
+            tokens_A, spread_ACD.reshape(len(arms), -1), counts_R, np.concatenate([t.survivals_D for t in tables])
+        )
 
     def _table(self, curve: Curve) -> _Table:
         table = self._tables.get(curve)
@@ -310,11 +313,10 @@ class Acceptance:
             learned = self.counts.get(Curve("learned", 1, None, None), _NOTHING)
             known += min(float(learned.tried[0]), _WORTH_OF_RESEMBLED)
         rate, num_chances = first, math.sqrt(curve.width)  # further candidates are worth less than the first (DESIGN §2)
+        doubt = _MUCH / (_MUCH + max(all_tried[0], tried[0]))
         accepted, counts = [], []
         for d in range(Strategy.MAX_DEPTH):
-            if prior:
-                rate = 1.0 - (1.0 - prior[d]) ** num_chances
-            rate = min(rate, _MAX_LEANING)
+            rate = 1.0 - (1.0 - prior[d]) ** num_chances if prior else rate - doubt * max(rate - _MAX_LEANING, 0.0)
             others = max(all_tried[d] - tried[d], 0.0)
             worth = others + known
             rate = (min(max(all_survived[d] - survived[d], 0.0), others) + known * rate) / worth

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from tlt.tuning.acceptance import Acceptance, Array
-from tlt.tuning.step_costs import CostPrior, StepCosts, Work, drafters_of
+from tlt.tuning.acceptance import Acceptance
+from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, Work, drafters_of
 from tlt.types import BatchState, Hindsight, Reading, StepOutcome, Strategy
 
 TRIALS = 2.0
@@ -38,7 +38,7 @@ NUM_FIRST = 3
 """The steps that off has before anything else: the second tells what the first, of a new shape, did not."""
 MARGIN = 0.03
 """By how much speculation must be faster than off."""
-HORIZON = 60.0
+HORIZON = 300.0
 """Seconds within which a trial must pay: later the texts are others, and so is the batch."""
 
 
@@ -50,6 +50,7 @@ class Prediction:
     strategy: Strategy
     speed: float
     low: float
+    doubt: float
     deviation: float
     seconds: float
     once: float
@@ -66,7 +67,7 @@ class CostModel:
         self,
         arms: Sequence[Strategy],
         *,
-        prior: CostPrior = CostPrior(),
+        prior: CostPrior = UNKNOWN,
         explores: bool = True,
         has_hindsight: bool = True,
         decide_every: float = 0.03,
@@ -129,7 +130,16 @@ class CostModel:
         seconds_A[off] /= 1 + MARGIN
         best = int(seconds_A.argmin()) if self.explores else int(speed_A.argmax())
         variance_A = self.costs.learned(cost.shares_AP, best, TRIALS) + expected.learned(best, TRIALS * size)
-        rows = zip(arms, speed_A.tolist(), low_A.tolist(), np.sqrt(variance_A).tolist(), cost.seconds_A.tolist(), cost.once_A.tolist(), strict=True)
+        rows = zip(
+            arms,
+            speed_A.tolist(),
+            low_A.tolist(),
+            doubt_A.tolist(),
+            np.sqrt(variance_A).tolist(),
+            cost.seconds_A.tolist(),
+            cost.once_A.tolist(),
+            strict=True,
+        )
         predictions = [Prediction(*row) for row in rows]
         if not self.explores:
             return predictions, predictions[best]
@@ -162,10 +172,14 @@ class CostModel:
             self.acceptance.observe(strategy, outcome.accepted, outcome.drafted)
         self.acceptance.observe_in_hindsight(batch.hindsight, batch.num_running)
         work = self._work(strategy, batch)
-        own = [d for d, is_followed in zip(outcome.drafted, outcome.followed or [False] * len(outcome.drafted), strict=True) if not is_followed]
+        own = [
+            d
+            for d, is_followed in zip(outcome.drafted, outcome.followed or [False] * len(outcome.drafted), strict=True)
+            if not is_followed
+        ]
         levels = float(strategy.depth if strategy.width > 1 else max(own, default=0))
         work = work._replace(rows=batch.num_running + sum(outcome.drafted), levels=levels)
-        self.costs.observe(work, outcome.seconds)
+        self.costs.observe(work, outcome.seconds, is_typical=not batch.num_admitted or batch.reading is not None)
         self._known.add((batch.num_running, strategy))
         if "learned" in drafters_of(strategy):
             self._unread = 0.0
@@ -198,7 +212,8 @@ def _trial(predictions: Sequence[Prediction], best: Prediction, batch_size: int,
         if one is best or one.deviation == 0.0:
             continue
         loss = one.once + TRIALS * one.seconds * (1 - one.low / best.low)
-        gain = seconds_left * expected_saving(math.log(one.low / best.low), one.deviation)
+        still = CAUTION * math.sqrt(max(one.doubt**2 - one.deviation**2, 0.0))
+        gain = seconds_left * expected_saving(math.log(one.speed / best.low) - still, one.deviation)
         if gain > loss and loss < smallest:
             found, smallest = one, loss
     return found

@@ -63,6 +63,10 @@ class CostPrior:
     cached: float = 1e-5
 
 
+UNKNOWN = CostPrior()
+"""A drafter of common size; nobody has said which it is."""
+
+
 class Work(NamedTuple):
     """What a step does. rows: of the target's forward.  levels: drafted one after the other by the learned drafter, with so many
     `level_rows` in each.  unread: tokens that it has missed and reads first.  is_first: no such step was made before."""
@@ -100,7 +104,7 @@ class Forecast(NamedTuple):
 class StepCosts:
     """Predicts the seconds of engine steps. mean_P and covariance_PP: of the logarithms of all parts, the forward's first."""
 
-    def __init__(self, prior: CostPrior = CostPrior()) -> None:
+    def __init__(self, prior: CostPrior = UNKNOWN) -> None:
         self.prior = prior
         self.mean_P, self._drift_PP = _prior(prior)
         scale_P = np.where(np.arange(_NUM) == _RETRIEVED, 0.0, 1.0)
@@ -109,10 +113,10 @@ class StepCosts:
         self.num_steps: dict[Strategy, int] = {}
         """Engine steps observed, by arm."""
 
-    def observe(self, work: Work, seconds: float) -> None:
-        """Counts one engine step."""
+    def observe(self, work: Work, seconds: float, is_typical: bool = True) -> None:
+        """Counts one engine step. is_typical: whether prompts were read elsewhere, if any were."""
         self.num_steps[work.strategy] = self.num_steps.get(work.strategy, 0) + 1
-        self._update(_knots(np.array([work.rows]))[0], np.array(work.amounts()), seconds, _NOISE)
+        self._update(_knots(np.array([work.rows]))[0], np.array(work.amounts()), seconds, _NOISE if is_typical else 3 * _NOISE)
 
     def observe_reading(self, num_tokens: float, num_forwards: int, seconds: float) -> None:
         """Counts the reading of prompts: as many rows as tokens, without their head."""
@@ -127,7 +131,7 @@ class StepCosts:
 
     def forecast_amounts(self, rows_A: Array, amounts_AJ: Array) -> Forecast:
         knots_AK = _knots(rows_A)
-        forward_A = np.exp(knots_AK @ np.maximum.accumulate(self.mean_P[:KNOTS]))  # more rows never take less
+        forward_A = np.exp(knots_AK @ _rising(self.mean_P[:KNOTS], self.covariance_PP.diagonal()[:KNOTS]))
         parts_AJ = amounts_AJ * np.exp(self.mean_P[KNOTS:])
         once_A = parts_AJ[:, -2:].sum(1)
         seconds_A = forward_A + parts_AJ.sum(1) - once_A
@@ -183,6 +187,18 @@ def _knots(rows_A: Array) -> Array:
     weights_AK[index_A, below_A + 1] = place_A - below_A
     weights_AK[index_A, below_A] = 1 - (place_A - below_A)
     return weights_AK
+
+
+def _rising(mean_K: Array, variance_K: Array) -> Array:
+    """Returns the nearest values that never fall (pool adjacent violators): more rows never take less."""
+    pools: list[tuple[float, float, int]] = []  # value, weight, knots
+    for value, variance in zip(mean_K.tolist(), variance_K.tolist(), strict=True):
+        weight, num = 1 / variance, 1
+        while pools and pools[-1][0] > value:
+            other, beside, more = pools.pop()
+            value, weight, num = (value * weight + other * beside) / (weight + beside), weight + beside, num + more
+        pools.append((value, weight, num))
+    return np.repeat([value for value, _, _ in pools], [num for _, _, num in pools])
 
 
 def _prior(prior: CostPrior) -> tuple[Array, Array]:
