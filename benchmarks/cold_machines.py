@@ -10,7 +10,7 @@ compare to a tenth of a percent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -161,8 +161,8 @@ def run_batch(machine: Machine, tuner: StrategyTuner, batch_size: int, max_token
     while left_B.size:
         num = left_B.size
         length = PROMPT_TOKENS + max_tokens - float(left_B.mean())
-        known = {"hindsight": hindsight, "num_left": float(left_B.mean()), "reading": reading}
-        batch = BatchState(num, length, 0, 0, num if is_first else 0, **known)
+        state = BatchState(num, length, 0, 0, num if is_first else 0, hindsight=hindsight)
+        batch = replace(state, num_left=float(left_B.mean()), reading=reading)
         arm, is_first, reading = tuner.choose(batch), False, None
         outcome = machine.step(arm, num)
         tuner.observe(arm, batch, outcome)

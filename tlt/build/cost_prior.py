@@ -8,7 +8,7 @@ from tlt.tuning.step_costs import CostPrior
 
 
 def cost_prior(target: ModelConfig, drafter: DrafterShape | None) -> CostPrior:
-    """Returns the prior for this target. drafter: the learned one; None: there is none, and what is said of it means nothing."""
+    """Returns the prior for this target. drafter: the shape of the learned one; None: there is none."""
     head = target.vocab_size * target.hidden_size
     weights = target.num_layers * _layer(target) + head
     cached = 2 * target.num_layers * target.num_kv_heads * target.head_dim / weights

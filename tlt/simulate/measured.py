@@ -32,8 +32,8 @@ class FittedSeconds:
         self._known: dict[tuple[Strategy, float, int, int], float] = {}
 
     def __call__(self, arm: Strategy, nodes: float, batch_size: int, mean_length: float) -> float:
-        """Returns the seconds. nodes: counts where references are followed; elsewhere chains stop as they did in the run, and where
-        references say how many are drafted, powers of two are told apart."""
+        """Returns the seconds. nodes: where references are followed, told apart by powers of two. Elsewhere it does not count:
+        chains stop as they did in the run."""
         rough, place = 2.0 ** round(math.log2(max(nodes, 1.0))) if arm.follows else 0.0, _place(mean_length)
         if (seconds := self._known.get((arm, rough, batch_size, place))) is None:
             own, levels = self.model.acceptance.drafted(arm, batch_size)

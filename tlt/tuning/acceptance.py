@@ -101,8 +101,11 @@ class _Counts:
 
 
 class _Table(NamedTuple):
-    """For chains of one token, two, …: tokens per verification, and how the standard deviation of the rate at each depth changes
-    their logarithm. counts_D: verifications behind these rates.  survivals_D: the share that comes to each depth."""
+    """For chains of one token, two, …: tokens per verification, and how the standard deviation of the rate at
+    each depth changes their logarithm.
+
+    counts_D: verifications behind these rates.  survivals_D: the share of verifications that comes to each depth.
+    """
 
     tokens_D: Array
     spread_DD: Array
@@ -120,8 +123,11 @@ class _Table(NamedTuple):
 
 
 class Expectation(NamedTuple):
-    """Tokens per verification of A arms, and by how much the standard deviation of each of R rates changes their logarithm: arms
-    of one curve err together. counts_R: verifications behind each rate.  survivals_R: the share that comes to it."""
+    """Tokens per verification of A arms, and by how much the standard deviation of each of R rates changes their
+    logarithm: arms of one curve err together.
+
+    counts_R: verifications behind each rate.  survivals_R: the share of verifications that comes to it.
+    """
 
     tokens_A: Array
     spread_AR: Array
@@ -129,8 +135,8 @@ class Expectation(NamedTuple):
     survivals_R: Array
 
     def learned(self, best: int, num_verifications: float) -> Array:
-        """Returns the variance [arms] by which so many verifications of an arm are expected to move the logarithm of its tokens
-        over the best arm's."""
+        """Returns, for each arm, the variance that so many verifications of it are expected to remove from the
+        logarithm of its tokens over the best arm's."""
         new_R = num_verifications * self.survivals_R
         seen_AR = (self.spread_AR != 0) * (new_R / (self.counts_R + new_R + 1e-9))
         result: Array = ((self.spread_AR - self.spread_AR[best]) ** 2 * seen_AR).sum(1)
@@ -185,7 +191,7 @@ class Acceptance:
         """Forgets what was derived from the counts of a drafter; None: of all."""
         for known in (self._rates, self._tables):
             for curve in [c for c in known if drafter is None or c.drafter in (drafter, "hybrid")]:
-                del known[curve]  # type: ignore[attr-defined]
+                del known[curve]
 
     def observe_elsewhere(
         self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int], followed: Sequence[bool]

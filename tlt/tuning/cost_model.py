@@ -3,16 +3,17 @@
     speed(arm) = batch x E[tokens per verification] / seconds(rows of the forward, drafting)
                              └ acceptance.py               └ step_costs.py
 
-It chooses the arm with which the tokens that are left take the least time, what its first step costs besides included. Another
+It takes the arm with which the tokens that are left need the least time, its first step's extra seconds included.
+Speculation counts a little lower there than expected, by CAUTION standard deviations: off is what must not be lost. Another
 arm is tried while that pays:
 
-    gain(arm) = time left x E[share of it that is saved, if the arm turns out to be faster]
-    loss(arm) = seconds of a step with it - seconds in which the best arm brings as many tokens
-    try the arm with the smallest loss of those whose gain is larger than TRIALS losses
+    gain(arm) = time left x E[share of it that is saved], over what TRIALS steps may teach about the arm
+    loss(arm) = what comes once + TRIALS steps - seconds in which the best arm brings as many tokens
+    try the arm with the smallest loss of those whose gain is larger
 
-The gain is the value of perfect information (Howard, 1966), which one trial does not bring: hence TRIALS. So little is tried in
-the last tokens of a batch, and nothing ever that cannot win. Off comes first, and retrieval is judged in hindsight, for tokens
-do not depend on who drafts. This file knows no statistics of its own.
+This is the knowledge gradient for correlated beliefs (Frazier, Powell and Dayanik, 2009). So little is tried in the last
+tokens of a batch, and never what cannot win. Off comes first, and retrieval is judged in hindsight, for tokens do not
+depend on who drafts. This file knows no statistics of its own.
 """
 
 from __future__ import annotations
@@ -29,23 +30,28 @@ from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, Work, drafters_
 from tlt.types import BatchState, Hindsight, Reading, StepOutcome, Strategy
 
 TRIALS = 2.0
-"""Steps that finding out about an arm is taken to need."""
+"""Steps that a trial is taken to need, after its first one's extra seconds."""
 CAUTION = 0.7
-"""Standard deviations by which speculation is taken to be worse than expected."""
+"""Standard deviations by which speculation is taken to be slower than expected."""
+MARGIN = 0.03
+"""By how much speculation must be faster than off: responses that advance unevenly leave small batches behind."""
+NUM_FIRST = 3
+"""Steps that off has before anything else: the later ones tell what the first, of a new shape, did not."""
 MIN_RETRIEVED = 1.05
 """Tokens per verification that retrieval must bring in hindsight before it drafts."""
-NUM_FIRST = 3
-"""The steps that off has before anything else: the second tells what the first, of a new shape, did not."""
-MARGIN = 0.03
-"""By how much speculation must be faster than off."""
 HORIZON = 300.0
 """Seconds within which a trial must pay: later the texts are others, and so is the batch."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The expectations of an arm: tokens per second of the whole batch (`speed`), the standard deviation of its logarithm
-    (`deviation`), the seconds of an engine step, and those that its next one takes besides (`once`)."""
+    """The expectations of an arm.
+
+    speed: tokens per second of the whole batch.  low: the same less CAUTION standard deviations.
+    doubt: the standard deviation of the logarithm of its speed over that of off.  deviation: the part of it over the best
+    arm's speed that a trial is expected to remove.
+    seconds: of an engine step.  once: those that the next one takes besides.
+    """
 
     strategy: Strategy
     speed: float
@@ -60,6 +66,7 @@ class CostModel:
     """Chooses the arm with the best prediction, and tries others while that pays.
 
     prior: the drafter's size beside the target's.  explores: whether anything is tried.
+    has_hindsight: whether batches tell what retrieval would have drafted; else it is tried like any other drafter.
     decide_every: seconds of engine time between two decisions for an unchanged batch size; bounds what deciding costs.
     """
 
@@ -145,14 +152,15 @@ class CostModel:
             return predictions, predictions[best]
         if self.costs.num_steps.get(Strategy.OFF, 0) < NUM_FIRST:
             return predictions, predictions[off]
-        return predictions, _trial(predictions, predictions[best], size, num_left) or predictions[best]
+        return predictions, _trial(predictions, predictions[best], num_left) or predictions[best]
 
     def _is_candidate(self, arm: Strategy, batch_size: int) -> bool:
-        """Returns whether an arm may run: retrieval where hindsight says that it brings something, a tree once chains of its
-        drafter were tried, for from these others learn more."""
+        """Returns whether an arm may run: retrieval where hindsight says that it brings something; trees and the hybrid
+        once learned chains were tried, for they resemble these."""
         own = arm.elsewhere if arm.follows else arm
         if own.drafter == "ngram" and self.has_hindsight:
-            return self.acceptance.expected_tokens([Hindsight.STRATEGY], batch_size)[0][0] > MIN_RETRIEVED
+            tokens_1, _ = self.acceptance.expected_tokens([Hindsight.STRATEGY], batch_size)
+            return float(tokens_1[0]) > MIN_RETRIEVED
         is_first = own.width <= 1 and own.drafter != "hybrid"
         return is_first or self.acceptance.is_known(Strategy("learned", 1, 1, 1))
 
@@ -172,13 +180,7 @@ class CostModel:
             self.acceptance.observe(strategy, outcome.accepted, outcome.drafted)
         self.acceptance.observe_in_hindsight(batch.hindsight, batch.num_running)
         work = self._work(strategy, batch)
-        own = [
-            d
-            for d, is_followed in zip(outcome.drafted, outcome.followed or [False] * len(outcome.drafted), strict=True)
-            if not is_followed
-        ]
-        levels = float(strategy.depth if strategy.width > 1 else max(own, default=0))
-        work = work._replace(rows=batch.num_running + sum(outcome.drafted), levels=levels)
+        work = work._replace(rows=batch.num_running + sum(outcome.drafted), levels=_levels(strategy, outcome))
         self.costs.observe(work, outcome.seconds, is_typical=not batch.num_admitted or batch.reading is not None)
         self._known.add((batch.num_running, strategy))
         if "learned" in drafters_of(strategy):
@@ -204,7 +206,14 @@ class CostModel:
         self._versions, self._chosen_for = versions, None
 
 
-def _trial(predictions: Sequence[Prediction], best: Prediction, batch_size: int, num_left: float) -> Prediction | None:
+def _levels(strategy: Strategy, outcome: StepOutcome) -> float:
+    """Returns the levels that were drafted: of the longest chain that follows no reference."""
+    followed = outcome.followed or (False,) * len(outcome.drafted)
+    own = [num for num, is_followed in zip(outcome.drafted, followed, strict=True) if not is_followed]
+    return float(strategy.depth if strategy.width > 1 else max(own, default=0))
+
+
+def _trial(predictions: Sequence[Prediction], best: Prediction, num_left: float) -> Prediction | None:
     """Returns the arm that is worth a trial; None: none is."""
     seconds_left = num_left / best.low
     found, smallest = None, math.inf

@@ -6,9 +6,9 @@
             + sequences x retrieved             retrieval, on the host
             + unread x read + first             once: what the drafter has missed, and what a new shape costs
 
-Before anything was measured, a part is what follows from bytes and operations (`CostPrior`), up to the machine's speed. Every
-measured step then corrects the logarithms of all parts by an extended Kalman filter: a step that took longer than expected makes
-a part longer, the more, the larger its share in the step and the less it is known.
+Before anything was measured, a part is what follows from bytes and operations (`CostPrior`), up to the machine's
+speed. Every measured step then corrects the logarithms of all parts by an extended Kalman filter: a step that took
+longer than expected makes a part longer, the more, the larger its share in the step and the less it is known.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tlt.types import Strategy
 KNOTS = 14
 """The forward is known at 1, 2, 4, … rows, and in between by interpolation of logarithms."""
 PARTS = ("cached", "draft", "level", "level_row", "hybrid", "retrieved", "unread", "first")
-"""What a step has beside its forward: tokens in the caches, a draft of the learned drafter, its levels, the rows of these levels
-beyond the first, the levels where retrieval may take its place, sequences for which is retrieved, tokens that the drafter
-reads late, and a shape that is new."""
+"""A step has, beside its forward: tokens in the caches; a draft of the learned drafter, its levels, and the rows of
+these beyond the first; the levels of the hybrid, of which retrieval saves some; sequences for which is retrieved; tokens
+that the learned drafter reads late; and 1 where its shape is new."""
 _NUM = KNOTS + len(PARTS)
 _CACHED, _DRAFT, _LEVEL, _LEVEL_ROW, _HYBRID, _RETRIEVED, _UNREAD, _FIRST = range(KNOTS, _NUM)
 ONCE = slice(_UNREAD, _NUM)
@@ -68,8 +68,11 @@ UNKNOWN = CostPrior()
 
 
 class Work(NamedTuple):
-    """What a step does. rows: of the target's forward.  levels: drafted one after the other by the learned drafter, with so many
-    `level_rows` in each.  unread: tokens that it has missed and reads first.  is_first: no such step was made before."""
+    """The work of a step.
+
+    rows: of the target's forward.  levels: drafted one after the other by the learned drafter.
+    unread: tokens that this drafter has missed and reads first.  is_first: whether no such step was made before.
+    """
 
     strategy: Strategy
     batch_size: int
@@ -146,8 +149,8 @@ class StepCosts:
         return result
 
     def learned(self, shares_AP: Array, best: int, num_steps: float) -> Array:
-        """Returns the variance [arms] by which so many steps of an arm are expected to move the logarithm of its seconds over the
-        best arm's."""
+        """Returns, for each arm, the variance that so many steps of it are expected to remove from the logarithm of
+        its seconds over the best arm's."""
         covariance_AA = shares_AP @ self.covariance_PP @ shares_AP.T
         own_A = covariance_AA.diagonal()
         result: Array = (own_A - covariance_AA[best]) ** 2 / (own_A + _NOISE**2 / num_steps)
