@@ -184,6 +184,11 @@ class Acceptance:
             if strategy.width == 1:
                 curve = Curve(strategy.drafter, 1, None, where, where_drafted=True)
                 counts[curve].add(drafted_D, survived_D, fade)
+        if strategy.drafter == "hybrid":  # meanwhile nobody watches what retrieval alone would have drafted
+            for curve, counts_of_it in self.counts.items():
+                if curve.drafter == "ngram":
+                    counts_of_it.scale(here)
+            self._forget_estimates("ngram")
         if strategy.width == 1:
             self.drafts[strategy.drafter].add(np.full(depth, len(accepted)), was_drafted_BD.sum(0), here)
 
@@ -298,13 +303,15 @@ class Acceptance:
     def _prior(self, curve: Curve) -> Sequence[float]:
         """Returns the rates that are assumed for a curve before it has evidence, by the curves that it resembles. (): by none.
 
-        The hybrid resembles retrieval, and the learned drafter where nothing is retrieved. A tree, which never stops, resembles
+        Retrieval resembles the hybrid, where that was tried. The hybrid resembles retrieval, and the learned drafter where nothing is retrieved. A tree, which never stops, resembles
         the chains of its drafter at the depths that they drafted.
         """
         if curve.drafter == "hybrid":
             resembled = (("learned", False), ("ngram", False), ("ngram", True))
             return _mixture(*(self.rates(Curve(kind, 1, None, curve.octave, where)).accepted for kind, where in resembled))
-        is_chain = curve.width == 1
+        is_chain, hybrid = curve.width == 1, self.counts.get(Curve("hybrid", 1, None, None))
+        if curve.drafter == "ngram" and hybrid is not None and hybrid.tried[0] >= _MUCH:
+            return ((hybrid.survived + 0.5) / (hybrid.tried + 1.0)).tolist()
         return () if is_chain else self.rates(Curve(curve.drafter, 1, None, curve.octave, where_drafted=True)).accepted
 
     def _estimate(self, curve: Curve) -> Rates:

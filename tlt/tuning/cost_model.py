@@ -87,8 +87,8 @@ class CostModel:
         self.predicted_speed: float | None = None
         self.speed_otherwise: float | None = None
         self._choice = Strategy.OFF
-        self._chosen_for: int | None = None
-        """The batch size of the last decision. None: decide anew."""
+        self._chosen_for: tuple[int, bool] | None = None
+        """The batch size of the last decision, and whether references were there. None: decide anew."""
         self._seconds_since = self._seconds = 0.0
         """Engine time since the last decision, and in all."""
         self._versions: tuple[int, int] | None = None
@@ -105,9 +105,10 @@ class CostModel:
         if batch.reading is not None and batch.reading is not self._reading:
             self._reading = batch.reading
             self.costs.observe_reading(batch.reading.num_tokens, batch.reading.num_forwards, batch.reading.seconds)
-        if batch.num_running != self._chosen_for or self._seconds_since >= min(self.decide_every, 0.02 * self._seconds):
+        place = batch.num_running, bool(batch.leads)
+        if place != self._chosen_for or self._seconds_since >= min(self.decide_every, 0.02 * self._seconds):
             predictions, choice = self._decide(batch)
-            self._choice, self._chosen_for, self._seconds_since = choice.strategy, batch.num_running, 0.0
+            self._choice, self._chosen_for, self._seconds_since = choice.strategy, place, 0.0
             has_measured = bool(self.costs.num_steps)
             self.predicted_speed = choice.speed if has_measured else None
             others = [p.speed for p in predictions if not p.strategy.follows]
