@@ -15,11 +15,9 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tlt.tuning.expectation import Array, Expectation, Rates, Table
 from tlt.types import Hindsight, Lead, Strategy
-
-Array = NDArray[np.float64]
 
 _PRIOR_RATE, _PRIOR_RATE_OF_RETRIEVAL = 0.7, 0.03
 """The acceptance rate that is assumed at depth 1 before anything was verified: of a drafter, and of texts that may repeat."""
@@ -70,15 +68,6 @@ class Curve(NamedTuple):
         return Curve(self.drafter, self.width, self.budget, None, self.where_drafted)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """For d = 0, 1, …: the probability that the target accepts the token at depth d + 1, given that it has accepted all
-    before it, and the number of verifications behind this estimate."""
-
-    accepted: Sequence[float]
-    counts: Sequence[float]
-
-
 def _zeros() -> Array:
     return np.zeros(Strategy.MAX_DEPTH)
 
@@ -100,49 +89,6 @@ class _Counts:
         self.survived *= factor
 
 
-class _Table(NamedTuple):
-    """For chains of one token, two, …: tokens per verification, and how the standard deviation of the rate at
-    each depth changes their logarithm.
-
-    counts_D: verifications behind these rates.  survivals_D: the share of verifications that comes to each depth.
-    """
-
-    tokens_D: Array
-    spread_DD: Array
-    counts_D: Array
-    survivals_D: Array
-
-    @staticmethod
-    def of(rates: Rates) -> _Table:
-        rate_D, count_D = np.array(rates.accepted), np.array(rates.counts)
-        survivals_D = np.concatenate([[1.0], np.cumprod(rate_D)])
-        tokens_D = np.cumsum(survivals_D)[1:]
-        beyond_DD = np.tril(tokens_D[:, None] - np.concatenate([[1.0], tokens_D[:-1]]))  # lost if that depth is not survived
-        deviation_D = np.sqrt((1.001 - rate_D) / ((rate_D + 0.001) * (count_D + 1)))
-        return _Table(tokens_D, beyond_DD * deviation_D / tokens_D[:, None], count_D, survivals_D[:-1])
-
-
-class Expectation(NamedTuple):
-    """Tokens per verification of A arms, and by how much the standard deviation of each of R rates changes their
-    logarithm: arms of one curve err together.
-
-    counts_R: verifications behind each rate.  survivals_R: the share of verifications that comes to it.
-    """
-
-    tokens_A: Array
-    spread_AR: Array
-    counts_R: Array
-    survivals_R: Array
-
-    def learned(self, best: int, num_verifications: float) -> Array:
-        """Returns, for each arm, the variance that so many verifications of it are expected to remove from the
-        logarithm of its tokens over the best arm's."""
-        new_R = num_verifications * self.survivals_R
-        seen_AR = (self.spread_AR != 0) * (new_R / (self.counts_R + new_R + 1e-9))
-        result: Array = ((self.spread_AR - self.spread_AR[best]) ** 2 * seen_AR).sum(1)
-        return result
-
-
 class Acceptance:
     """Estimates the acceptance rates of every strategy, each from its own verifications and from those it resembles.
 
@@ -158,7 +104,7 @@ class Acceptance:
         self.drafts: dict[str, _Counts] = defaultdict(_Counts)
         """By drafter: chains that might have drafted a token at each depth, and those that did not stop before."""
         self._rates: dict[Curve, Rates] = {}
-        self._tables: dict[Curve, _Table] = {}
+        self._tables: dict[Curve, Table] = {}
 
     def observe(
         self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int] = (), batch_size: int | None = None
@@ -271,10 +217,10 @@ class Acceptance:
             tokens_A, spread_ACD.reshape(len(arms), -1), counts_R, np.concatenate([t.survivals_D for t in tables])
         )
 
-    def _table(self, curve: Curve) -> _Table:
+    def _table(self, curve: Curve) -> Table:
         table = self._tables.get(curve)
         if table is None:
-            table = self._tables[curve] = _Table.of(self.rates(curve))
+            table = self._tables[curve] = Table.of(self.rates(curve))
         return table
 
     def counters(self) -> dict[str, list[Any]]:
@@ -303,15 +249,17 @@ class Acceptance:
     def _prior(self, curve: Curve) -> Sequence[float]:
         """Returns the rates that are assumed for a curve before it has evidence, by the curves that it resembles. (): by none.
 
-        Retrieval resembles the hybrid, where that was tried. The hybrid resembles retrieval, and the learned drafter where nothing is retrieved. A tree, which never stops, resembles
-        the chains of its drafter at the depths that they drafted.
+        Retrieval resembles the hybrid, where that was tried. The hybrid resembles retrieval, and the learned drafter
+        where nothing is retrieved. A tree, which never stops, resembles the chains of its drafter at the depths that
+        they drafted.
         """
         if curve.drafter == "hybrid":
             resembled = (("learned", False), ("ngram", False), ("ngram", True))
             return _mixture(*(self.rates(Curve(kind, 1, None, curve.octave, where)).accepted for kind, where in resembled))
         is_chain, hybrid = curve.width == 1, self.counts.get(Curve("hybrid", 1, None, None))
         if curve.drafter == "ngram" and hybrid is not None and hybrid.tried[0] >= _MUCH:
-            return ((hybrid.survived + 0.5) / (hybrid.tried + 1.0)).tolist()
+            rates: list[float] = ((hybrid.survived + 0.5) / (hybrid.tried + 1.0)).tolist()
+            return rates
         return () if is_chain else self.rates(Curve(curve.drafter, 1, None, curve.octave, where_drafted=True)).accepted
 
     def _estimate(self, curve: Curve) -> Rates:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tlt.tuning.acceptance import Array
+from tlt.tuning.expectation import Array
 from tlt.types import Strategy
 
 KNOTS = 14
