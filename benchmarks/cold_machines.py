@@ -10,12 +10,13 @@ compare to a tenth of a percent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tlt.tuning.step_costs import CostPrior
 from tlt.tuning.tuner import default_arms
-from tlt.types import BatchState, Hindsight, StepOutcome, Strategy, StrategyTuner
+from tlt.types import BatchState, Hindsight, Reading, StepOutcome, Strategy, StrategyTuner
 
 PROMPT_TOKENS = 60
 _NOISE = 0.1
@@ -70,6 +71,8 @@ class Profile:
     retrieval: float
     first_call: float
     read: float
+    prior: CostPrior
+    """What the tuner is told of model and drafter; a machine's seconds differ from it. Prompts are read with a head here."""
 
     def forward_seconds(self, rows: float) -> float:
         (r0, s0), (r1, s1) = self.forward[-2:]
@@ -87,10 +90,11 @@ class Profile:
         return forward + retrieval + arm.depth * (self.level + self.level_per_row * (rows - 1))
 
 
+CPU_ROWS = ((1, 0.13), (4, 0.17), (16, 0.225), (17, 0.233))
 PROFILES = {
-    "toy": Profile(((1, 1.5e-3), (101, 7.5e-3)), 0.12e-3, 0.003e-3, 0.01e-3, 1e-3, 2e-6),
-    "0.5B": Profile(((1, 0.13), (4, 0.17), (16, 0.225), (17, 0.233)), 0.055, 0.7e-3, 0.05e-3, 0.08, 0.35e-3),
-    "gpu": Profile(((1, 5e-3), (128, 5e-3), (256, 10e-3)), 0.6e-3, 0.0, 0.02e-3, 10e-3, 2e-6),
+    "toy": Profile(((1, 1.5e-3), (101, 7.5e-3)), 0.12e-3, 0.003e-3, 0.01e-3, 1e-3, 2e-6, CostPrior(0.062, 0.06, head=0)),
+    "0.5B": Profile(CPU_ROWS, 0.055, 0.7e-3, 0.05e-3, 0.08, 0.35e-3, CostPrior(0.31, 0.04, head=0)),
+    "gpu": Profile(((1, 5e-3), (128, 5e-3), (256, 10e-3)), 0.6e-3, 0.0, 0.02e-3, 10e-3, 2e-6, CostPrior(0.11, 0.035, head=0)),
 }
 
 
@@ -115,10 +119,11 @@ class Machine:
         disturbed = self.noise.uniform(*_OUTLIER) if self.noise.random() < _OUTLIERS else 1.0
         return seconds * disturbed * float(np.exp(self.noise.normal(0, _NOISE)))
 
-    def read(self, num_texts: int) -> float:
-        """Returns the observed seconds of reading the prompts."""
+    def read(self, num_texts: int) -> Reading:
+        """Reads the prompts; returns what is observed of it."""
         self._missed = PROMPT_TOKENS
-        return self.observed(self.profile.forward_seconds(num_texts * PROMPT_TOKENS) + self.profile.first_call)
+        seconds = self.profile.forward_seconds(num_texts * PROMPT_TOKENS) + self.profile.first_call
+        return Reading(num_texts * PROMPT_TOKENS, 1, self.observed(seconds))
 
     def step(self, arm: Strategy, batch_size: int) -> StepOutcome:
         seconds = self.profile.seconds(arm, batch_size)
@@ -149,15 +154,16 @@ class Machine:
 def run_batch(machine: Machine, tuner: StrategyTuner, batch_size: int, max_tokens: int) -> float:
     """Generates `batch_size` responses of `max_tokens` tokens, all from the start; returns the seconds that this took."""
     started = machine.seconds
-    machine.read(batch_size)
+    reading: Reading | None = machine.read(batch_size)
     left_B = np.full(batch_size, max_tokens)
     hindsight: tuple[Hindsight, ...] = ()
     is_first = True
     while left_B.size:
         num = left_B.size
         length = PROMPT_TOKENS + max_tokens - float(left_B.mean())
-        batch = BatchState(num, length, 0, 0, num if is_first else 0, hindsight=hindsight)
-        arm, is_first = tuner.choose(batch), False
+        state = BatchState(num, length, 0, 0, num if is_first else 0, hindsight=hindsight)
+        batch = replace(state, num_left=float(left_B.mean()), reading=reading)
+        arm, is_first, reading = tuner.choose(batch), False, None
         outcome = machine.step(arm, num)
         tuner.observe(arm, batch, outcome)
         hindsight = machine.hindsight(arm)
@@ -171,15 +177,16 @@ def settled_speed(machine: Machine, tuner: StrategyTuner, batch_size: int, after
     always full; at the latest after `3 num_steps` steps."""
     drafter, profile = machine.drafter, machine.profile
     speeds = {arm: batch_size * drafter.tokens(arm) / profile.seconds(arm, batch_size) for arm in drafter.arms}
-    machine.read(batch_size)
+    reading: Reading | None = machine.read(batch_size)
     hindsight: tuple[Hindsight, ...] = ()
     chosen: list[Strategy] = []
     since = None
     for step in range(4 * num_steps):
         if since is None and (machine.seconds > after or step >= 3 * num_steps):
             since = step
-        batch = BatchState(batch_size, 500.0, 0, 0, hindsight=hindsight)
-        arm = tuner.choose(batch)
+        num_admitted = batch_size if reading is not None else 0
+        batch = BatchState(batch_size, 500.0, 0, 0, num_admitted, hindsight=hindsight, reading=reading)
+        arm, reading = tuner.choose(batch), None
         tuner.observe(arm, batch, machine.step(arm, batch_size))
         hindsight = machine.hindsight(arm)
         chosen.append(arm)

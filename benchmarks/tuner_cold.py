@@ -28,8 +28,8 @@ SETTLED_AFTER, SETTLED_STEPS = 30.0, 400
 """The seconds after which a tuner should have settled, and the steps over which it is then judged."""
 
 
-def cold_tuner(kinds: tuple[str, ...]) -> StrategyTuner:
-    tuner = make_tuner("adaptive", kinds)
+def cold_tuner(machine: Machine) -> StrategyTuner:
+    tuner = make_tuner("adaptive", machine.drafter.kinds, prior=machine.profile.prior)
     assert tuner is not None
     return tuner
 
@@ -38,7 +38,7 @@ def cold_starts(profile: str, drafter: str, batch_size: int, max_tokens: int, nu
     """Returns one cell: times off of each cold start, and of the arm that is best on average."""
     machines = [Machine(PROFILES[profile], DRAFTERS[drafter], seed) for seed in range(num_seeds)]
     off = run_batch(Machine(PROFILES[profile], DRAFTERS[drafter]), Fixed(Strategy.OFF), batch_size, max_tokens)
-    times = [off / run_batch(machine, cold_tuner(machine.drafter.kinds), batch_size, max_tokens) for machine in machines]
+    times = [off / run_batch(machine, cold_tuner(machine), batch_size, max_tokens) for machine in machines]
     arm = best_fixed(PROFILES[profile], DRAFTERS[drafter], batch_size)
     best = off / run_batch(Machine(PROFILES[profile], DRAFTERS[drafter]), Fixed(arm), batch_size, max_tokens)
     return {"times": [round(t, 4) for t in times], "best_arm": str(arm), "best": round(best, 4)}
@@ -48,7 +48,7 @@ def settled(profile: str, drafter: str, batch_size: int, num_seeds: int) -> list
     shares = []
     for seed in range(num_seeds):
         machine = Machine(PROFILES[profile], DRAFTERS[drafter], seed)
-        tuner = cold_tuner(machine.drafter.kinds)
+        tuner = cold_tuner(machine)
         shares.append(settled_speed(machine, tuner, batch_size, SETTLED_AFTER, SETTLED_STEPS))
     return [round(share, 4) for share in shares]
 
@@ -56,7 +56,7 @@ def settled(profile: str, drafter: str, batch_size: int, num_seeds: int) -> list
 def seconds_of_a_choice(batch_size: int, num_steps: int = 300) -> float:
     """Returns what `choose` and `observe` take together for an engine step in which the choice is made anew."""
     machine = Machine(PROFILES["0.5B"], DRAFTERS["good"])
-    tuner = cold_tuner(machine.drafter.kinds)
+    tuner = cold_tuner(machine)
     spent = 0.0
 
     class Timed:

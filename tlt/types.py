@@ -13,7 +13,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
 from tlt.kinds import MaxTokens, MinP, Seed, StopIds, StopTexts, Temperature, TopK, TopP, convert, kinds_of
 
@@ -228,8 +228,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Lead:
-    """How far a reference leads one sequence: for `length` tokens at most, each kept with probability `rate` if all before it
-    are."""
+    """How far a reference leads a sequence: `length` tokens at most, each kept with chance `rate` if all before it are."""
 
     rate: float
     length: int
@@ -242,14 +241,20 @@ class Lead:
 
 @dataclass(frozen=True)
 class Hindsight:
-    """A chain that retrieval would have drafted for a sequence by `STRATEGY`, and how many of its tokens were committed since.
-
-    Whoever drafts, the tokens are the same: so many would a verification of this chain have accepted.
-    """
+    """A chain that retrieval would have drafted by `STRATEGY`, and how many of its tokens were committed since: as many as a
+    verification would have accepted, for whoever drafts, the tokens are the same."""
 
     drafted: int
     accepted: int
     STRATEGY: ClassVar[Strategy] = Strategy("ngram", 15, 1, 15)
+
+
+class Reading(NamedTuple):
+    """The reading of prompts: tokens, in so many forwards, and the seconds of all of it."""
+
+    num_tokens: int
+    num_forwards: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -258,7 +263,8 @@ class BatchState:
 
     mean_length: committed tokens per sequence, prompt included.  num_admitted: sequences that are new in this step; a drafter
     may have to read their prompts.  leads: one for each sequence that has a reference to follow.  hindsight: what retrieval
-    would have drafted before, as far as it is known by now what was accepted of it.
+    would have drafted before, as far as it is known what was accepted of it.  num_left: tokens that are expected for each
+    running sequence, waiting ones' included; None: nobody knows.  reading: of prompts before this step; None: none was timed.
     """
 
     num_running: int
@@ -268,6 +274,8 @@ class BatchState:
     num_admitted: int = 0
     leads: tuple[Lead, ...] = ()
     hindsight: tuple[Hindsight, ...] = ()
+    num_left: float | None = None
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True)
@@ -292,12 +300,10 @@ class StrategyTuner(Protocol):
     @property
     def predicted_speed(self) -> float | None:
         """Tokens per second expected of the latest choice; None where nothing is predicted."""
-        ...
 
     @property
     def speed_otherwise(self) -> float | None:
         """Tokens per second expected of the best strategy that follows no reference, where the latest choice follows some."""
-        ...
 
     def choose(self, batch: BatchState) -> Strategy: ...
 

@@ -26,6 +26,7 @@ from tlt.simulate.rollout import Replicas, Variant
 from tlt.simulate.virtual import VirtualTime
 from tlt.tuning.acceptance import Curve
 from tlt.tuning.cost_model import CostModel
+from tlt.tuning.step_costs import Work
 from tlt.types import BatchState, Problem, Request, Rollout, SamplingParams, Strategy
 
 TLT = Variant("TLT")
@@ -49,7 +50,7 @@ def assume(groups: Sequence[Sequence[int]], seconds: Any = one_second, **changes
     """Every step has these lengths; steps outside of the rollout take no time."""
     values = {
         "lengths": RecordedLengths([groups] * 8),
-        "engines": [Measured(CostModel([Strategy.OFF], bonus=0.0), seconds)],
+        "engines": [Measured(CostModel([Strategy.OFF], explores=False), seconds)],
         "agreement": IDENTICAL,
         "spot": NO_TRAINING,
         "num_samples": len(groups[0]),
@@ -177,10 +178,11 @@ def test_spot_training_fills_idle_time_up_to_its_passes_and_slows_only_whom_it_i
 def test_ahead_of_identical_references_reads_in_a_few_steps_what_idle_time_has_generated() -> None:
     """A response of 100 tokens keeps one replica for 100 s; the other has one of 2, and generates 98 tokens of the next step's.
     They are read 33 at a time; the step after that finds what little idle time was left then."""
-    model = CostModel([Strategy.OFF, FOLLOW], bonus=0.0)
+    model = CostModel([Strategy.OFF, FOLLOW], explores=False)
     for nodes in (1, 2, 4, 8, 16, 32):
-        model.costs.observe(Strategy("ahead", nodes, 1, nodes), 1, 64, 1.0)
-    model.costs.observe(Strategy.OFF, 1, 64, 1.0)
+        for _ in range(20):
+            model.costs.observe(Work(Strategy("ahead", nodes, 1, nodes), 1, 64, 1 + nodes, 0), 1.0)
+            model.costs.observe(Work(Strategy.OFF, 1, 64, 1, 0), 1.0)
     assumed = assume([[100], [2]], engines=[Measured(model, one_second)])
     replicas = Replicas(assumed, Variant("ahead", ahead=1), 2, 2)
     first, second, third = (replicas.take_step(step) for step in range(3))
@@ -200,11 +202,11 @@ def test_adaptive_puts_first_what_the_real_choice_finds_to_be_worth_most_and_mea
     groups = [[100], [2]]
     for change, first in ((0.3, IdleUse.TRAIN), (0.0, IdleUse.AHEAD)):
         spot = SpotSpeed(0.1, 0.1, 4.0, 128, 0, change)
-        model = CostModel([Strategy.OFF], bonus=0.0)
+        model = CostModel([Strategy.OFF], explores=False)
         *_, step = simulate(assume(groups, spot=spot, engines=[Measured(model, one_second)]), adaptive, 2, 2, range(2, 4))
         assert step.order[0] is first
         assert step.worth[first].net == max(worth.net for worth in step.worth.values())
-    quick = Measured(CostModel([Strategy.OFF], bonus=0.0), lambda *of: 0.05)
+    quick = Measured(CostModel([Strategy.OFF], explores=False), lambda *of: 0.05)
     costs = []
     for interference in (0.0, 0.3):
         spot = SpotSpeed(0.001, 0.0, None, 128, 0)
@@ -271,7 +273,14 @@ def test_the_simulated_engine_takes_the_real_engines_steps_and_finishes_in_its_o
     ended["real"] = scorers.keys
     length_of = {(r.problem_id, r.sample_index): len(r.token_ids) for r in result.rollouts}
     time = VirtualTime()
-    what = Measured(CostModel([Strategy.OFF], bonus=0.0), one_second), lambda request: length_of[key(request)], 4, 0.0, False, 0
+    what = (
+        Measured(CostModel([Strategy.OFF], explores=False), one_second),
+        lambda request: length_of[key(request)],
+        4,
+        0.0,
+        False,
+        0,
+    )
     simulated = SimulatedEngine(time, *what)
     phase = make_real_phase(simulated, make_coordinators(1)[0])
 
@@ -299,7 +308,7 @@ def test_what_is_handed_over_goes_on_where_it_was_with_the_same_differences_from
     ends = agreement.ends(request.key, 1, 150)
     assert ends == agreement.ends(request.key, 1, 150)
     assert ends == sorted(ends)
-    model = CostModel([Strategy.OFF], bonus=0.0)
+    model = CostModel([Strategy.OFF], explores=False)
     engines = [SimulatedEngine(time, Measured(model, one_second), lambda r: 150, 4, 0.0, False, seed) for seed in (0, 1)]
     for engine in engines:
         engine.references, engine.agreement, engine.policy_version = references, agreement, 1

@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tlt.build.cost_prior import cost_prior
 from tlt.build.model import Checkpoint, Model, local_ranks
 from tlt.config.drafter import DrafterSection
 from tlt.config.schema import Config
@@ -110,7 +111,8 @@ def build_engine(
     decode: the text of a response's tokens, in which stop texts are sought.
     Raises UserError for a speculation that needs a drafter which is not there.
     """
-    tuner = tuner or make_tuner(settings.speculation, drafter_kinds(drafter is not None), settings.tuner)
+    prior = cost_prior(config, None if drafter is None else drafter.config)
+    tuner = tuner or make_tuner(settings.speculation, drafter_kinds(drafter is not None), settings.tuner, prior=prior)
     engine = RolloutEngine(
         policy if isinstance(policy, PackedTransformer) else _pack(config, policy, settings),
         max_batch_size=settings.max_batch_size,
@@ -150,7 +152,8 @@ def build_backend(
         assert isinstance(model, Model), "others were refused when they were read (load_checkpoint)"
         kinds, tuner = drafter_kinds(drafter is not None), None
         if references is not None:
-            tuner = make_tuner(settings.speculation, ahead_kinds(kinds), settings.tuner)
+            prior = cost_prior(model.config, None if drafter is None else drafter.config)
+            tuner = make_tuner(settings.speculation, ahead_kinds(kinds), settings.tuner, prior=prior)
         config, tensors = model.config, model.tensors
         engine = build_engine(
             config, tensors, settings, drafter, tuner=tuner, on_span=on_span, verify=verify, decode=model.decode

@@ -43,6 +43,7 @@ from tlt.types import (
     BatchState,
     DraftTree,
     Finished,
+    Reading,
     Request,
     Rollout,
     StepOutcome,
@@ -192,13 +193,12 @@ class RolloutEngine:
         """
         self._preempt()
         admissions = self.scheduler.admit(self.memory.fits_longer)
-        if admissions:
-            self._prefill(admissions)
+        reading = self._prefill(admissions) if admissions else None
         ended = self._release_finished(captures)  # those that were over when they came
         if not self.scheduler.running:
             return ended
         start = time.perf_counter()
-        batch = self._batch_state(sum(len(admission.slots) for admission in admissions))
+        batch = self._batch_state(sum(len(admission.slots) for admission in admissions), reading)
         strategy = self._choose(batch)
         proposal, law = self._propose(strategy), self._batch_law()
         tree = proposal.tree
@@ -230,8 +230,9 @@ class RolloutEngine:
         self._account(strategy, batch, outcome, start)
         return ended + self._release_finished(captures)
 
-    def _prefill(self, admissions: list[Admission]) -> None:
-        """Reads what has been admitted, every distinct text once."""
+    def _prefill(self, admissions: list[Admission]) -> Reading | None:
+        """Reads what has been admitted, every distinct text once. Returns what that took; None where nothing was read, or the
+        device is not waited for."""
         start = time.perf_counter()
         for admission in admissions:
             for slot in admission.slots:
@@ -241,9 +242,11 @@ class RolloutEngine:
         if sum(len(a.slots) for a in admissions) == len(self.scheduler.running):
             self.cache.release()  # nothing lives in it: many new sequences need not each have room for the last long one
         self.memory.reserve(len(self.scheduler.running), self.scheduler.longest + 1)
-        prefill(self.model, self.cache, admissions, self._capture, self._on_read)
+        num_tokens, num_forwards = prefill(self.model, self.cache, admissions, self._capture, self._on_read)
+        end = time.perf_counter()
         if self.on_span is not None:
-            self.on_span(Span(SpanName.PREFILL, start, time.perf_counter()))
+            self.on_span(Span(SpanName.PREFILL, start, end))
+        return Reading(num_tokens, num_forwards, end - start) if num_tokens and self.device.type == "cpu" else None
 
     def _on_read(self, slots: tuple[int, ...], first: int, captured_TF: Tensor) -> None:
         if self.drafter is not None:
@@ -259,15 +262,15 @@ class RolloutEngine:
             self.stats.num_preemptions += 1
             self.stats.num_reread_tokens += len(request.prompt_ids) + len(request.token_ids) - 1
 
-    def _batch_state(self, num_admitted: int) -> BatchState:
-        running = self.scheduler.running
+    def _batch_state(self, num_admitted: int, reading: Reading | None) -> BatchState:
+        running, drafter = self.scheduler.running, self.drafter
         mean_length = sum(len(s.tokens) for s in running) / len(running)
-        batch = BatchState(len(running), mean_length, self.model.version, 0, num_admitted)
-        if (drafter := self.drafter) is None:
+        batch = BatchState(len(running), mean_length, self.model.version, 0, num_admitted, reading=reading)
+        if drafter is None:
             return batch
-        tokens = [sequence.tokens for sequence in running]
+        tokens, num_left = [sequence.tokens for sequence in running], self.scheduler.num_left
         leads, hindsight = drafter.leads(tokens), drafter.hindsight(tokens)
-        return replace(batch, drafter_version=drafter.version, leads=leads, hindsight=hindsight)
+        return replace(batch, drafter_version=drafter.version, leads=leads, hindsight=hindsight, num_left=num_left)
 
     def _choose(self, batch: BatchState) -> Strategy:
         self._predicted_speed = self._speed_otherwise = None
@@ -331,6 +334,7 @@ class RolloutEngine:
             sequence = self.scheduler.running[slot]
             if sequence.finish_reason is None:
                 continue
+            self.scheduler.note_ended(sequence)
             rollout, captured_TF = sequence.to_rollout(self.model.version), None
             if self.drafter is not None:
                 captured_TF = self.drafter.recall(slot, sequence.num_cached) if captures else None

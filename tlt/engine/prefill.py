@@ -33,20 +33,24 @@ OnRead = Callable[[tuple[int, ...], int, Tensor], None]
 @torch.inference_mode()
 def prefill(
     model: PackedTransformer, cache: Cache, admissions: Sequence[Admission], capture: tuple[int, ...], on_read: OnRead
-) -> None:
-    """Reads the admitted texts into their slots, for which the cache has room. capture: see `forward_capturing`."""
-    limit = kv_cache.PREFILL_TOKENS
+) -> tuple[int, int]:
+    """Reads the admitted texts into their slots, for which the cache has room; returns (tokens read, forwards that this took).
+    capture: see `forward_capturing`."""
+    limit, num_tokens, num_forwards = kv_cache.PREFILL_TOKENS, 0, 0
     for group in prefill_groups([a for a in admissions if len(a.tokens) > 1], lambda a: len(a.tokens)):
         lengths = [min(len(a.tokens) - 1, limit) for a in group]
         attend = StoringPrefill(model.config, lengths, cache.layers, [a.slots[0] for a in group])
         tokens = [t for a, length in zip(group, lengths, strict=True) for t in a.tokens[:length]]
         positions_N = attend.positions(model.device)
         captured_NF = model.forward_capturing(upload(tokens, model.device), positions_N, attend, capture)[1]
+        num_tokens, num_forwards = num_tokens + len(tokens), num_forwards + 1
         for admission, captured_TF in zip(group, captured_NF.split(lengths), strict=True):
             on_read(admission.slots, 0, captured_TF)
             for start, later_TF in _read_on(model, cache, admission, capture, limit):
                 on_read(admission.slots, start, later_TF)
+                num_tokens, num_forwards = num_tokens + later_TF.shape[0], num_forwards + 1
             cache.fork(admission.slots[0], admission.slots[1:], len(admission.tokens) - 1)
+    return num_tokens, num_forwards
 
 
 def _read_on(

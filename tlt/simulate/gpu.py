@@ -13,8 +13,9 @@ from tlt.config.schema import Config
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, LogNormalLengths, SpotSpeed
 from tlt.simulate.measured import Measured
-from tlt.tuning.cost_model import CostModel, as_costly
+from tlt.tuning.cost_model import CostModel
 from tlt.tuning.idle_choice import HORIZON
+from tlt.tuning.step_costs import Work
 from tlt.types import Strategy
 
 ACCEPT_LENGTHS = {(8, 16): 6.34, (12, 32): 8.05, (12, 64): 8.76}
@@ -118,7 +119,7 @@ def make_model(seconds: GpuSeconds) -> CostModel:
     trees = [Strategy("learned", depth, _WIDTH, budget) for depth, budget in ACCEPT_LENGTHS]
     chains = [Strategy("learned", depth, 1, depth) for depth in _CHAINS]
     follows = [Strategy("ahead+learned", depth, 1, depth) for depth in _FOLLOWED]
-    model = CostModel([Strategy.OFF, *chains, *trees, *follows], bonus=0.0)
+    model = CostModel([Strategy.OFF, *chains, *trees, *follows], explores=False)
     for tree, accept_length in zip(trees, ACCEPT_LENGTHS.values(), strict=True):
         model.acceptance.observe(tree, _accepted(rate_of(accept_length, tree.depth), tree.depth), batch_size=1)
     model.acceptance.observe(chains[-1], _accepted(_CHAIN_RATE, chains[-1].depth), batch_size=1)
@@ -127,8 +128,9 @@ def make_model(seconds: GpuSeconds) -> CostModel:
         for arm in model.arms:
             for nodes in (8, 16, 32, 64, 128, 256) if arm.follows else (arm.budget,):
                 took = seconds(arm, nodes, batch, 1024)
+                levels = arm.elsewhere.depth if arm.follows else arm.depth
                 for _ in range(20):
-                    model.costs.observe(as_costly(arm, nodes), batch, 1024, took)
+                    model.costs.observe(Work(arm, batch, 1024, batch * (1 + nodes), levels), took)
     return model
 
 

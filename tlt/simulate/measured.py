@@ -11,7 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlt.tuning.acceptance import Curve, octave_of
-from tlt.tuning.cost_model import CostModel, as_costly
+from tlt.tuning.cost_model import CostModel
+from tlt.tuning.step_costs import Work
 from tlt.types import BatchState, Lead, Strategy
 
 Ints = NDArray[np.int64]
@@ -28,13 +29,18 @@ class FittedSeconds:
 
     def __init__(self, model: CostModel, overhead: float = 1.0) -> None:
         self.model, self.overhead = model, overhead
-        self._known: dict[tuple[Strategy, int, int], float] = {}
+        self._known: dict[tuple[Strategy, float, int, int], float] = {}
 
     def __call__(self, arm: Strategy, nodes: float, batch_size: int, mean_length: float) -> float:
-        costly, place = as_costly(arm, nodes), _place(mean_length)
-        if (seconds := self._known.get((costly, batch_size, place))) is None:
-            mean_A, _ = self.model.costs.predict([costly], batch_size, _length(place))
-            seconds = self._known[costly, batch_size, place] = self.overhead * math.exp(mean_A[0])
+        """Returns the seconds. nodes: where references are followed, told apart by powers of two. Elsewhere it does not count:
+        chains stop as they did in the run."""
+        rough, place = 2.0 ** round(math.log2(max(nodes, 1.0))) if arm.follows else 0.0, _place(mean_length)
+        if (seconds := self._known.get((arm, rough, batch_size, place))) is None:
+            own, levels = self.model.acceptance.drafted(arm, batch_size)
+            rows = batch_size * (1 + (rough or own))
+            work = Work(arm, batch_size, _length(place), rows, levels)
+            seconds = self.overhead * float(self.model.costs.forecast([work]).seconds_A[0])
+            self._known[arm, rough, batch_size, place] = seconds
         return seconds
 
 

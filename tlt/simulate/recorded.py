@@ -61,7 +61,7 @@ def read_run(folder: Path) -> RecordedRun:
     names = [f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)]
     verify(checkpoint, manifest, names)
     ranks = [json.loads((checkpoint / name).read_text(encoding="utf-8")) for name in names]
-    if not all(rank["tuner"].get("costs", {}).get("cells") for rank in ranks):
+    if not all(rank["tuner"].get("costs", {}).get("num_steps") for rank in ranks):
         raise UserError(
             f"--run: {folder} has measured no step costs; give a run with rollout.speculation adaptive and tuner cost-model"
         )
@@ -137,16 +137,16 @@ def optimism_of(run: RecordedRun) -> float:
 
 def measured_by(rank: dict[str, Any], config: Config, overhead: float = 1.0, optimism: float = 1.0) -> Measured:
     """Returns the engine of a rank as its tuner knew it, without the bonus for what is uncertain: nothing is learned here."""
-    model = CostModel(default_arms(ahead_kinds(drafter_kinds(config.drafter.path is not None))), bonus=0.0)
+    model = CostModel(default_arms(ahead_kinds(drafter_kinds(config.drafter.path is not None))), explores=False)
     model.restore(rank["tuner"])
     model.acceptance.forget_the_latest()
     return Measured(model, FittedSeconds(model, overhead * optimism), optimism)
 
 
 def num_measured(run: RecordedRun, arm: Strategy) -> float:
-    """Returns the engine steps with this arm that the tuners remember."""
+    """Returns the engine steps with this arm that the tuners have seen."""
     engines = [measured_by(rank, run.config) for rank in run.ranks]
-    return sum(cell.count for one in engines for key, cell in one.model.costs.cells.items() if key[2] == arm)
+    return sum(one.model.costs.num_steps.get(arm, 0) for one in engines)
 
 
 def lengths_of(run: RecordedRun, cap: int) -> tuple[Lengths, str]:

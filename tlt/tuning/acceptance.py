@@ -15,16 +15,21 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from tlt.tuning.expectation import Array, Expectation, Rates, Table
 from tlt.types import Hindsight, Lead, Strategy
 
-Array = NDArray[np.float64]
-
-_PRIOR_RATE = 0.7
-"""The acceptance rate that is assumed at depth 1 before anything was verified."""
-_PRIOR_COUNT = 1.5
+_PRIOR_RATE, _PRIOR_RATE_OF_RETRIEVAL = 0.7, 0.03
+"""The acceptance rate that is assumed at depth 1 before anything was verified: of a drafter, and of texts that may repeat."""
+_PRIOR_COUNT = 1.0
 """The verifications that this assumption counts as, and at deeper levels the rate of the level before."""
+_MAX_LEANING, _MUCH = 0.8, 8.0
+"""The largest rate that is assumed of a depth because the one before it has such a rate, until so many verifications are behind
+that: a streak of luck is none."""
+_ENOUGH = 3.0
+"""Verifications of a drafter's chains after which something is known of it."""
+_WORTH_OF_RESEMBLED = 4.0
+"""Verifications that those of the learned drafter count as, at most, for the hybrid."""
 _MEMORY = 100.0
 """Engine steps that a curve of one octave spans. A text changes its character, and in the tail few texts are left."""
 _MEMORY_EVERYWHERE = 4000.0
@@ -63,15 +68,6 @@ class Curve(NamedTuple):
         return Curve(self.drafter, self.width, self.budget, None, self.where_drafted)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """For d = 0, 1, …: the probability that the target accepts the token at depth d + 1, given that it has accepted all
-    before it, and the number of verifications behind this estimate."""
-
-    accepted: Sequence[float]
-    counts: Sequence[float]
-
-
 def _zeros() -> Array:
     return np.zeros(Strategy.MAX_DEPTH)
 
@@ -105,7 +101,10 @@ class Acceptance:
         self.counts: dict[Curve, _Counts] = defaultdict(_Counts)
         self.lasting: dict[Curve, _Counts] = defaultdict(_Counts)
         """The same, but slow to fade and whatever the version: what a run was like on the whole. Nothing is decided by it."""
+        self.drafts: dict[str, _Counts] = defaultdict(_Counts)
+        """By drafter: chains that might have drafted a token at each depth, and those that did not stop before."""
         self._rates: dict[Curve, Rates] = {}
+        self._tables: dict[Curve, Table] = {}
 
     def observe(
         self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int] = (), batch_size: int | None = None
@@ -115,7 +114,7 @@ class Acceptance:
         accepted: drafted tokens that the target accepted.  drafted: levels that were drafted, fewer than the strategy's depth
         where a chain stopped for itself. Empty: all of them everywhere.
         """
-        self._rates.clear()
+        self._forget_estimates(strategy.drafter)
         depth = strategy.depth
         accepted_B = np.minimum(np.asarray(accepted), depth)
         came_BD = accepted_B[:, None] >= np.arange(depth + 1)
@@ -131,6 +130,19 @@ class Acceptance:
             if strategy.width == 1:
                 curve = Curve(strategy.drafter, 1, None, where, where_drafted=True)
                 counts[curve].add(drafted_D, survived_D, fade)
+        if strategy.drafter == "hybrid":  # meanwhile nobody watches what retrieval alone would have drafted
+            for curve, counts_of_it in self.counts.items():
+                if curve.drafter == "ngram":
+                    counts_of_it.scale(here)
+            self._forget_estimates("ngram")
+        if strategy.width == 1:
+            self.drafts[strategy.drafter].add(np.full(depth, len(accepted)), was_drafted_BD.sum(0), here)
+
+    def _forget_estimates(self, drafter: str | None = None) -> None:
+        """Forgets what was derived from the counts of a drafter; None: of all."""
+        for known in (self._rates, self._tables):
+            for curve in [c for c in known if drafter is None or c.drafter in (drafter, "hybrid")]:
+                del known[curve]
 
     def observe_elsewhere(
         self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int], followed: Sequence[bool]
@@ -147,7 +159,7 @@ class Acceptance:
 
     def age(self, worth: float = _WORTH_AT_NEW_VERSION) -> None:
         """Lets each curve's evidence count as `worth` verifications at most."""
-        self._rates.clear()
+        self._forget_estimates()
         for counts in self.counts.values():
             counts.scale(min(worth / max(counts.tried[0], worth), 1.0))
 
@@ -157,61 +169,97 @@ class Acceptance:
             rates = self._rates[curve] = self._estimate(curve)
         return rates
 
+    def is_known(self, arm: Strategy) -> bool:
+        """Returns whether chains of the arm's drafter were verified, in hindsight at least."""
+        counts = self.counts.get(Curve(arm.drafter, 1, None, None))
+        return counts is not None and bool(counts.tried[0] >= _ENOUGH)
+
+    def drafted(self, arm: Strategy, batch_size: int, leads: Sequence[Lead] = ()) -> tuple[float, float]:
+        """Returns the nodes that an arm is expected to draft for a sequence, on average, and its levels: as many as the longest
+        chain of the batch has. A chain may stop for itself, and where references are followed, they say how long it is."""
+        if arm.follows:
+            nodes, levels = self.drafted(arm.elsewhere, batch_size)
+            followed = sum(min(arm.depth, lead.length) for lead in leads)
+            return (followed + (batch_size - len(leads)) * nodes) / batch_size, levels
+        if arm.width > 1 or arm.is_off or arm.drafter not in self.drafts:
+            return float(arm.budget), float(arm.depth)
+        counts = self.drafts[arm.drafter]
+        share_D = (counts.survived[: arm.depth] + 1) / (counts.tried[: arm.depth] + 1)
+        return float(share_D.sum()), float((1 - (1 - share_D) ** batch_size).sum())
+
     def expected_tokens(self, arms: Sequence[Strategy], batch_size: int, leads: Sequence[Lead] = ()) -> tuple[Array, Array]:
         """Returns tokens per verification, the bonus token included, and the variance of their logarithms: each [arms].
 
         leads: of the sequences that have a reference to follow.
         """
-        octave = octave_of(batch_size)
-        tokens_A, variance_A = np.ones(len(arms)), np.zeros(len(arms))
-        for i, arm in enumerate(arms):
-            if arm.follows:
-                share, kept = 1 - len(leads) / batch_size, sum(lead.expected(arm.depth) for lead in leads) / batch_size
-                tokens_1, variance_1 = self.expected_tokens([arm.elsewhere], batch_size)
-                tokens_A[i] += kept + share * (tokens_1[0] - 1)
-                variance_A[i] = variance_1[0] * (share * tokens_1[0] / tokens_A[i]) ** 2
-                continue
-            rates = self.rates(Curve.of(arm, octave))
-            survivals = list(accumulate(rates.accepted[: arm.depth], operator.mul))
-            tokens_A[i] += sum(survivals)
-            beyond, variance = 0.0, 0.0
-            for d in reversed(range(arm.depth)):
-                beyond += survivals[d]  # the tokens that are lost if depth d is not survived
-                rate, count = rates.accepted[d], rates.counts[d]
-                variance += beyond**2 * (1.001 - rate) / ((rate + 0.001) * count)
-            variance_A[i] = variance / tokens_A[i] ** 2
-        return tokens_A, variance_A
+        found = self.expected(arms, batch_size, leads)
+        return found.tokens_A, (found.spread_AR**2).sum(1)
+
+    def expected(self, arms: Sequence[Strategy], batch_size: int, leads: Sequence[Lead] = ()) -> Expectation:
+        """Returns the same with what the arms' errors have in common."""
+        octave, columns = octave_of(batch_size), dict[Curve, int]()
+        drafting = [arm.elsewhere if arm.follows else arm for arm in arms]
+        curves = [Curve.of(arm, octave) for arm in drafting]
+        for curve in curves:
+            columns.setdefault(curve, len(columns))
+        tables = [self._table(curve) for curve in columns]
+        tokens_A, spread_ACD = np.ones(len(arms)), np.zeros((len(arms), len(columns), Strategy.MAX_DEPTH))
+        for i, arm in enumerate(drafting):
+            if not arm.is_off:
+                table, row = tables[columns[curves[i]]], arm.depth - 1
+                tokens_A[i], spread_ACD[i, columns[curves[i]]] = table.tokens_D[row], table.spread_DD[row]
+            if arms[i].follows:
+                share, kept = 1 - len(leads) / batch_size, sum(lead.expected(arms[i].depth) for lead in leads) / batch_size
+                alone, tokens_A[i] = tokens_A[i], 1 + kept + share * (tokens_A[i] - 1)
+                spread_ACD[i] *= share * alone / tokens_A[i]
+        counts_R = np.concatenate([table.counts_D for table in tables])
+        return Expectation(
+            tokens_A, spread_ACD.reshape(len(arms), -1), counts_R, np.concatenate([t.survivals_D for t in tables])
+        )
+
+    def _table(self, curve: Curve) -> Table:
+        table = self._tables.get(curve)
+        if table is None:
+            table = self._tables[curve] = Table.of(self.rates(curve))
+        return table
 
     def counters(self) -> dict[str, list[Any]]:
         """Returns (curve, verifications tried, survived) of every curve, the latest and the lasting ones, as JSON."""
         kinds = {"latest": self.counts, "lasting": self.lasting}
-        return {
+        known = {
             name: [[list(curve), c.tried.tolist(), c.survived.tolist()] for curve, c in kind.items()]
             for name, kind in kinds.items()
         }
+        return known | {"drafts": [[d, c.tried.tolist(), c.survived.tolist()] for d, c in self.drafts.items()]}
 
     def restore(self, counters: Mapping[str, Sequence[Any]]) -> None:
         """Takes up what `counters` returned."""
-        self._rates.clear()
+        self._forget_estimates()
+        for drafter, tried, survived in counters.get("drafts", ()):
+            self.drafts[drafter] = _Counts(np.array(tried), np.array(survived))
         for counts, known in ((self.counts, counters["latest"]), (self.lasting, counters["lasting"])):
             counts.clear()
             counts.update((Curve(*curve), _Counts(np.array(tried), np.array(survived))) for curve, tried, survived in known)
 
     def forget_the_latest(self) -> None:
         """Estimates from what lasts alone, for whoever asks what a whole run was like."""
-        self._rates.clear()
+        self._forget_estimates()
         self.counts = self.lasting
 
     def _prior(self, curve: Curve) -> Sequence[float]:
         """Returns the rates that are assumed for a curve before it has evidence, by the curves that it resembles. (): by none.
 
-        The hybrid resembles retrieval, and the learned drafter where nothing is retrieved. A tree, which never stops, resembles
-        the chains of its drafter at the depths that they drafted.
+        Retrieval resembles the hybrid, where that was tried. The hybrid resembles retrieval, and the learned drafter
+        where nothing is retrieved. A tree, which never stops, resembles the chains of its drafter at the depths that
+        they drafted.
         """
         if curve.drafter == "hybrid":
             resembled = (("learned", False), ("ngram", False), ("ngram", True))
             return _mixture(*(self.rates(Curve(kind, 1, None, curve.octave, where)).accepted for kind, where in resembled))
-        is_chain = curve.width == 1
+        is_chain, hybrid = curve.width == 1, self.counts.get(Curve("hybrid", 1, None, None))
+        if curve.drafter == "ngram" and hybrid is not None and hybrid.tried[0] >= _MUCH:
+            rates: list[float] = ((hybrid.survived + 0.5) / (hybrid.tried + 1.0)).tolist()
+            return rates
         return () if is_chain else self.rates(Curve(curve.drafter, 1, None, curve.octave, where_drafted=True)).accepted
 
     def _estimate(self, curve: Curve) -> Rates:
@@ -220,13 +268,19 @@ class Acceptance:
         here, everywhere = self.counts.get(curve, _NOTHING), self.counts.get(curve.everywhere, _NOTHING)
         tried, survived = here.tried.tolist(), here.survived.tolist()
         all_tried, all_survived = everywhere.tried.tolist(), everywhere.survived.tolist()
-        rate, num_chances = _PRIOR_RATE, math.sqrt(curve.width)  # further candidates are worth less than the first (DESIGN §2)
+        first = _PRIOR_RATE_OF_RETRIEVAL if curve.drafter == "ngram" else _PRIOR_RATE
+        known = _PRIOR_COUNT
+        if curve.drafter == "hybrid":  # what it resembles was seen
+            learned = self.counts.get(Curve("learned", 1, None, None), _NOTHING)
+            known += min(float(learned.tried[0]), _WORTH_OF_RESEMBLED)
+        rate, num_chances = first, math.sqrt(curve.width)  # further candidates are worth less than the first (DESIGN §2)
+        doubt = _MUCH / (_MUCH + max(all_tried[0], tried[0]))
         accepted, counts = [], []
         for d in range(Strategy.MAX_DEPTH):
-            if prior:
-                rate = 1.0 - (1.0 - prior[d]) ** num_chances
-            worth = all_tried[d] + _PRIOR_COUNT
-            rate = (all_survived[d] + _PRIOR_COUNT * rate) / worth
+            rate = 1.0 - (1.0 - prior[d]) ** num_chances if prior else rate - doubt * max(rate - _MAX_LEANING, 0.0)
+            others = max(all_tried[d] - tried[d], 0.0)
+            worth = others + known
+            rate = (min(max(all_survived[d] - survived[d], 0.0), others) + known * rate) / worth
             worth = min(worth, _WORTH_ELSEWHERE)
             rate = (survived[d] + worth * rate) / (tried[d] + worth)
             accepted.append(rate)

@@ -1,12 +1,19 @@
 """A tuner that predicts: seconds of a step from measured seconds, tokens of a step from measured acceptance.
 
-    speed(arm) = batch x E[tokens per verification] / seconds(batch, tokens in the forward, drafting)
+    speed(arm) = batch x E[tokens per verification] / seconds(rows of the forward, drafting)
                              └ acceptance.py               └ step_costs.py
-    choose the arm with the largest   log speed + bonus x standard deviation of its estimate
 
-Every measurement informs its neighbours: other depths of the same drafter, other batch sizes, other arms. The bonus is that of
-GP-UCB (Srinivas et al., arXiv 0912.3995). So an arm that was never tried is tried only where the evidence leaves room for it to
-be the best. This file knows no statistics of its own.
+It takes the arm with which the tokens that are left need the least time, its first step's extra seconds included.
+Speculation counts a little lower there than expected, by CAUTION standard deviations: off is what must not be lost. Another
+arm is tried while that pays:
+
+    gain(arm) = time left x E[share of it that is saved], over what TRIALS steps may teach about the arm
+    loss(arm) = what comes once + TRIALS steps - seconds in which the best arm brings as many tokens
+    try the arm with the smallest loss of those whose gain is larger
+
+This is the knowledge gradient for correlated beliefs (Frazier, Powell and Dayanik, 2009). So little is tried in the last
+tokens of a batch, and never what cannot win. Off comes first, and retrieval is judged in hindsight, for tokens do not
+depend on who drafts. This file knows no statistics of its own.
 """
 
 from __future__ import annotations
@@ -19,94 +26,168 @@ from typing import Any
 import numpy as np
 
 from tlt.tuning.acceptance import Acceptance
-from tlt.tuning.step_costs import StepCosts, drafters_of
-from tlt.types import BatchState, StepOutcome, Strategy
+from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, Work, drafters_of
+from tlt.types import BatchState, Hindsight, Reading, StepOutcome, Strategy
 
-_WEIGHT_OF_ADMISSION = 0.3
-"""The weight of a step in which sequences were admitted: a drafter may have read their prompts. Where every step admits some,
-all have the same weight."""
+TRIALS = 2.0
+"""Steps that a trial is taken to need, after its first one's extra seconds."""
+CAUTION = 0.7
+"""Standard deviations by which speculation is taken to be slower than expected."""
+MARGIN = 0.03
+"""By how much speculation must be faster than off: responses that advance unevenly leave small batches behind."""
+NUM_FIRST = 3
+"""Steps that off has before anything else: the later ones tell what the first, of a new shape, did not."""
+MIN_RETRIEVED = 1.05
+"""Tokens per verification that retrieval must bring in hindsight before it drafts."""
+HORIZON = 300.0
+"""Seconds within which a trial must pay: later the texts are others, and so is the batch."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The expectations of an arm: tokens per second of the whole batch (`speed`), the standard deviation of its logarithm
-    (`deviation`), and the seconds of an engine step."""
+    """The expectations of an arm.
+
+    speed: tokens per second of the whole batch.  low: the same less CAUTION standard deviations.
+    doubt: the standard deviation of the logarithm of its speed over that of off.  deviation: the part of it over the best
+    arm's speed that a trial is expected to remove.
+    seconds: of an engine step.  once: those that the next one takes besides.
+    """
 
     strategy: Strategy
     speed: float
+    low: float
+    doubt: float
     deviation: float
     seconds: float
+    once: float
 
 
 class CostModel:
-    """Chooses the arm with the best prediction plus a bonus for its uncertainty.
+    """Chooses the arm with the best prediction, and tries others while that pays.
 
-    bonus: standard deviations added (GP-UCB's beta to the power 1/2).
+    prior: the drafter's size beside the target's.  explores: whether anything is tried.
+    has_hindsight: whether batches tell what retrieval would have drafted; else it is tried like any other drafter.
     decide_every: seconds of engine time between two decisions for an unchanged batch size; bounds what deciding costs.
     """
 
-    def __init__(self, arms: Sequence[Strategy], *, bonus: float = 0.75, decide_every: float = 0.03) -> None:
+    def __init__(
+        self,
+        arms: Sequence[Strategy],
+        *,
+        prior: CostPrior = UNKNOWN,
+        explores: bool = True,
+        has_hindsight: bool = True,
+        decide_every: float = 0.03,
+    ) -> None:
         assert Strategy.OFF in arms, "off is always an arm"
         self.arms = tuple(arms)
         self._arms_without_references = tuple(arm for arm in arms if not arm.follows)
-        self.bonus, self.decide_every = bonus, decide_every
-        self.acceptance, self.costs = Acceptance(), StepCosts()
+        self.explores, self.has_hindsight, self.decide_every = explores, has_hindsight, decide_every
+        self.acceptance, self.costs = Acceptance(), StepCosts(prior)
         self.predicted_speed: float | None = None
         self.speed_otherwise: float | None = None
         self._choice = Strategy.OFF
-        self._expected_seconds: float | None = None
-        self._chosen_for: int | None = None
-        """The batch size of the last decision. None: decide anew."""
-        self._seconds_since = 0.0
+        self._chosen_for: tuple[int, bool] | None = None
+        """The batch size of the last decision, and whether references were there. None: decide anew."""
+        self._seconds_since = self._seconds = 0.0
+        """Engine time since the last decision, and in all."""
         self._versions: tuple[int, int] | None = None
-        self._previous: Strategy | None = None
+        self._unread = 0.0
+        """Tokens of a sequence, on average, that the learned drafter has not read."""
+        self._known: set[tuple[int, Strategy]] = set()
+        """Batch sizes and arms of which a step was made."""
+        self._reading: Reading | None = None
 
     def choose(self, batch: BatchState) -> Strategy:
         versions = (batch.policy_version, batch.drafter_version)
         if versions != self._versions:
             self._age(versions)
-        if batch.num_running != self._chosen_for or self._seconds_since >= self.decide_every:
-            predictions = self.predict(batch)
-            choice = self._best(predictions)
-            self._choice, self._chosen_for, self._seconds_since = choice.strategy, batch.num_running, 0.0
-            has_measured = bool(self.costs.cells)
+        if batch.reading is not None and batch.reading is not self._reading:
+            self._reading = batch.reading
+            self.costs.observe_reading(batch.reading.num_tokens, batch.reading.num_forwards, batch.reading.seconds)
+        place = batch.num_running, bool(batch.leads)
+        if place != self._chosen_for or self._seconds_since >= min(self.decide_every, 0.02 * self._seconds):
+            predictions, choice = self._decide(batch)
+            self._choice, self._chosen_for, self._seconds_since = choice.strategy, place, 0.0
+            has_measured = bool(self.costs.num_steps)
             self.predicted_speed = choice.speed if has_measured else None
             others = [p.speed for p in predictions if not p.strategy.follows]
             self.speed_otherwise = max(others) if has_measured and choice.strategy.follows else None
-            self._expected_seconds = choice.seconds if has_measured else None
         return self._choice
 
     def decide(self, batch: BatchState) -> Prediction:
         """Returns the arm to run now: a pure function of the statistics."""
-        return self._best(self.predict(batch))
-
-    def _best(self, predictions: Sequence[Prediction]) -> Prediction:
-        return max(predictions, key=lambda p: math.log(p.speed) + self.bonus * p.deviation)
+        return self._decide(batch)[1]
 
     def predict(self, batch: BatchState) -> list[Prediction]:
+        return self._decide(batch)[0]
+
+    def _decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:
         arms = self.arms if batch.leads else self._arms_without_references
-        costly = [as_costly(arm, _nodes(arm, batch)) for arm in arms]
-        mean_A, variance_A = self.costs.predict(costly, batch.num_running, batch.mean_length)
-        tokens_A, uncertainty_A = self.acceptance.expected_tokens(arms, batch.num_running, batch.leads)
-        seconds_A = np.exp(mean_A)
-        speed_A = batch.num_running * tokens_A / seconds_A
-        deviation_A = np.sqrt(variance_A + uncertainty_A)
-        rows = zip(arms, speed_A.tolist(), deviation_A.tolist(), seconds_A.tolist(), strict=True)
-        return [Prediction(*row) for row in rows]
+        arms = tuple(arm for arm in arms if self._is_candidate(arm, batch.num_running))
+        size = batch.num_running
+        cost = self.costs.forecast([self._work(arm, batch) for arm in arms])
+        expected = self.acceptance.expected(arms, size, batch.leads)
+        speed_A = size * expected.tokens_A / cost.seconds_A
+        num_left = math.inf if batch.num_left is None else size * batch.num_left
+        num_left = min(num_left, HORIZON * float(speed_A.max()))
+        off = arms.index(Strategy.OFF)
+        doubt_A = np.sqrt(self.costs.variance(cost.shares_AP, off) + (expected.spread_AR**2).sum(1))
+        low_A = speed_A * np.exp(-CAUTION * doubt_A)
+        seconds_A = cost.once_A + num_left / low_A
+        seconds_A[off] /= 1 + MARGIN
+        best = int(seconds_A.argmin()) if self.explores else int(speed_A.argmax())
+        variance_A = self.costs.learned(cost.shares_AP, best, TRIALS) + expected.learned(best, TRIALS * size)
+        rows = zip(
+            arms,
+            speed_A.tolist(),
+            low_A.tolist(),
+            doubt_A.tolist(),
+            np.sqrt(variance_A).tolist(),
+            cost.seconds_A.tolist(),
+            cost.once_A.tolist(),
+            strict=True,
+        )
+        predictions = [Prediction(*row) for row in rows]
+        if not self.explores:
+            return predictions, predictions[best]
+        if self.costs.num_steps.get(Strategy.OFF, 0) < NUM_FIRST:
+            return predictions, predictions[off]
+        return predictions, _trial(predictions, predictions[best], num_left) or predictions[best]
+
+    def _is_candidate(self, arm: Strategy, batch_size: int) -> bool:
+        """Returns whether an arm may run: retrieval where hindsight says that it brings something; trees and the hybrid
+        once learned chains were tried, for they resemble these."""
+        own = arm.elsewhere if arm.follows else arm
+        if own.drafter == "ngram" and self.has_hindsight:
+            tokens_1, _ = self.acceptance.expected_tokens([Hindsight.STRATEGY], batch_size)
+            return float(tokens_1[0]) > MIN_RETRIEVED
+        is_first = own.width <= 1 and own.drafter != "hybrid"
+        return is_first or self.acceptance.is_known(Strategy("learned", 1, 1, 1))
+
+    def _work(self, arm: Strategy, batch: BatchState) -> Work:
+        size = batch.num_running
+        nodes, levels = self.acceptance.drafted(arm, size, batch.leads)
+        unread = self._unread * size + batch.num_admitted * batch.mean_length
+        unread = min(unread, size * batch.mean_length)
+        return Work(arm, size, batch.mean_length, size * (1 + nodes), levels, unread, (size, arm) not in self._known)
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         self._seconds_since += outcome.seconds
+        self._seconds += outcome.seconds
         if strategy.follows and outcome.followed:
             self.acceptance.observe_elsewhere(strategy, outcome.accepted, outcome.drafted, outcome.followed)
         elif outcome.accepted:
             self.acceptance.observe(strategy, outcome.accepted, outcome.drafted)
         self.acceptance.observe_in_hindsight(batch.hindsight, batch.num_running)
-        if not _switches_on(self._previous, strategy):  # that step also catches up with what was decoded plainly
-            weight = _WEIGHT_OF_ADMISSION if batch.num_admitted else 1.0
-            expected = self._expected_seconds if strategy == self._choice else None
-            costly = as_costly(strategy, sum(outcome.drafted) / batch.num_running)
-            self.costs.observe(costly, batch.num_running, batch.mean_length, outcome.seconds, weight, expected)
-        self._previous = strategy
+        work = self._work(strategy, batch)
+        work = work._replace(rows=batch.num_running + sum(outcome.drafted), levels=_levels(strategy, outcome))
+        self.costs.observe(work, outcome.seconds, is_typical=not batch.num_admitted or batch.reading is not None)
+        self._known.add((batch.num_running, strategy))
+        if "learned" in drafters_of(strategy):
+            self._unread = 0.0
+        else:
+            self._unread = min(work.unread + outcome.num_tokens, batch.num_running * batch.mean_length) / batch.num_running
 
     def counters(self) -> dict[str, Any]:
         """Returns the statistics, as JSON. versions: of policy and drafter, that they are about."""
@@ -126,23 +207,36 @@ class CostModel:
         self._versions, self._chosen_for = versions, None
 
 
-def _nodes(arm: Strategy, batch: BatchState) -> float:
-    """Returns the nodes that will be drafted for a sequence on average, where the arm follows references."""
-    followed = sum(min(arm.depth, lead.length) for lead in batch.leads)
-    return (followed + (batch.num_running - len(batch.leads)) * arm.elsewhere.depth) / batch.num_running
+def _levels(strategy: Strategy, outcome: StepOutcome) -> float:
+    """Returns the levels that were drafted: of the longest chain that follows no reference."""
+    followed = outcome.followed or (False,) * len(outcome.drafted)
+    own = [num for num, is_followed in zip(outcome.drafted, followed, strict=True) if not is_followed]
+    return float(strategy.depth if strategy.width > 1 else max(own, default=0))
 
 
-def _switches_on(before: Strategy | None, now: Strategy) -> bool:
-    """Returns whether a drafter runs now that did not run in the step before. It then reads what it missed: features, or
-    texts."""
-    ran = set() if before is None else drafters_of(before)
-    return not drafters_of(now) <= ran
+def _trial(predictions: Sequence[Prediction], best: Prediction, num_left: float) -> Prediction | None:
+    """Returns the arm that is worth a trial; None: none is."""
+    seconds_left = num_left / best.low
+    found, smallest = None, math.inf
+    for one in predictions:
+        if one is best or one.deviation == 0.0:
+            continue
+        loss = one.once + TRIALS * one.seconds * (1 - one.low / best.low)
+        still = CAUTION * math.sqrt(max(one.doubt**2 - one.deviation**2, 0.0))
+        gain = seconds_left * expected_saving(math.log(one.speed / best.low) - still, one.deviation)
+        if gain > loss and loss < smallest:
+            found, smallest = one, loss
+    return found
 
 
-def as_costly(arm: Strategy, nodes: float) -> Strategy:
-    """Returns what a step of an arm costs as much as, when `nodes` are drafted for a sequence on average. Where references are
-    followed, they say how many that are, and not the arm; powers of two are told apart."""
-    if not arm.follows:
-        return arm
-    budget = min(2 ** round(math.log2(max(nodes, 1.0))), Strategy.MAX_FOLLOWED)
-    return Strategy(arm.drafter, budget, 1, budget)
+def expected_saving(mean: float, deviation: float) -> float:
+    """Returns E[max(0, 1 - exp(-x))] for a normal x: the share of the time that is saved by an arm whose speed, over the best
+    one's, has the logarithm x, where it is not used unless it is faster."""
+    place = mean / deviation
+    below = -deviation + place
+    return _normal(place) - math.exp(deviation**2 / 2 - mean) * _normal(below)
+
+
+def _normal(place: float) -> float:
+    """Returns the distribution function of the standard normal distribution."""
+    return 0.5 * math.erfc(-place / math.sqrt(2))

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from tlt.accounts import IdleStretch, IdleUse, TimedStep
-from tlt.tuning.acceptance import Array
+from tlt.tuning.expectation import Array
 
 USES = (IdleUse.AHEAD, IdleUse.TRAIN)
 

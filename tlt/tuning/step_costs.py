@@ -1,23 +1,45 @@
-"""The seconds of an engine step, predicted by a Gaussian process over the steps measured so far. It knows no acceptance.
+"""The seconds of an engine step: a sum of parts, each with a physical meaning, whose sizes are learned. It knows no acceptance.
 
-    log seconds(step) = log prior(features) + constant + deviation(features)
+    seconds = forward(rows)                     the target reads its weights once and computes every row
+            + cached tokens x cached            attention reads the caches
+            + draft + levels x level …          the learned drafter (PARTS)
+            + sequences x retrieved             retrieval, on the host
+            + unread x read + first             once: what the drafter has missed, and what a new shape costs
 
-The prior knows that a forward costs more with more tokens and with more drafting; the constant is the machine's speed; the
-deviation is the Gaussian process (Rasmussen & Williams, ch. 2), with a linear and a squared-exponential kernel.
+Before anything was measured, a part is what follows from bytes and operations (`CostPrior`), up to the machine's
+speed. Every measured step then corrects the logarithms of all parts by an extended Kalman filter: a step that took
+longer than expected makes a part longer, the more, the larger its share in the step and the less it is known.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tlt.tuning.acceptance import Array, octave_of
+from tlt.tuning.expectation import Array
 from tlt.types import Strategy
+
+KNOTS = 14
+"""The forward is known at 1, 2, 4, … rows, and in between by interpolation of logarithms."""
+PARTS = ("cached", "draft", "level", "level_row", "hybrid", "retrieved", "unread", "first")
+"""A step has, beside its forward: tokens in the caches; a draft of the learned drafter, its levels, and the rows of
+these beyond the first; the levels of the hybrid, of which retrieval saves some; sequences for which is retrieved; tokens
+that the learned drafter reads late; and 1 where its shape is new."""
+_NUM = KNOTS + len(PARTS)
+_CACHED, _DRAFT, _LEVEL, _LEVEL_ROW, _HYBRID, _RETRIEVED, _UNREAD, _FIRST = range(KNOTS, _NUM)
+ONCE = slice(_UNREAD, _NUM)
+"""The parts that the next step of the same kind does not have."""
+
+_NOISE, _NOISE_OF_READING = 0.15, 0.3
+"""Standard deviations of one step's log seconds about their mean, and of the reading of prompts."""
+_MAX_SURPRISE = 2.5
+"""Standard deviations that a single step can differ by, as far as it counts: most likely the machine was busy."""
+_FORGET = 1 / 4000
+"""The share of the prior's uncertainty that comes back with every step: costs drift."""
 
 _DRAFTERS_OF = {"none": set(), "learned": {"learned"}, "ngram": {"ngram"}, "hybrid": {"learned", "ngram"}}
 
@@ -27,162 +49,201 @@ def drafters_of(strategy: Strategy) -> set[str]:
     return _DRAFTERS_OF[strategy.elsewhere.drafter if strategy.follows else strategy.drafter]
 
 
-_NOISE = 0.22
-"""Standard deviation of one step's log seconds about its mean."""
-_FLOOR = 0.02
-"""The part of this deviation that no number of measurements removes: costs drift."""
-_MEMORY = 100.0
-"""Measurements that a cell's mean spans."""
-_FORGET_STEPS = 4000.0
-"""Engine steps after which a cell's evidence counts for 1/e."""
-_MAX_OUTLIER = 3.0
-"""A step that is slower than its cell's mean by more than this factor is counted as slower by this factor."""
-_SURPRISE, _WEIGHT_OF_SURPRISE = 1.5, 0.2
-"""A step that is slower than predicted by more than the first factor has the second as its weight, as long as its arm was
-hardly tried: most likely memory was allocated, or the machine was busy."""
-_HALF_ROWS = 16.0
-"""Prior: a forward of n tokens costs as much as n + 16, roughly what it takes before weights stop dominating."""
-_DRAFT_COST = 0.06
-"""Prior: one drafting step costs this share of a forward."""
-_MAX_NEIGHBOURS = 48
-"""Cells that a prediction reads."""
+@dataclass(frozen=True)
+class CostPrior:
+    """Sizes of a drafter beside its target's, as numbers of weights that a forward reads.
 
-_ROWS, _WORK = 1, 2
-"""The features that the prior reads: tokens in the forward, and drafting work."""
-_SLOPES = np.array([0.4, 0.3, 0.3, 0.3, 0.2, 0.2])
-"""Prior standard deviations of log seconds per unit of each feature, about the prior's mean."""
-_BEND, _LENGTHS = 0.15, np.array([1.5, 1.0, 1.0, 2.0, 1.0, 1.0])
-"""Amplitude and length scales of the squared-exponential kernel: the part of the costs that is not linear."""
+    level: of the drafter with its head, over the target's with its head.  read: of the drafter without a head, over the same.
+    head: of the target's head, over the same.  cached: bytes of keys and values of one token, over the bytes of the weights.
+    """
+
+    level: float = 0.15
+    read: float = 0.04
+    head: float = 0.15
+    cached: float = 1e-5
 
 
-def _features(batch_size: float, mean_length: float, strategy: Strategy) -> Array:
-    """Returns float64[F]: log2 of the batch size, of the tokens in the forward, of the drafting work and of the sequences'
-    length; then 0 or 1, whether the learned drafter runs and whether retrieval does."""
-    place, length = math.log2(batch_size), math.log2(mean_length / 256)
-    result: Array = _strategy_features(strategy) + np.array([place, place, 0.0, length, 0.0, 0.0])
-    return result
+UNKNOWN = CostPrior()
+"""A drafter of common size; nobody has said which it is."""
 
 
-@functools.cache
-def _strategy_features(strategy: Strategy) -> Array:
-    """Returns the part of the features that the strategy alone decides."""
-    depth = strategy.elsewhere.depth if strategy.follows else strategy.depth
-    work = depth * (1 + (strategy.width - 1) / 4)
-    learned, retrieved = ("learned" in drafters_of(strategy)), ("ngram" in drafters_of(strategy))
-    return np.array([0.0, math.log2(1 + strategy.budget), math.log2(1 + learned * work), 0.0, learned, retrieved])
+class Work(NamedTuple):
+    """The work of a step.
+
+    rows: of the target's forward.  levels: drafted one after the other by the learned drafter.
+    unread: tokens that this drafter has missed and reads first.  is_first: whether no such step was made before.
+    """
+
+    strategy: Strategy
+    batch_size: int
+    mean_length: float
+    rows: float
+    levels: float
+    unread: float = 0.0
+    is_first: bool = False
+
+    def amounts(self) -> list[float]:
+        """Returns how much of each of PARTS that is."""
+        drafts = drafters_of(self.strategy)
+        is_learned, is_retrieved = "learned" in drafts, "ngram" in drafts
+        levels = self.levels if is_learned else 0.0
+        rows = self.batch_size * (1 + (self.strategy.width - 1) / 2)
+        learned = [1.0, 0.0 if is_retrieved else levels, levels * (rows - 1), levels if is_retrieved else 0.0]
+        cached = self.batch_size * self.mean_length
+        retrieved = float(self.batch_size if is_retrieved else 0)
+        unread = self.unread if is_learned else 0.0
+        return [cached, *(learned if is_learned else (0.0,) * 4), retrieved, unread, float(self.is_first)]
 
 
-def _prior_log_seconds(features_AF: Array) -> Array:
-    """Returns the prior's mean, up to the machine's constant."""
-    rows_A, work_A = np.exp2(features_AF[..., _ROWS]), np.exp2(features_AF[..., _WORK]) - 1
-    result: Array = np.log((_HALF_ROWS + rows_A) * (1 + _DRAFT_COST * work_A))
-    return result
+class Forecast(NamedTuple):
+    """What is expected of A steps. seconds_A: without what comes once, which is once_A.  shares_AP: the gradient of their
+    logarithms in the logarithms of all parts."""
 
-
-@dataclass
-class _Cell:
-    """Measurements of one arm at nearly one batch size and length."""
-
-    features: Array
-    octave: int
-    seconds: float = 0.0
-    count: float = 0.0
-    step: int = 0
+    seconds_A: Array
+    once_A: Array
+    shares_AP: Array
 
 
 class StepCosts:
-    """Predicts the seconds of an engine step from the means of cells: steps of one arm at nearly one batch size and length."""
+    """Predicts the seconds of engine steps. mean_P and covariance_PP: of the logarithms of all parts, the forward's first."""
 
-    def __init__(self) -> None:
-        self.cells: dict[tuple[int, int, Strategy], _Cell] = {}
-        """By bucket of batch sizes, octave of lengths, and arm."""
-        self.num_steps = 0
+    def __init__(self, prior: CostPrior = UNKNOWN) -> None:
+        self.prior = prior
+        self.mean_P, self._drift_PP = _prior(prior)
+        scale_P = np.where(np.arange(_NUM) == _RETRIEVED, 0.0, 1.0)
+        self.covariance_PP = self._drift_PP + 16.0 * np.outer(scale_P, scale_P)  # the machine's speed is not known at all
+        self._drift_PP = _FORGET * (self._drift_PP + 0.1 * np.outer(scale_P, scale_P))
+        self.num_steps: dict[Strategy, int] = {}
+        """Engine steps observed, by arm."""
 
-    def observe(
-        self,
-        strategy: Strategy,
-        batch_size: int,
-        mean_length: float,
-        seconds: float,
-        weight: float = 1.0,
-        expected: float | None = None,
-    ) -> None:
-        """Counts one engine step.
+    def observe(self, work: Work, seconds: float, is_typical: bool = True) -> None:
+        """Counts one engine step. is_typical: whether prompts were read elsewhere, if any were."""
+        self.num_steps[work.strategy] = self.num_steps.get(work.strategy, 0) + 1
+        self._update(_knots(np.array([work.rows]))[0], np.array(work.amounts()), seconds, _NOISE if is_typical else 3 * _NOISE)
 
-        weight: below 1 where the step is known not to be typical.  expected: the seconds that were predicted. None: none were.
-        """
-        self.num_steps += 1
-        key = (_bucket(batch_size), round(math.log2(mean_length)), strategy)
-        cell = self.cells.get(key)
-        if cell is not None and cell.count >= 4:
-            seconds = min(seconds, _MAX_OUTLIER * cell.seconds)
-        elif expected is not None and seconds > _SURPRISE * expected:
-            weight *= _WEIGHT_OF_SURPRISE
-        features = _features(batch_size, mean_length, strategy)
-        if cell is None:
-            cell = self.cells[key] = _Cell(features, octave_of(batch_size))
-        cell.count = min(cell.count * self._fade(cell) + weight, _MEMORY)
-        share = min(weight / cell.count, 1.0)
-        cell.seconds += (seconds - cell.seconds) * share
-        cell.features = cell.features + (features - cell.features) * share
-        cell.step = self.num_steps
+    def observe_reading(self, num_tokens: float, num_forwards: int, seconds: float) -> None:
+        """Counts the reading of prompts: as many rows as tokens, without their head."""
+        rows = num_tokens / num_forwards * (1 - self.prior.head)
+        amounts_J = np.zeros(len(PARTS))
+        amounts_J[-1] = 1.0
+        self._update(_knots(np.array([max(rows, 1.0)]))[0], amounts_J, seconds / num_forwards, _NOISE_OF_READING)
 
-    def _fade(self, cell: _Cell) -> float:
-        return math.exp(-(self.num_steps - cell.step) / _FORGET_STEPS)
+    def forecast(self, works: Sequence[Work]) -> Forecast:
+        rows_A = np.array([work.rows for work in works])
+        return self.forecast_amounts(rows_A, np.array([work.amounts() for work in works]))
 
-    def predict(self, arms: Sequence[Strategy], batch_size: int, mean_length: float) -> tuple[Array, Array]:
-        """Returns means and variances of the arms' log seconds: each [arms]. Without any measurement the mean is the prior's,
-        whose constant is arbitrary."""
-        wanted_AF = np.stack([_features(batch_size, mean_length, arm) for arm in arms])
-        prior_A = _prior_log_seconds(wanted_AF)
-        variance_A = wanted_AF**2 @ _SLOPES**2 + _BEND**2
-        cells = self._neighbours(batch_size)
-        if not cells:
-            return prior_A, variance_A
-        known_CF = np.stack([cell.features for cell in cells])
-        residual_C = np.log([cell.seconds for cell in cells]) - _prior_log_seconds(known_CF)
-        counts_C = np.array([max(cell.count * self._fade(cell), 0.05) for cell in cells])
-        K_CC = _kernel(known_CF, known_CF) + np.diag(_NOISE**2 / counts_C + _FLOOR**2)
-        cross_CA = _kernel(known_CF, wanted_AF)
-        # the unknown constant (seconds per unit of the prior) is the weighted mean: generalized least squares
-        solved = np.linalg.solve(K_CC, np.column_stack([np.ones(len(cells)), residual_C, cross_CA]))
-        ones_C, white_C, weights_CA = solved[:, 0], solved[:, 1], solved[:, 2:]
-        constant = white_C.sum() / ones_C.sum()
-        mean_A = prior_A + constant + cross_CA.T @ (white_C - constant * ones_C)
-        lost_A = 1.0 - weights_CA.sum(0)  # how much of the constant the data at hand leave to be guessed
-        explained_A = (cross_CA * weights_CA).sum(0) - lost_A**2 / ones_C.sum()
-        return mean_A, np.maximum(variance_A - explained_A, 1e-8)
+    def forecast_amounts(self, rows_A: Array, amounts_AJ: Array) -> Forecast:
+        knots_AK = _knots(rows_A)
+        forward_A = np.exp(knots_AK @ _rising(self.mean_P[:KNOTS], self.covariance_PP.diagonal()[:KNOTS]))
+        parts_AJ = amounts_AJ * np.exp(self.mean_P[KNOTS:])
+        once_A = parts_AJ[:, -2:].sum(1)
+        seconds_A = forward_A + parts_AJ.sum(1) - once_A
+        shares_AP = np.hstack([knots_AK * forward_A[:, None], parts_AJ])
+        shares_AP[:, ONCE] = 0.0
+        return Forecast(seconds_A, once_A, shares_AP / seconds_A[:, None])
+
+    def variance(self, shares_AP: Array, other: int) -> Array:
+        """Returns the variances [arms] of the logarithms of their seconds over another arm's."""
+        differences_AP = shares_AP - shares_AP[other]
+        result: Array = ((differences_AP @ self.covariance_PP) * differences_AP).sum(1)
+        return result
+
+    def learned(self, shares_AP: Array, best: int, num_steps: float) -> Array:
+        """Returns, for each arm, the variance that so many steps of it are expected to remove from the logarithm of
+        its seconds over the best arm's."""
+        covariance_AA = shares_AP @ self.covariance_PP @ shares_AP.T
+        own_A = covariance_AA.diagonal()
+        result: Array = (own_A - covariance_AA[best]) ** 2 / (own_A + _NOISE**2 / num_steps)
+        return result
+
+    def _update(self, knots_K: Array, amounts_J: Array, seconds: float, noise: float) -> None:
+        forward = math.exp(knots_K @ self.mean_P[:KNOTS])
+        parts_J = amounts_J * np.exp(self.mean_P[KNOTS:])
+        expected = forward + parts_J.sum()
+        shares_P = np.concatenate([knots_K * forward, parts_J]) / expected
+        spread_P = self.covariance_PP @ shares_P
+        variance = shares_P @ spread_P + noise**2
+        limit = _MAX_SURPRISE * math.sqrt(variance)
+        surprise = min(max(math.log(seconds / expected), -limit), limit)
+        self.mean_P = self.mean_P + spread_P * (surprise / variance)
+        self.covariance_PP = (1 - _FORGET) * (self.covariance_PP - np.outer(spread_P, spread_P) / variance) + self._drift_PP
 
     def counters(self) -> dict[str, Any]:
-        """Returns the cells, as JSON."""
-        cells = [
-            [bucket, length, str(arm), cell.features.tolist(), cell.octave, cell.seconds, cell.count, cell.step]
-            for (bucket, length, arm), cell in self.cells.items()
-        ]
-        return {"num_steps": self.num_steps, "cells": cells}
+        """Returns what was learned, as JSON."""
+        steps = {str(arm): num for arm, num in self.num_steps.items()}
+        return {"mean": self.mean_P.tolist(), "covariance": self.covariance_PP.tolist(), "num_steps": steps}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned."""
-        self.num_steps = counters["num_steps"]
-        self.cells = {
-            (bucket, length, Strategy.parse(arm)): _Cell(np.array(features), *measured)
-            for bucket, length, arm, features, *measured in counters["cells"]
-        }
-
-    def _neighbours(self, batch_size: int) -> list[_Cell]:
-        """Returns the cells nearest in batch size, the latest first among equals."""
-        octave = octave_of(batch_size)
-        ordered = sorted(self.cells.values(), key=lambda cell: (abs(cell.octave - octave), -cell.step))
-        return ordered[:_MAX_NEIGHBOURS]
+        """Takes up what `counters` returned; of another form, such as an older version's: nothing."""
+        if len(counters.get("mean", ())) == _NUM:
+            self.mean_P, self.covariance_PP = np.array(counters["mean"]), np.array(counters["covariance"])
+            self.num_steps = {Strategy.parse(arm): num for arm, num in counters["num_steps"].items()}
 
 
-def _bucket(batch_size: int) -> int:
-    """Numbers the batch sizes: 1, 2, 3 and 4 apart, then four numbers to the doubling."""
-    return batch_size if batch_size <= 4 else 4 + round(4 * math.log2(batch_size / 4))
+def _knots(rows_A: Array) -> Array:
+    """Returns the weights of the knots' logarithms in that of a forward of so many rows, [A, K]. Beyond the last it grows as
+    between the last two."""
+    place_A = np.log2(rows_A)
+    below_A = np.minimum(place_A.astype(int), KNOTS - 2)
+    weights_AK = np.zeros((len(rows_A), KNOTS))
+    index_A = np.arange(len(rows_A))
+    weights_AK[index_A, below_A + 1] = place_A - below_A
+    weights_AK[index_A, below_A] = 1 - (place_A - below_A)
+    return weights_AK
 
 
-def _kernel(a_AF: Array, b_BF: Array) -> Array:
-    """Returns the prior covariance [A, B] of the deviations at two sets of features."""
-    gaps_AB = (((a_AF[:, None] - b_BF) / _LENGTHS) ** 2).sum(-1)
-    result: Array = (a_AF * _SLOPES**2) @ b_BF.T + _BEND**2 * np.exp(-0.5 * gaps_AB)
-    return result
+def _rising(mean_K: Array, variance_K: Array) -> Array:
+    """Returns the nearest values that never fall (pool adjacent violators): more rows never take less."""
+    pools: list[tuple[float, float, int]] = []  # value, weight, knots
+    for value, variance in zip(mean_K.tolist(), variance_K.tolist(), strict=True):
+        weight, num = 1 / variance, 1
+        while pools and pools[-1][0] > value:
+            other, beside, more = pools.pop()
+            value, weight, num = (value * weight + other * beside) / (weight + beside), weight + beside, num + more
+        pools.append((value, weight, num))
+    return np.repeat([value for value, _, _ in pools], [num for _, _, num in pools])
+
+
+def _prior(prior: CostPrior) -> tuple[Array, Array]:
+    """Returns mean and covariance of the logarithms of all parts, in seconds of a machine whose forward of one row takes 10 ms.
+
+    A forward reads its weights and computes its rows, one while it does the other (the roofline: the longer of the two) or one
+    after the other (their sum), and the machine decides how many rows take as long as the weights. So the prior is that of many
+    machines: from 4 rows to 512, from their maximum to their sum.
+    """
+    rows_K = 2.0 ** np.arange(KNOTS)
+    machines = []
+    for knee in 2.0 ** np.arange(2, 10):
+        for power in (1, 2, 8):
+            forward_K = np.log1p((rows_K / knee) ** power) / power
+            forward_K = forward_K - forward_K[0]
+            row = forward_K[-1] - math.log(rows_K[-1])
+            level, read = math.log(prior.level), math.log(prior.read)
+            first = math.log(0.5)
+            parts = [math.log(prior.cached), level - 1.5, level, level + row - 0.7, level, 0.0, read + row, first]
+            machines.append([*forward_K, *parts])
+    mean_P, covariance_PP = np.mean(machines, 0), np.cov(np.array(machines).T)
+    mean_P += math.log(0.01)
+    mean_P[_RETRIEVED] = math.log(_RETRIEVED_SECONDS)
+    own_P = np.array([_ROUGH] * KNOTS + [_DEVIATIONS[name] for name in PARTS])
+    drafter_P = np.zeros(_NUM)
+    drafter_P[[_DRAFT, _LEVEL, _LEVEL_ROW, _HYBRID]] = _DEVIATION_OF_DRAFTER
+    return mean_P, covariance_PP + np.diag(own_P**2) + np.outer(drafter_P, drafter_P)
+
+
+_RETRIEVED_SECONDS = 30e-6
+"""Prior: a lookup for one sequence."""
+_ROUGH = 0.06
+"""Prior standard deviation of the forward about a roofline, in logarithms."""
+_DEVIATION_OF_DRAFTER = 0.4
+_DEVIATIONS = {
+    "cached": 1.0,
+    "draft": 0.5,
+    "level": 0.15,
+    "level_row": 0.7,
+    "hybrid": 0.2,
+    "retrieved": 0.7,
+    "unread": 0.7,
+    "first": 1.3,
+}
+"""Prior standard deviations of the logarithms: common to all that the drafter does, and of each part."""

@@ -17,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tlt.tuning.cost_model import CostModel
+from tlt.tuning.step_costs import UNKNOWN, CostPrior
 from tlt.types import BatchState, StepOutcome, Strategy, StrategyTuner, UserError
 
 
@@ -158,12 +159,15 @@ def make_tuner(
     name: str = "cost-model",
     max_depth: int = Strategy.MAX_DEPTH,
     trees: bool = True,
+    prior: CostPrior = UNKNOWN,
+    has_hindsight: bool = True,
 ) -> StrategyTuner | None:
     """Makes the tuner that the user asked for.
 
     speculation: `off`, `adaptive` or [drafter:]DEPTHxWIDTHxBUDGET. For `off` the result is None: nothing drafts.
     kinds: the drafters that exist, the preferred one first.  name: the tuner behind `adaptive`, cost-model or beg-mab.
-    max_depth, trees: what the engine can draft (`default_arms`).
+    max_depth, trees: what the engine can draft (`default_arms`).  prior: the drafter's size beside the target's.
+    has_hindsight: whether the engine says what retrieval would have drafted.
     Raises UserError for a strategy whose drafter does not exist.
     """
     if speculation == "off":
@@ -179,4 +183,4 @@ def make_tuner(
     if name == "beg-mab":
         return BegMab(default_groups(arms))
     assert name == "cost-model", name
-    return CostModel(arms)
+    return CostModel(arms, prior=prior, has_hindsight=has_hindsight)

@@ -104,7 +104,9 @@ def build_vllm(
         drafter = VllmDrafter(packed, learned.stored, link.weights.load_drafter, learned.head)
         copy = PackedTransformer(learned.target, dtype, link.device) if plan.trains else None
     kinds = kinds if references is None else ahead_kinds(kinds)
-    tuner = make_tuner(plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depths[-1], trees=False)
+    tuner = make_tuner(
+        plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depths[-1], trees=False, has_hindsight=False
+    )
     speculation = Speculation(kinds, tuner, drafter, copy, None if references is None else Following(references, vocab_size))
     slots, window = settings.max_batch_size, settings.window
     engine = VllmEngine(link, max_batch_size=slots, window=window, speculation=speculation, on_span=on_span, decode=decode)
