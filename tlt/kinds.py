@@ -54,7 +54,8 @@ Epsilon = Annotated[float, Ge(1e-20), Le(1)]
 """What Adam adds to a divisor; below it, in float32, a gradient that is all but 0 divided by it would be infinite."""
 CouplingTemperature = Annotated[float, Ge(1e-6), Le(1e6)]
 """Of a draft's ranking: its inverse is a factor of logits in float32."""
-DraftVocab = Literal["auto", "full"] | int
+MOST_DRAFTED = 2**31 - 1
+DraftVocab = Literal["auto", "full"] | Annotated[int, Ge(2), Le(MOST_DRAFTED)]
 """Tokens that a drafter proposes: a number of them, all, or as many as pay (drafter/vocabulary.py)."""
 
 # ── sampling ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,6 +9,7 @@ from pydantic import BeforeValidator, Field
 from tlt.config.mistakes import mistake
 from tlt.config.section import AnyPath, Section
 from tlt.kinds import (
+    MOST_DRAFTED,
     CouplingTemperature,
     DraftVocab,
     LearningRate,
@@ -24,7 +25,10 @@ from tlt.types import UserError
 
 
 def _is_vocabulary(value: Any) -> Any:
-    if value in ("auto", "full") or (type(value) is int and 2 <= value < 2**31):
+    is_number = type(value) is int and value >= 2
+    if is_number and value > MOST_DRAFTED:
+        raise mistake(f"it must be less than or equal to {MOST_DRAFTED}")
+    if is_number or value in ("auto", "full"):
         return value
     raise mistake("it must be auto, full, or a number of 2 or more")
 

@@ -27,7 +27,7 @@ from tlt.engine.backend import Capabilities
 from tlt.engine.memory import CacheMemory
 from tlt.engine.noise import BatchLaw, StepNoise
 from tlt.engine.prefill import prefill
-from tlt.engine.reading import PIECE, read
+from tlt.engine.reading import PIECE, along_paths, read
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Decode, Sequence, broken_policy, check_request
 from tlt.engine.stats import EngineStats
@@ -309,10 +309,7 @@ class RolloutEngine:
         """Hands the drafter what was captured at the visited nodes, at the positions their tokens now have: the root stays at
         its prefix, the path follows it. What lies beyond a piece of a chain is handed over for those that kept it alone."""
         if not tree.is_chain:
-            longest = max(len(verdict.path) for verdict in verdicts)
-            rows = [[*v.path, *[v.path[-1]] * (longest - len(v.path))] for v in verdicts]
-            rows_B1 = torch.arange(len(rows), device=self.device)[:, None]
-            captured_BNF = captured_BNF[rows_B1, upload(rows, self.device)]
+            captured_BNF = along_paths(captured_BNF, verdicts)
         drafter.remember(range(len(verdicts)), prefixes, captured_BNF if tree.num_nodes <= PIECE else captured_BNF[:, :PIECE])
         for slot, verdict in enumerate(verdicts):
             if len(verdict.path) > PIECE:

@@ -102,6 +102,14 @@ def read(
     return pad(captured_NF, real_N, B * N).view(B, N, -1), Read(model, tree, features_NE, real_N)
 
 
+def along_paths(captured_BNF: Tensor, verdicts: Sequence[Verdict]) -> Tensor:
+    """Returns what was captured at the nodes of each verdict's path, in its order; behind a shorter path, at its last node."""
+    longest = max(len(verdict.path) for verdict in verdicts)
+    nodes = [[*v.path, *[v.path[-1]] * (longest - len(v.path))] for v in verdicts]
+    rows_B1 = torch.arange(len(nodes), device=captured_BNF.device)[:, None]
+    return captured_BNF[rows_B1, upload(nodes, captured_BNF.device)]
+
+
 def _join(pieces: Sequence[Verdict]) -> Verdict:
     """Returns what pieces that follow each other say of one chain."""
     if len(pieces) == 1:
