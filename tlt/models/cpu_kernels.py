@@ -57,8 +57,8 @@ MIN_PRODUCTS = 320_000
 """Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear (docs/log.md)."""
 
 
-FASTEST_ROWS, MIN_REPEATED = 3, 1_000_000
-"""oneDNN reads a matrix faster from memory for three rows than for one or two: 36 GB/s in place of 30 on an AMD EPYC (Zen 4).
+FASTEST_ROWS, MIN_REPEATED = 4, 1_000_000
+"""oneDNN reads a matrix faster from memory for four rows than for fewer: 33 GB/s in place of 22 to 25 on an AMD EPYC (Zen 4).
 So a smaller input is repeated, where the matrix has so many elements that this pays for the copy."""
 
 
