@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -35,7 +36,7 @@ def test_what_is_learned_is_right_and_mistakes_are_what_is_not() -> None:
     num_wrong = 0
     for _ in range(300):
         pieces = write_solution(MIXED.draw(rng), is_checked=True, mistakes=0.2, rng=rng)
-        for line, result in zip(pieces, pieces[1:], strict=False):
+        for line, result in itertools.pairwise(pieces):
             if line.text.endswith(" = "):
                 is_right = eval(line.text.removesuffix(" = ")) == int(result.text)
                 assert result.is_learned == is_right

@@ -239,6 +239,7 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
     name = _named(config.model.path, config.model.revision)
     start = f", with adapter {_named(config.model.adapter)}" if config.model.adapter else ""
     responses = f"{rollout.problems_per_step} × {rollout.samples_per_problem} responses a step, {run.num_steps} steps"
+    responses = responses if run.num_steps else "evaluated alone, for run.num_steps is 0"
     return {
         "model": f"{name}: {model.architecture}, {_short(num_parameters)} parameters" + start,
         "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
