@@ -13,6 +13,7 @@ import argparse
 import math
 import random
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from tlt.build.model import Model, open_model
 from tlt.build.policy import build_policy
-from tlt.config.load import load_config
 from tlt.config.lora import LoraSection
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import Transformer
@@ -48,16 +48,16 @@ class Document:
     labels: list[int]
 
 
-def documents(tokenizer: Tokenizer, args: argparse.Namespace) -> Iterator[Document]:
-    """Yields documents on the training problems of the recipe's configuration, without end."""
-    options = dict(load_config(CONFIG, {"model.path": str(args.base)}).task.options)
+def documents(tokenizer: Tokenizer, seed: int, mistakes: float) -> Iterator[Document]:
+    """Yields documents on the training problems of the recipe's configuration, without end. mistakes: see `write_solution`."""
+    options = tomllib.loads(CONFIG.read_text(encoding="utf-8"))["task"]["options"]
     steps = options.pop("steps")
     difficulty = Difficulty.of(**options)
-    rng = random.Random(f"smollm2 warm-up {args.seed}")
+    rng = random.Random(f"smollm2 warm-up {seed}")
     while True:
         question = difficulty.draw(rng)
         if question.split == "train":
-            pieces = write_solution(question, is_checked=steps == "checked", mistakes=args.mistakes, rng=rng)
+            pieces = write_solution(question, is_checked=steps == "checked", mistakes=mistakes, rng=rng)
             prompt = list(tokenizer.encode_chat(ask(question, ASKED[steps])))
             solution, labels = encode(tokenizer, [(piece.text, piece.is_learned) for piece in pieces])
             yield Document(prompt + solution, [IGNORED] * len(prompt) + labels)
@@ -127,7 +127,7 @@ def main() -> None:
     model = open_model(args.base, torch.float32)
     assert model.tokenizer is not None, "the recipe's model has one"
     policy = adapted_policy(model, lora, args.seed)
-    train(policy, documents(model.tokenizer, args), args, lambda line: print(line, flush=True))
+    train(policy, documents(model.tokenizer, args.seed, args.mistakes), args, lambda line: print(line, flush=True))
     tensors = {name: p.detach().bfloat16() for name, p in policy.named_parameters() if p.requires_grad}
     save_adapter(args.out, lora, tensors, REPOSITORY, None)
 
