@@ -3,7 +3,7 @@
     tlt init smollm2 mine --from-pypi
     python -m recipes.smollm2.warm_up --base mine/base --out recipes/smollm2/warm-up
 
-The problems are those of reasoning.toml, of the training split. `tlt/tasks/worked.py` writes their solutions; some have
+The problems are of the training split alone. `tlt/tasks/worked.py` writes their solutions; some have
 mistakes in them that are noticed and mended, and that are not learned themselves. No document comes twice.
 """
 
@@ -13,7 +13,6 @@ import argparse
 import math
 import random
 import time
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -31,10 +30,11 @@ from tlt.models.decoder import Transformer
 from tlt.models.lora import add_adapters
 from tlt.models.peft_files import save_adapter
 from tlt.models.tokenizer import Tokenizer
-from tlt.tasks.arithmetic import ASKED, Difficulty, ask
+from tlt.tasks.arithmetic import CHECKED, Difficulty, ask
 from tlt.tasks.worked import write_solution
 
-CONFIG = Path(__file__).parent / "reasoning.toml"
+DIFFICULTY = Difficulty.of(["+"], digits=[1, 2], terms=[2, 8])
+"""Sums as in reasoning.toml, and somewhat longer ones."""
 REPOSITORY = "HuggingFaceTB/SmolLM2-135M-Instruct"
 IGNORED = -100
 """The label of what is not learned."""
@@ -49,16 +49,13 @@ class Document:
 
 
 def documents(tokenizer: Tokenizer, seed: int, mistakes: float) -> Iterator[Document]:
-    """Yields documents on the training problems of the recipe's configuration, without end. mistakes: see `write_solution`."""
-    options = tomllib.loads(CONFIG.read_text(encoding="utf-8"))["task"]["options"]
-    steps = options.pop("steps")
-    difficulty = Difficulty.of(**options)
+    """Yields documents on training problems, without end. mistakes: see `write_solution`."""
     rng = random.Random(f"smollm2 warm-up {seed}")
     while True:
-        question = difficulty.draw(rng)
+        question = DIFFICULTY.draw(rng)
         if question.split == "train":
-            pieces = write_solution(question, is_checked=steps == "checked", mistakes=mistakes, rng=rng)
-            prompt = list(tokenizer.encode_chat(ask(question, ASKED[steps])))
+            pieces = write_solution(question, is_checked=True, mistakes=mistakes, rng=rng)
+            prompt = list(tokenizer.encode_chat(ask(question, CHECKED)))
             solution, labels = encode(tokenizer, [(piece.text, piece.is_learned) for piece in pieces])
             yield Document(prompt + solution, [IGNORED] * len(prompt) + labels)
 
