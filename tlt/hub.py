@@ -39,7 +39,8 @@ COMPANIONS = (
 """Patterns of a checkpoint's entries beside its config.json and its weights."""
 
 _WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json")
-_MODEL_FILES = ("config.json", *_WEIGHTS, *COMPANIONS, "additional_chat_templates/*", "token_counts.json")
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+_MODEL_FILES = ("config.json", *_WEIGHTS, *_ADAPTER, *COMPANIONS, "additional_chat_templates/*", "token_counts.json")
 _DATASET_FILES = ("README.md", ".gitattributes")  # enough to know the commit; `datasets` downloads the rest
 
 _NAME = r"[A-Za-z0-9](?:[\w.-]*[A-Za-z0-9])?"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tlt.clock import Moment
 from tlt.config.load import load_config
+from tlt.config.lora import ALL_TARGETS
 from tlt.distributed.signals import StopRequest
 from tlt.models.peft_files import PREFIX
 from tlt.training import loop
+from tlt.types import UserError
 
 WORDS = {
     "run.num_ranks": "1",
@@ -31,8 +34,9 @@ WORDS = {
 }
 
 
-def train(workspace: Path, name: str, num_steps: int) -> Path:
-    words = {**WORDS, "run.out_dir": str(workspace / name), "run.num_steps": str(num_steps)}
+def train(workspace: Path, name: str, num_steps: int, **changes: str) -> Path:
+    changes = {key.replace("__", "."): value for key, value in changes.items()}
+    words = {**WORDS, "run.out_dir": str(workspace / name), "run.num_steps": str(num_steps), **changes}
     config = load_config(workspace / "run.toml", [word for key, value in words.items() for word in (f"--{key}", value)])
     loop.main(loop.describe_run(config, Moment.now()), StopRequest())
     return workspace / name
@@ -83,3 +87,32 @@ def test_the_policy_is_its_base_with_the_adapter_merged(workspace: Path, run: Pa
         expected = tensor.double() if a is None else torch.addmm(tensor.double(), b, a, alpha=scale)
         assert torch.equal(policy[name], expected), name
         assert a is None or b.any(), "it has learned"
+
+
+def policy(out_dir: Path) -> Tensor:
+    return torch.cat([tensor.flatten() for _, tensor in sorted(load_file(out_dir / "policy" / "model.safetensors").items())])
+
+
+@pytest.mark.parametrize("rank", ["4", "0"])
+def test_a_run_starts_from_the_adapter_of_another_whether_it_trains_that_or_all_weights(
+    rank: str, workspace: Path, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(workspace)
+    lora = {"lora__rank": rank} if rank != "0" else {"lora__rank": rank, "lora__targets": ",".join(ALL_TARGETS)}
+    changes = {"model__adapter": str(run / "adapter"), "optimizer__learning_rate": "1e-9", **lora}
+    near, far = (train(workspace, f"{name}-{rank}", 1, **{**changes, **change}) for name, change in CHANGES.items())
+    assert torch.allclose(policy(near), policy(run), atol=1e-6)
+    assert not torch.allclose(policy(far), policy(run), atol=1e-6)
+
+
+CHANGES = {"on": {}, "on and further": {"optimizer__learning_rate": "3e-2"}}
+
+
+def test_a_run_does_not_go_on_with_another_adapter(workspace: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(workspace)
+    shutil.copytree(run / "adapter", workspace / "start")
+    train(workspace, "changed", 1, model__adapter=str(workspace / "start"))
+    file = workspace / "start" / "adapter_model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(UserError, match=r"has other adapter_model.safetensors than the base model"):
+        train(workspace, "changed", 2, model__adapter=str(workspace / "start"))

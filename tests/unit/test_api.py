@@ -211,7 +211,7 @@ def test_a_configuration_is_built_from_its_sections(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"run.num_steps": 0}, r"^overrides\['run.num_steps'\]: run.num_steps is 0; it must be greater than"),
+        ({"run.num_steps": -1}, r"^overrides\['run.num_steps'\]: run.num_steps is -1; it must be greater than"),
         ({"run.num_step": 1}, "run.num_step is unknown; did you mean run.num_steps"),
         ({"num_steps": 1}, r"^overrides\['num_steps'\]: unknown"),
         ({"model.path": "nowhere"}, r"^overrides\['model.path'\]: .* there is no such folder"),

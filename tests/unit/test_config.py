@@ -94,7 +94,7 @@ KEYS = """
 run         out_dir seed num_steps num_ranks threads_per_rank device dtype checkpoint_every keep_checkpoints time_limit_minutes
 parallel    policy param_dtype checkpoint_activations reduce_each_micro_batch
 run         journal launcher max_restarts timeout_seconds keep_responses
-model       path revision chat_template_kwargs
+model       path adapter revision chat_template_kwargs
 lora        rank alpha rslora targets base_dtype
 task        name options num_problems data subset split columns chat system_prompt
 rollout     problems_per_step samples_per_problem max_batch_size kv_gib engine speculation migrate tuner
@@ -264,7 +264,7 @@ def test_weights_belong_to_functions_one_each(folder: Path) -> None:
         (("--run.seed", "x"), "--run.seed: run.seed is 'x'; it must be a valid integer"),
         (("--run.num_steps", "1.5"), "run.num_steps is 1.5; it must be a valid integer"),
         (("--run.num_steps", "true"), "run.num_steps is True; it must be a valid integer"),
-        (("--run.num_steps", "0"), "it must be greater than or equal to 1"),
+        (("--run.num_steps", "-1"), "it must be greater than or equal to 0"),
         (("--drafter.train", "yes"), "drafter.train is 'yes'; it must be a valid boolean"),
         (("--sampling.top_p", "0"), "it must be greater than 0"),
         (("--sampling.temperature", "nan"), "it must be a finite number"),
@@ -287,6 +287,12 @@ def test_a_wrong_value_is_named_with_its_place_and_remedy(folder: Path, override
     message = mistake(folder / "run.toml", *override)
     assert message.startswith(f"{override[0]}: ")
     assert remedy in message
+
+
+def test_a_run_that_would_neither_train_nor_evaluate_is_refused(folder: Path) -> None:
+    nothing = ("--run.num_steps", "0", "--evaluation.num_problems", "0")
+    assert "are both 0: nothing would be done; raise one of them" in mistake(folder / "run.toml", *nothing)
+    assert load_config(folder / "run.toml", nothing[:2]).run.num_steps == 0
 
 
 def test_a_wrong_type_in_the_file_is_placed_in_the_file(folder: Path) -> None:

@@ -147,6 +147,24 @@ def test_where_functions_alone_score_the_mean_reward_is_what_an_evaluation_is_ju
     assert f"held-out problems after 3 updates: reward {last.reward:.3f}, 0.0% solved" in said
 
 
+def test_a_run_of_no_steps_only_evaluates_and_can_be_gone_on_with(
+    straight: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = make_config(base, tmp_path / "run")
+    alone = config.model_copy(update={"run": config.run.model_copy(update={"num_steps": 0})})
+    judges.append(Judge(bonus={0: 5.0}))
+    main(describe_run(alone, Moment.now()), judges[-1].stop)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "100.00% of 2 held-out problems, standard error 0.00%" in said
+    (found,) = evaluations(tmp_path / "run")
+    assert found.by_problem == evaluations(straight)[0].by_problem | {"test-0": 1.0, "test-1": 1.0}
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert not left & {"policy", "best", "checkpoints", "adapter"}
+    go(base, tmp_path / "run", bonus=SECOND_IS_BEST)
+    assert [one.step for one in evaluations(tmp_path / "run")] == [0, 1, 2, 3]
+    assert same_weights(tmp_path / "run" / "policy", straight / "policy")
+
+
 @pytest.mark.parametrize("step", [0, 2, 3])
 def test_a_run_that_was_stopped_in_an_evaluation_begins_with_it_and_is_the_run_never_stopped(
     step: int, straight: Path, base: Path, tmp_path: Path

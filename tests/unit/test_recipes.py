@@ -8,6 +8,8 @@ import pytest
 
 from tlt.cli.main import main
 from tlt.config.load import load_config
+from tlt.models.decoder import ModelConfig
+from tlt.models.peft_files import read_adapter
 from tlt.models.tokenizer import load_tokenizer
 from tlt.recipes import copy_recipe, find_recipe, list_recipes, resolve_config
 from tlt.training.problems import load_problems
@@ -80,7 +82,9 @@ def test_a_copy_holds_all_that_a_run_needs_and_not_how_it_was_made(tmp_path: Pat
     assert config.drafter.path == tmp_path / "a" / "mine" / "drafter"
 
 
-@pytest.mark.parametrize("name", ["math/chain_sum", "paper/qwen2.5-7b", "countdown/headline", "smollm2/quickstart"])
+@pytest.mark.parametrize(
+    "name", ["math/chain_sum", "paper/qwen2.5-7b", "countdown/headline", "smollm2/quickstart", "smollm2/reasoning"]
+)
 def test_a_name_that_train_knows_can_be_copied_and_is_what_to_run_next(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,3 +111,20 @@ def test_the_command_says_what_lies_there_and_what_to_run_next(tmp_path: Path, c
     assert f"cd {tmp_path / 'mine'} && tlt train quickstart.toml" in printed.splitlines()[-1]
     assert main(["init", "countdown", str(tmp_path / "mine")]) == 2
     assert capsys.readouterr().err.startswith(f"tlt: error: {tmp_path / 'mine'}: ")
+
+
+def test_a_copy_of_smollm2_holds_the_adapter_that_its_reasoning_starts_from(tmp_path: Path) -> None:
+    copy_recipe("smollm2/reasoning", tmp_path / "mine", lambda base: base.mkdir(parents=True))
+    config = load_config(tmp_path / "mine" / "reasoning.toml")
+    assert config.model.path == tmp_path / "mine" / "base"
+    assert config.model.adapter == tmp_path / "mine" / "warm-up"
+    stored = read_adapter(tmp_path / "mine" / "warm-up", SMOLLM2)
+    assert (stored.lora.rank, stored.lora.scale, stored.lora.targets) == (
+        config.lora.rank,
+        config.lora.scale,
+        config.lora.targets,
+    )
+    assert sum(file.stat().st_size for file in (tmp_path / "mine" / "warm-up").iterdir()) < 5_000_000
+
+
+SMOLLM2 = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_embeddings=True, max_positions=8192)

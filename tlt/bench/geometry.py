@@ -23,7 +23,7 @@ from torch import Tensor
 from tlt import __version__
 from tlt.bench.report import with_changes
 from tlt.build.engine import EngineSettings, build_engine, load_stored
-from tlt.build.model import Model, drafter_folder, load_model, model_folder, open_model
+from tlt.build.model import Model, adapter_folder, drafter_folder, load_model, model_folder, open_model
 from tlt.build.policy import master_dtype
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter, save_stored
@@ -95,7 +95,7 @@ def plan_growth(config: Config, given: str) -> Growth:
     """Reads the configuration's model and drafter, which are to grow into the user's --geometry. Raises UserError where they do
     not."""
     geometry = find_geometry(given)
-    small = load_model(model_folder(config), master_dtype(config))
+    small = load_model(model_folder(config), master_dtype(config), adapter_folder(config))
     grown, drafter = grow_config(small.config, geometry), load_stored(drafter_folder(config), small)
     shape = None if drafter is None else grow_shape(drafter.config, grown.config)
     return Growth(geometry, small, drafter, grown, shape)
@@ -130,7 +130,8 @@ def _grow_into(parent: Path, config: Config, growth: Growth) -> tuple[Config, di
         check_disk(parent, growth.geometry, growth.num_parameters * dtype.itemsize)
         write_grown(folder, growth, dtype, torch.device(device))
     drafter = None if growth.drafter is None else folder / "drafter"
-    changed = with_changes(config, {"model": {"path": folder / "model", "revision": None}, "drafter": {"path": drafter}})
+    model = {"path": folder / "model", "revision": None, "adapter": None}
+    changed = with_changes(config, {"model": model, "drafter": {"path": drafter}})
     agreement = compare(growth.small, open_model(folder / "model"), changed)
     if agreement.num_equal < MIN_EQUAL * agreement.num_tokens:
         found = (

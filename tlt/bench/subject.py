@@ -9,7 +9,7 @@ import torch
 
 from tlt.bench.report import side_by_side, with_changes
 from tlt.build.engine import EngineSettings, build_backend, build_engine, load_stored
-from tlt.build.model import Model, drafter_folder, model_folder, open_model
+from tlt.build.model import Model, adapter_folder, drafter_folder, model_folder, open_model
 from tlt.build.policy import master_dtype, sampling_params
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter
@@ -30,7 +30,7 @@ class Subject:
         settings = EngineSettings.of_run(config, device_of(config).name)
         untrained = settings.drafting.model_copy(update={"train": False})  # nothing here trains: remember nothing for it
         self.settings = dataclasses.replace(settings, drafting=untrained)
-        self.model = model or open_model(model_folder(config), master_dtype(config))
+        self.model = model or open_model(model_folder(config), master_dtype(config), adapter_folder(config))
         self.weights: PackedTransformer | None = None
         self.drafter = drafter or load_stored(drafter_folder(config), self.model)
         self.problems = load_problems(config, "train")

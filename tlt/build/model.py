@@ -20,6 +20,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.foreign import Limits, read_limits
 from tlt.models.hf_config import OtherComputation, load_model_config
 from tlt.models.hf_weights import StoredTensors
+from tlt.models.peft_files import AdaptedTensors, Adapter, read_adapter
 from tlt.models.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
 from tlt.types import UserError
 
@@ -48,15 +49,24 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Model(Checkpoint):
-    """A checkpoint of a family that our decoder computes, with its weights: trained, drafted for, or generated with."""
+    """A checkpoint of a family that our decoder computes, with its weights: trained, drafted for, or generated with.
+
+    adapter: beside the weights, for who trains it on; None: there is none, or it is merged into them.
+    """
 
     config: ModelConfig
     tensors: Mapping[str, Tensor]
+    adapter: Adapter | None = None
 
 
 def model_folder(config: Config) -> Path:
     """Returns the local folder of a run's model, which may come from the hub."""
     return resolve_model(config.model.path, config.model.revision)
+
+
+def adapter_folder(config: Config) -> Path | None:
+    """Returns the local folder of the adapter that a run's policy starts from; None: there is none."""
+    return None if config.model.adapter is None else resolve_model(config.model.adapter)
 
 
 def drafter_folder(config: Config) -> Path | None:
@@ -86,26 +96,61 @@ def num_gpus(config: Config) -> int:
     return num_cluster_gpus() if find_place() is None and config.run.launcher == "ray" else torch.cuda.device_count()
 
 
-def load_checkpoint(path: Path, engine: Literal["tlt", "vllm"], dtype: torch.dtype | None = None) -> Checkpoint:
-    """Reads what `engine` is to generate with: a Model, or where vLLM is to compute it, a model of whatever family."""
+def load_checkpoint(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | None = None) -> Checkpoint:
+    """Reads what `engine` is to generate with: a Model, or where vLLM is to compute it, a model of whatever family.
+
+    adapter: see `open_model`.
+    """
+    if adapter is not None and engine == "vllm":
+        raise UserError(f"adapter {adapter}: vLLM reads the model itself; merge the two with PEFT, or leave out engine vllm")
     try:
-        return load_model(path, dtype)
+        return load_model(path, adapter=adapter)
     except OtherComputation:
         if engine == "tlt":
             raise
         return Checkpoint(path, read_limits(path), *_tokens(path))
 
 
-def load_model(path: Path, dtype: torch.dtype | None = None) -> Model:
-    """Reads a checkpoint folder. dtype: of the tensors; None: as they are stored. Raises UserError where it cannot be used."""
-    model = open_model(path, dtype)
+def load_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
+    """Reads a checkpoint folder. dtype: of the tensors; None: as they are stored.  adapter: a folder of PEFT's that is merged
+    into them. Raises UserError where it cannot be used."""
+    model = open_model(path, dtype, adapter)
     return replace(model, tensors=dict(model.tensors))
 
 
-def open_model(path: Path, dtype: torch.dtype | None = None) -> Model:
+def open_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
     """Does the same, but for the tensors: each is read, and its values are checked, when it is asked for."""
     config = load_model_config(path)
-    return Model(path, config, *_tokens(path), StoredTensors(path, config, dtype))
+    if adapter is None:
+        return Model(path, config, *_tokens(path), StoredTensors(path, config, dtype))
+    return Model(path, config, *_tokens(path), AdaptedTensors(path, config, dtype, read_adapter(adapter, config)))
+
+
+def open_start(config: Config, dtype: torch.dtype) -> Model:
+    """Opens the model that a run's policy starts from. Its adapter is merged into the weights, but where the run trains
+    adapters: then it lies beside them, and is trained on. Raises UserError where `lora` describes another."""
+    folder, adapter = model_folder(config), adapter_folder(config)
+    if adapter is None or not config.lora.rank:
+        return open_model(folder, dtype, adapter)
+    model = open_model(folder, dtype)
+    return replace(model, adapter=read_start(config, model.config))
+
+
+def read_start(config: Config, shape: ModelConfig) -> Adapter | None:
+    """Reads the adapter that a run's policy starts from, if there is one. Raises UserError where the run trains adapters, and
+    `lora` describes others."""
+    if (folder := adapter_folder(config)) is None:
+        return None
+    adapter = read_adapter(folder, shape)
+    for key in ("rank", "scale", "targets") if config.lora.rank else ():
+        wanted, found = (sorted(v) if isinstance(v := getattr(lora, key), tuple) else v for lora in (config.lora, adapter.lora))
+        if wanted != found:
+            name = "alpha" if key == "scale" else key
+            raise UserError(
+                f"lora.{name}: describes another adapter than model.adapter, {folder} (there {key} is {found}, not {wanted});"
+                " set rank, alpha, rslora and targets as there, or train the whole policy with lora.rank 0"
+            )
+    return adapter
 
 
 def _tokens(path: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:

@@ -19,7 +19,7 @@ from tlt.types import SamplingParams, resolve_dtype
 
 def build_policy_trainer(config: Config, model: Model, world: World, is_sharded: bool = False) -> PolicyTrainer:
     """Returns who updates the policy: it owns a copy of the model's tensors, and a frozen one where the loss has a KL term,
-    unless the copy itself is frozen beside its adapters."""
+    unless the copy itself is frozen beside adapters that begin at zero."""
 
     def build() -> Transformer:
         policy, seed = plan_policy(config, model.config), config.run.seed
@@ -30,7 +30,8 @@ def build_policy_trainer(config: Config, model: Model, world: World, is_sharded:
 
     policy, reference = build(), None
     if config.algorithm.kl_coefficient > 0:
-        reference = BaseOf(policy) if config.lora.rank else build()
+        starts_from_base = config.lora.rank and model.adapter is None
+        reference = BaseOf(policy) if starts_from_base else build()
     return PolicyTrainer(
         policy,
         config.algorithm,
@@ -81,7 +82,7 @@ def build_policy(policy: Transformer, model: Model, device: torch.device, seed: 
     """
 
     def start(name: str, shape: torch.Size) -> Tensor:
-        return start_value(name, shape, seed) if is_of_adapter(name) else model.tensors[name]
+        return _start_of_adapter(model, name, shape, seed) if is_of_adapter(name) else model.tensors[name]
 
     tensors = {name: start(name, t.shape).to(t.dtype, copy=True) for name, t in policy.state_dict().items()}
     policy.load_state_dict(tensors, assign=True)
@@ -101,7 +102,12 @@ def build_sharded_policy(
     assert isinstance(stored, StoredTensors)
 
     def start(name: str, rows: slice) -> Tensor:
-        return start_value(name, shapes[name], seed)[rows] if is_of_adapter(name) else stored.rows(name, rows)
+        is_adapter = is_of_adapter(name)
+        return _start_of_adapter(model, name, shapes[name], seed)[rows] if is_adapter else stored.rows(name, rows)
 
     fill(policy, start)
     return policy
+
+
+def _start_of_adapter(model: Model, name: str, shape: torch.Size, seed: int) -> Tensor:
+    return start_value(name, shape, seed) if model.adapter is None else model.adapter.tensors[name]

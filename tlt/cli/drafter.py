@@ -10,14 +10,14 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
-from tlt.cli.options import Drafter, File, Options
+from tlt.cli.options import Adapter, Drafter, File, Options
 from tlt.config.drafter import DraftVocabOption
 from tlt.config.mistakes import mistake
 from tlt.drafter.response_files import read_responses
@@ -37,6 +37,9 @@ from tlt.kinds import (
 )
 from tlt.types import Rollout, SamplingParams, Strategy, UserError
 
+if TYPE_CHECKING:
+    from tlt.build.model import Model
+
 _ANSWERS_AT_A_TIME = 64
 
 
@@ -45,6 +48,8 @@ class DrafterTrain(Options):
 
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
     """The model to draft for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
+    adapter: Adapter = None
+    """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
     out: Annotated[Path, arg(metavar="DIR")]
     """Folder to write the drafter to; must not exist yet."""
     responses: File = None
@@ -110,6 +115,8 @@ class DrafterEval(Options):
     """Drafter of tlt or of another trainer: a folder, or OWNER/NAME on the hub."""
     model: Annotated[Path, arg(metavar="MODEL")]
     """The model it drafts for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
+    adapter: Adapter = None
+    """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
     prompts: Annotated[Path, arg(metavar="DATA")]
     """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
     prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
@@ -141,22 +148,24 @@ class DrafterEval(Options):
 def train(options: DrafterTrain) -> Record:
     """Trains a drafter on responses of the model, given or made from prompts, and writes it to a new folder."""
     check_new_folder(options.out, "--out")
-    folder = resolve_model(options.model)
+    folder, adapter = resolve_model(options.model), options.adapter and resolve_model(options.adapter)
     with show_busy():
         import torch
 
         from tlt.build.drafter import build_draft_model
+        from tlt.build.model import load_model
         from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
         from tlt.drafter.training.buffer import is_trainable
         from tlt.drafter.training.losses import PRESETS
         from tlt.drafter.training.offline import OfflineSettings, new_drafter, train_offline
         from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, choose_by
         from tlt.models.hf_config import load_model_config
-        from tlt.models.hf_weights import content_hash, load_tensors
+        from tlt.models.hf_weights import content_hash
         from tlt.models.packed import PackedTransformer
 
     config = load_model_config(folder)
-    tensors = load_tensors(folder, config)
+    source = load_model(folder, adapter=adapter)
+    tensors = source.tensors
     stored = None if options.init is None else load_drafter(resolve_model(options.init), config, tensors)
     preset = PRESETS[options.preset or "hass"] if stored is None else choose_preset(options.preset, stored)
     if stored is None:
@@ -168,12 +177,12 @@ def train(options: DrafterTrain) -> Record:
     if options.responses is not None:
         rollouts = read_responses(options.responses, vocab_size=config.vocab_size, window=config.max_positions)
     else:
-        rollouts = _answer(options, folder)
+        rollouts = _answer(options, source)
     target = PackedTransformer(config, torch.float32)
     target.load(tensors, version=0)
     if not any(map(is_trainable, rollouts)):
-        source = "--prompts: they have" if options.responses is None else f"--responses: {options.responses} has"
-        raise UserError(f"{source} no response of three tokens or more; give longer ones")
+        where = "--prompts: they have" if options.responses is None else f"--responses: {options.responses} has"
+        raise UserError(f"{where} no response of three tokens or more; give longer ones")
     vocabulary = None
     if model.config.can_choose:
         vocabulary = DraftVocabulary(DraftCosts.of(config, model.config), options.draft_vocab)
@@ -199,14 +208,12 @@ def train(options: DrafterTrain) -> Record:
     return {"responses": len(rollouts), **asdict(summary), "out": str(options.out)}
 
 
-def _answer(options: DrafterTrain, folder: Path) -> list[Rollout]:
+def _answer(options: DrafterTrain, model: Model) -> list[Rollout]:
     """Returns the model's own responses to the prompts, made by adaptive speculation without a learned drafter."""
     from tlt.build.engine import EngineSettings, build_engine
-    from tlt.build.model import load_model
     from tlt.models.prompts import make_requests
 
     assert options.prompts is not None, "responses or prompts are given"
-    model = load_model(folder)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
     prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
@@ -259,6 +266,7 @@ def evaluate(options: DrafterEval) -> Record:
     if options.out is not None:
         check_output_file(options.out, "--out")
     folder, drafter_folder = resolve_model(options.model), resolve_model(options.drafter)
+    adapter = options.adapter and resolve_model(options.adapter)
     with show_busy():
         import torch
 
@@ -267,7 +275,7 @@ def evaluate(options: DrafterEval) -> Record:
         from tlt.drafter.formats.folder import load_drafter
         from tlt.models.prompts import make_requests
 
-        model = load_model(folder)
+        model = load_model(folder, adapter=adapter)
     config = model.config
     drafter = load_drafter(drafter_folder, config, model.tensors)
     vocab_size, window = config.vocab_size, config.max_positions

@@ -12,7 +12,7 @@ from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from tlt.cli.data import PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
-from tlt.cli.options import Options
+from tlt.cli.options import Adapter, Options
 from tlt.config.schema import may_follow
 from tlt.drafter.response_files import read_references
 from tlt.files import Record, check_output_file, with_folder, write_jsonl
@@ -29,6 +29,8 @@ class Generate(Options):
     model: Annotated[Positional[Path], arg(metavar="MODEL")]
     """A Llama, Qwen2 or Qwen3 model, with --engine vllm any text model that vLLM knows: a Hugging Face checkpoint folder, or
     OWNER/NAME or OWNER/NAME@REVISION on the hub."""
+    adapter: Adapter = None
+    """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
     prompts: Annotated[Path, arg(metavar="DATA")]
     """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
     prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
@@ -53,7 +55,7 @@ def run(options: Generate) -> Record:
     start = time.perf_counter()
     check_output_file(options.out, "--out")
     check_references(options)
-    folder = resolve_model(options.model)
+    folder, adapter = resolve_model(options.model), options.adapter and resolve_model(options.adapter)
     with show_busy():
         import torch
 
@@ -63,7 +65,7 @@ def run(options: Generate) -> Record:
         from tlt.models.prompts import check_room, make_requests
 
         options.engine.check(options.speculation, options.references is not None)
-        model = load_checkpoint(folder, options.engine.engine)
+        model = load_checkpoint(folder, options.engine.engine, adapter)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
     prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     if "max_tokens" in options.sampling.model_fields_set:

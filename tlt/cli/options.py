@@ -27,6 +27,8 @@ from tlt.types import UserError
 
 Folder = Annotated[Path | None, arg(metavar="DIR")]
 Drafter = Annotated[Path | None, arg(metavar="DRAFTER")]
+Adapter = Annotated[Path | None, arg(metavar="DIR")]
+"""A LoRA adapter that is merged into a command's model."""
 File = Annotated[Path | None, arg(metavar="FILE")]
 
 _POSITIONAL = get_args(Positional[int])[1]  # the marker that tyro.conf.Positional leaves on a type

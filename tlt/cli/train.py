@@ -148,7 +148,8 @@ def _with_num_ranks(config: Config, place: Place | None, is_asked: bool) -> Conf
 def _keep_commits(before: Config, now: Config) -> Config:
     """Returns the configuration with the commits that the run has noted, where it names the same repositories of the hub."""
     values = now.model_dump()
-    for section, key in (("model", "path"), ("drafter", "path"), ("task", "data"), ("evaluation", "data")):
+    models = ("model", "path"), ("model", "adapter"), ("drafter", "path")
+    for section, key in (*models, ("task", "data"), ("evaluation", "data")):
         noted, named = getattr(getattr(before, section), key), values[section][key]
         old, new = (Repository.parse(name) if name is not None else None for name in (noted, named))
         if old is not None and new is not None and old.name == new.name and new.revision is None:

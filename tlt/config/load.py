@@ -31,7 +31,7 @@ from tlt.recipes import resolve_config
 from tlt.secrets import holds_credential
 from tlt.types import UserError
 
-_PATH_KEYS = (("model", "path"), ("task", "data"), ("drafter", "path"), ("evaluation", "data"))
+_PATH_KEYS = (("model", "path"), ("model", "adapter"), ("task", "data"), ("drafter", "path"), ("evaluation", "data"))
 _SOURCES_OF_PROBLEMS = {("task", "num_problems"): "data", ("task", "data"): "num_problems"}
 _RENAMED: dict[Keys, Keys] = {("task", "problems_file"): ("task", "data")}
 
@@ -138,8 +138,8 @@ def _check_paths(config: Config, file: str, places: Mapping[Keys, str]) -> None:
         path: Path | None = getattr(getattr(config, section), key)
         if path is None or Repository.parse(path) is not None:
             continue
-        if not (path.is_dir() if key == "path" else path.exists()):
-            kind, name = ("folder", "a model's name") if key == "path" else ("file or folder", "a dataset's name")
+        if not (path.is_dir() if key in ("path", "adapter") else path.exists()):
+            kind, name = ("folder", "a model's name") if key in ("path", "adapter") else ("file or folder", "a dataset's name")
             remedy = f"there is no such {kind}: give one that exists, or {name} on the Hugging Face hub, OWNER/NAME"
             raise UserError(f"{places.get((section, key), file)}: {section}.{key} is {path}; {remedy}")
 

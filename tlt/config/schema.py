@@ -55,8 +55,8 @@ class RunSection(Section):
     """Folder of everything the run writes; relative to the working directory."""
     seed: Seed = 0
     """Seed of sampling, problem order and generated problems: the same seed gives the same run."""
-    num_steps: PositiveInt = 100
-    """Policy steps of the run; each generates responses, then updates the policy."""
+    num_steps: NonNegativeInt = 100
+    """Policy steps of the run; each generates responses, then updates the policy. 0: nothing is trained, only evaluated."""
     num_ranks: Processes | None = None
     """Processes that train, on all machines; none: one for each GPU that run.device may use, or 2 on CPUs. What torchrun or
     srun have started goes before it."""
@@ -110,6 +110,9 @@ class ModelSection(Section):
     """The Hugging Face checkpoint folder to train (config.json, tokenizer, safetensors), or OWNER/NAME on the hub."""
     revision: str | None = None
     """Branch, tag or commit of a model of the hub; None: main. A run notes the commit that it has found and stays with it."""
+    adapter: AnyPath | None = None
+    """Adapter to start from: a LoRA folder as PEFT saves it, or OWNER/NAME on the hub. It is merged into the model; a run that
+    trains adapters itself trains this one on, and `lora` must describe it."""
     chat_template_kwargs: dict[str, Any] = Field(default={})
     """Variables for the tokenizer's chat template."""
 
@@ -311,6 +314,8 @@ class Config(Section):
             raise mistake("evaluation.split and evaluation.subset need data: set evaluation.data or task.data, or remove them")
         if self.task.name == "data" and not set(self.rewards.functions) - {"task"}:
             raise mistake("task.name is 'data' (the default), which scores nothing: give a task.name, or rewards.functions")
+        if not self.run.num_steps and not self.evaluation.num_problems:
+            raise mistake("run.num_steps and evaluation.num_problems are both 0: nothing would be done; raise one of them")
         if self.task.num_problems is not None and self.task.num_problems < self.rollout.problems_per_step:
             raise mistake(
                 f"rollout.problems_per_step is {self.rollout.problems_per_step} but task.num_problems only"

@@ -248,7 +248,7 @@ class Console:
         line.add_row(*cells)
         return Padding(line, (1, 0, 0, 0))
 
-    def summary(self, rows: Sequence[tuple[str, Text]], next_commands: Sequence[str]) -> None:
+    def summary(self, rows: Sequence[tuple[str, Text]], next_commands: Sequence[str], title: str = "training complete") -> None:
         """Prints what the run achieved and where it lies: a panel, or plain "name value" lines where there is no terminal.
 
         rows: names and values.  next_commands: what one may try with it; lines of their own, so that they can be copied.
@@ -266,8 +266,7 @@ class Console:
         grid.add_column(overflow="fold")
         for name, value in rows:
             grid.add_row(name, value)
-        title = Text("training complete", style="bold")
-        panel = Panel(grid, title=title, title_align="left", border_style="green", padding=(1, 2))
+        panel = Panel(grid, title=Text(title, style="bold"), title_align="left", border_style="green", padding=(1, 2))
         self._rich.print(panel, width=min(self._rich.width, WIDTH))
         self._try(next_commands)
 

@@ -3,6 +3,7 @@ Computes nothing."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +59,16 @@ def summary_rows(outcome: Outcome, products: Mapping[str, Path]) -> Iterator[tup
     if outcome.drafted is not None:
         size, coverage = outcome.drafted
         yield "drafts", Text(f"from the {size:,} most frequent tokens, {coverage:.1%} of the last step's")
+    for name, path in products.items():
+        yield name, Text(near(path), style="cyan")
+
+
+def evaluation_rows(solved: Mapping[str, float], seconds: float, products: Mapping[str, Path]) -> Iterator[tuple[str, Text]]:
+    """Yields names and values of an evaluation alone. solved: by problem, the share of its responses that were right."""
+    rate = sum(solved.values()) / len(solved)
+    error = math.sqrt(sum((share - rate) ** 2 for share in solved.values())) / len(solved)
+    yield "solved", Text(f"{rate:.2%} of {len(solved):,} held-out problems, standard error {error:.2%}")
+    yield "time", Text(duration(seconds))
     for name, path in products.items():
         yield name, Text(near(path), style="cyan")
 

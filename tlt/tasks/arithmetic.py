@@ -2,6 +2,7 @@
 
     What is 47 + 35? Reply with the number only.                                   82
     What is 47 + 35 + 18? Write out each step, then the answer after ####.         47 + 35 = 82 … #### 100
+    What is 47 + 35 + 18? Write out each step, check in reverse order, …           … Check: 18 + 35 = 53 … #### 100
     Which is the largest of 47, 35 and 18? Reply with the number only.             47
 
 Whether a problem is for training or for testing depends on its operation and its numbers. Their order counts only where it
@@ -26,6 +27,9 @@ OPERATIONS = ("+", "-", "*", "max")
 MOST_DIGITS, MOST_TERMS = 12, 32
 NUMBER_ONLY = "Reply with the number only."
 WITH_STEPS = "Write out each step, then the answer after ####."
+CHECKED = "Write out each step, check in reverse order, then give the answer after ####."
+ASKED = {False: NUMBER_ONLY, True: WITH_STEPS, "checked": CHECKED}
+"""How a response is asked for, by the option `steps`."""
 MAX_TRIES = 1_000
 """Draws without a new problem, after which there are taken to be no more."""
 THINKING_ENDS = "</think>"
@@ -59,6 +63,17 @@ class Question:
         raise ValueError(f"operation {self.operation!r} is none of {OPERATIONS}")
 
     @property
+    def reversed_numbers(self) -> tuple[int, ...]:
+        """The numbers in the order that checks the answer: the last one first, but what is subtracted from stays in front."""
+        kept = 1 if self.operation == "-" else 0
+        return (*self.numbers[:kept], *reversed(self.numbers[kept:]))
+
+    def step(self, total: int, number: int) -> tuple[str, int]:
+        """Returns how the operation on the total so far and the next number is written, and its result."""
+        written = f"max({total}, {number})" if self.operation == "max" else f"{total} {self.operation} {number}"
+        return written, Question(self.operation, (total, number)).answer
+
+    @property
     def split(self) -> Split:
         """A function of what is computed alone: the minuend of a difference counts, no other order does."""
         fixed = 1 if self.operation == "-" else 0
@@ -72,6 +87,12 @@ class Difficulty:
     operations: tuple[str, ...]
     digits: tuple[int, int]
     terms: tuple[int, int]
+
+    @staticmethod
+    def of(operations: Sequence[str], digits: int | Sequence[int], terms: int | Sequence[int]) -> Difficulty:
+        """Reads the options of these names. Raises UserError for what cannot be drawn."""
+        counts = _range("digits", digits, 1, MOST_DIGITS), _range("terms", terms, 2, MOST_TERMS)
+        return Difficulty(_check_operations(operations), *counts)
 
     def draw(self, rng: random.Random) -> Question:
         """Draws operation, count and each number's length evenly, then the number among those of that length."""
@@ -101,6 +122,11 @@ def draw_questions(rng: random.Random, num: int, split: Split, difficulty: Diffi
     return list(questions)
 
 
+def ask(question: Question, instruction: str) -> list[dict[str, str]]:
+    """Returns the chat that asks a question."""
+    return [{"role": "user", "content": f"{question} {instruction}".strip()}]
+
+
 @dataclass(frozen=True)
 class Arithmetic:
     """The task `arithmetic` (see `tlt.tasks.base.Task`)."""
@@ -114,7 +140,7 @@ class Arithmetic:
         operations: Sequence[str] = ("+",),
         digits: int | Sequence[int] = 2,
         terms: int | Sequence[int] = 2,
-        steps: bool = False,
+        steps: bool | str = False,
         instruction: str | None = None,
     ) -> list[dict[str, Any]]:
         """Returns different problems, as chat messages; more of them begin with the same ones.
@@ -123,19 +149,19 @@ class Arithmetic:
         digits        of each number: a count, or [fewest, most]
         terms         numbers in a problem: a count, or [fewest, most]
         steps         whether the response is to write its steps out and mark its answer, by `####` or a box; else its last
-                      number counts
+                      number counts. "checked" asks it to check its steps, too
         instruction   what follows the question, instead of words for `steps`
         """
         checked = check_split("arithmetic", split)
-        difficulty = Difficulty(
-            _check_operations(operations), _range("digits", digits, 1, MOST_DIGITS), _range("terms", terms, 2, MOST_TERMS)
-        )
-        asked = instruction if instruction is not None else WITH_STEPS if steps else NUMBER_ONLY
+        difficulty = Difficulty.of(operations, digits, terms)
+        if steps not in ASKED:
+            raise UserError(f'task arithmetic: steps is {steps!r}; give true, false or "checked"')
+        asked = instruction if instruction is not None else ASKED[steps]
         rng = random.Random(f"arithmetic {split} {seed}")
         return [
             {
                 "problem_id": f"arithmetic-{split}-{seed}-{index}",
-                "messages": [{"role": "user", "content": f"{question} {asked}".strip()}],
+                "messages": ask(question, asked),
                 "answer": str(question.answer),
                 "search": "marked" if steps else "any",
             }

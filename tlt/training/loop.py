@@ -27,7 +27,7 @@ from tlt.models.hf_weights import StoredTensors, content_hash
 from tlt.plugins import is_importable
 from tlt.report.console import near
 from tlt.report.metrics import read_metrics
-from tlt.report.outcome import Outcome, summary_rows
+from tlt.report.outcome import Outcome, evaluation_rows, summary_rows
 from tlt.report.timeline import merge_timelines
 from tlt.rl.finite import NonFiniteUpdate
 from tlt.rl.rewards import check_scorable
@@ -100,7 +100,7 @@ def train(run: Run) -> None:
             ended = f"after {run.step} of {config.run.num_steps} steps; go on with: tlt train --resume {run.out_dir}"
             run.console.note(f"run.time_limit_minutes, {config.run.time_limit_minutes:g}, ends the run {ended}")
         evaluate(run)
-        finish(run)
+        (finish if config.run.num_steps else finish_evaluation)(run)
     except StopRequested as where:
         stop_early(run, str(where))
 
@@ -168,6 +168,20 @@ def finish(run: Run) -> None:
     if run.config.lora.rank:
         run.save_adapter(run.out_dir / "adapter")
     lead(run.world, f"{run.out_dir}: the other products", lambda: write_products(run))
+
+
+def finish_evaluation(run: Run) -> None:
+    """Ends a run that has trained nothing: there is no policy to write, and no checkpoint."""
+    run.timeline.flush()
+    lead(run.world, f"{run.out_dir}: the evaluation", lambda: write_evaluation(run))
+
+
+def write_evaluation(run: Run) -> None:
+    """Says what the evaluation of the model as it is has found. Rank 0 does it."""
+    forget_journal(run.out_dir)
+    names = ["evaluations.jsonl", "config.json", *([RESPONSES] if run.responses is not None else [])]
+    products = {name: run.out_dir / name for name in names}
+    run.console.summary([*evaluation_rows(run.evaluations.all[-1].by_problem, run.seconds, products)], [], "evaluated")
 
 
 def write_products(run: Run) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tlt.build.engine import EngineSettings, build_backend, load_stored
-from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder, num_gpus, open_model
+from tlt.build.model import adapter_folder, all_ranks, drafter_folder, local_ranks, num_gpus, open_start
 from tlt.build.policy import build_policy_trainer, master_dtype, reward_spec, sampling_params
 from tlt.clock import Moment
 from tlt.config.schema import Config
@@ -123,14 +123,14 @@ class Run:
         self.held_out = load_problems(config, "test") if config.evaluation.num_problems else []
         check_same_problems(world, self.problems, self.held_out)
         self.master_dtype = master_dtype(config)
-        model = open_model(model_folder(config), self.master_dtype)
+        model = open_start(config, self.master_dtype)
         self.model_folder = model.path
         assert model.tokenizer is not None, "problems have been encoded with it"
         self.params = sampling_params(config, model.stop_ids)
         self.is_sharded = layout_of(config).is_sharded
         self.trainer = build_policy_trainer(config, model, world, self.is_sharded)
         problems = {"train": self.problems, "test": self.held_out}
-        self.inputs = Inputs.of(config, problems, model.path, self.trainer.base)
+        self.inputs = Inputs.of(config, problems, model.path, self.trainer.base, adapter_folder(config))
         stored = load_stored(drafter_folder(config), model)
         longest_prompt = max(len(problem.prompt_ids) for problem in (*self.problems, *self.held_out))
         window = longest_prompt + config.sampling.max_tokens

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from tlt.build.drafter import preset_changes
-from tlt.build.model import all_ranks, drafter_folder, local_ranks, model_folder
+from tlt.build.model import adapter_folder, all_ranks, drafter_folder, local_ranks, model_folder, read_start
 from tlt.build.policy import reward_spec
 from tlt.clock import Moment
 from tlt.config.drafter import check_served
@@ -163,7 +163,7 @@ def prepare(config: Config, begun: Begun | None = None) -> Config:
     is_first = place is None or place.is_leader
     with Console(enabled=is_first) as console:
         with console.status("reading model and problems") if console.is_live else nullcontext():
-            findings = preflight(config, begun)
+            findings = preflight(config, begun, trains=config.run.num_steps > 0)
         if is_first:
             FolderLock(config.run.out_dir).release()
         console.header(describe(config, findings))
@@ -182,8 +182,9 @@ def pin(config: Config) -> Config:
     values["run"]["num_ranks"] = all_ranks(config)
     if (model := pin_model(config.model.path, config.model.revision)) is not None:
         values["model"] |= {"path": model.name, "revision": model.revision}
-    if config.drafter.path is not None and (drafter := pin_model(config.drafter.path)) is not None:
-        values["drafter"]["path"] = str(drafter)
+    for section, key, name in (("model", "adapter", config.model.adapter), ("drafter", "path", config.drafter.path)):
+        if name is not None and (repository := pin_model(name)) is not None:
+            values[section][key] = str(repository)
     for section, data in (("task", config.task.data), ("evaluation", config.evaluation.data)):
         if data is not None and (dataset := pin_dataset(data)) is not None:
             values[section]["data"] = str(dataset)
@@ -203,6 +204,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     check_trackers(config.tracking.use)
     model = load_model_config(model_folder(config))
     num_adapted = count_adapters(model, config.lora) if config.lora.rank else None
+    read_start(config, model)
     if (drafter := drafter_folder(config)) is not None:
         stored = load_drafter(drafter, model)
         choose_preset(config.drafter.preset, stored, preset_changes(config.drafter))
@@ -216,7 +218,7 @@ def preflight(config: Config, begun: Begun | None = None, trains: bool = True) -
     check_replay(config, problems, model)
     Scorer(reward_spec(config)).check(problems[0].data)
     if begun is not None:
-        inputs = Inputs.of(config, {"train": problems, "test": held_out}, model_folder(config))
+        inputs = Inputs.of(config, {"train": problems, "test": held_out}, model_folder(config), adapter=adapter_folder(config))
         inputs.refuse_other(begun.inputs, config, begun.when)
     return Findings(model, len(problems), len(held_out), num_adapted, describe_overlap(problems, held_out))
 
@@ -239,9 +241,11 @@ def describe(config: Config, findings: Findings) -> dict[str, str]:
         speculation += ", trained in idle time" if drafter.train else ""
     held_out = f"{findings.num_held_out:,} held out" if findings.num_held_out else "none held out"
     name = _named(config.model.path, config.model.revision)
+    start = f", with adapter {_named(config.model.adapter)}" if config.model.adapter else ""
     responses = f"{rollout.problems_per_step} × {rollout.samples_per_problem} responses a step, {run.num_steps} steps"
+    responses = responses if run.num_steps else "evaluated alone, for run.num_steps is 0"
     return {
-        "model": f"{name}: {model.architecture}, {_short(num_parameters)} parameters",
+        "model": f"{name}: {model.architecture}, {_short(num_parameters)} parameters" + start,
         "task": f"{config.task.name}: {findings.num_problems:,} problems, {held_out}; {responses}",
         "algorithm": describe_algorithm(config),
         **({"rewards": _weighted(config)} if config.rewards.functions else {}),

@@ -32,6 +32,7 @@ MAY_CHANGE_ON_RESUME = {
 """Keys, by section, that say how long and on what a run runs, not what it computes."""
 _MODEL_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt")
 """Files of a base model, beside its weights, on which tokens and their probabilities depend."""
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 _NAMES = {"train": "training problems", "test": "held-out problems"}
 
 
@@ -49,10 +50,17 @@ class Inputs:
     code: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
-    def of(config: Config, problems: Mapping[str, Sequence[Problem]], model: Path, weights: str = "") -> Inputs:
-        """Returns the inputs of a run. problems: by split.  model: the base model's folder."""
+    def of(
+        config: Config,
+        problems: Mapping[str, Sequence[Problem]],
+        model: Path,
+        weights: str = "",
+        adapter: Path | None = None,
+    ) -> Inputs:
+        """Returns the inputs of a run. problems: by split.  model, adapter: folders of what the policy starts from."""
         digests = {split: digest_of_problems(some) for split, some in problems.items()}
-        files = {path.name: _digest(path) for path in map(model.joinpath, _MODEL_FILES) if path.is_file()}
+        paths = [*map(model.joinpath, _MODEL_FILES), *(map(adapter.joinpath, _ADAPTER_FILES) if adapter else ())]
+        files = {path.name: _digest(path) for path in paths if path.is_file()}
         code = {module: _digest(path) for module, path in code_of(config).items()}
         return Inputs(config.model_dump(mode="json"), digests, files, weights, code)
 
@@ -68,7 +76,8 @@ class Inputs:
                     f"--resume: the {_NAMES[split]} are not those of the run {when}; bring back the data or the task that they"
                     f" come from, {remedy}"
                 )
-        files = [name for name in _MODEL_FILES if was.model and self.model.get(name) != was.model.get(name)]
+        names = (*_MODEL_FILES, *_ADAPTER_FILES)
+        files = [name for name in names if was.model and self.model.get(name) != was.model.get(name)]
         if self.weights and was.weights and self.weights != was.weights:
             files.append("weights")
         if files:
