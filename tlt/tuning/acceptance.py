@@ -26,6 +26,8 @@ _PRIOR_COUNT = 1.0
 _MAX_LEANING, _MUCH = 0.8, 8.0
 """The largest rate that is assumed of a depth because the one before it has such a rate, until so many verifications are behind
 that: a streak of luck is none."""
+_WORTH_OF_RECORDED = 8.0
+"""Verifications that the acceptance counts as which a drafter's folder records. It was measured on other texts, token by token."""
 _ENOUGH = 3.0
 """Verifications of a drafter's chains after which something is known of it."""
 _WORTH_OF_RESEMBLED = 4.0
@@ -36,8 +38,11 @@ _MEMORY_EVERYWHERE = 4000.0
 """Verifications that the curve over all batch sizes spans."""
 _MEMORY_OF_RUN = 4000.0
 """Engine steps that a lasting curve spans, at its batch sizes."""
+_UNWATCHED = 4.0
+"""How many times as fast the evidence about retrieval fades while the hybrid drafts, which hides it."""
 _WORTH_ELSEWHERE = 16.0
-"""Verifications that the evidence of all batch sizes counts as, at most, at any one of them."""
+"""Verifications that the evidence of all batch sizes counts as, at most, at any one of them; at a depth: as many as would
+come there."""
 _WORTH_AT_NEW_VERSION = 16.0
 """Verifications that the evidence about an older policy or drafter counts as, at most. This is enough to start from, and so
 little that a drafter which has become better, or worse, is soon found out."""
@@ -95,9 +100,12 @@ class Acceptance:
     The texts that are left in the tail are not those of the beginning. So each octave of batch sizes has a curve of its own,
     to which the evidence from all batch sizes is lent with a bounded weight. A depth that was seldom reached leans on the
     depth before it.
+
+    recorded: the acceptance rate that the learned drafter had when it was trained. None: nobody measured it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recorded: float | None = None) -> None:
+        self.recorded = recorded
         self.counts: dict[Curve, _Counts] = defaultdict(_Counts)
         self.lasting: dict[Curve, _Counts] = defaultdict(_Counts)
         """The same, but slow to fade and whatever the version: what a run was like on the whole. Nothing is decided by it."""
@@ -133,7 +141,7 @@ class Acceptance:
         if strategy.drafter == "hybrid":  # meanwhile nobody watches what retrieval alone would have drafted
             for curve, counts_of_it in self.counts.items():
                 if curve.drafter == "ngram":
-                    counts_of_it.scale(here)
+                    counts_of_it.scale(here**_UNWATCHED)
             self._forget_estimates("ngram")
         if strategy.width == 1:
             self.drafts[strategy.drafter].add(np.full(depth, len(accepted)), was_drafted_BD.sum(0), here)
@@ -170,7 +178,9 @@ class Acceptance:
         return rates
 
     def is_known(self, arm: Strategy) -> bool:
-        """Returns whether chains of the arm's drafter were verified, in hindsight at least."""
+        """Returns whether chains of the arm's drafter were verified, in hindsight at least, or when it was trained."""
+        if arm.drafter == "learned" and self.recorded is not None:
+            return True
         counts = self.counts.get(Curve(arm.drafter, 1, None, None))
         return counts is not None and bool(counts.tried[0] >= _ENOUGH)
 
@@ -256,7 +266,7 @@ class Acceptance:
         if curve.drafter == "hybrid":
             resembled = (("learned", False), ("ngram", False), ("ngram", True))
             return _mixture(*(self.rates(Curve(kind, 1, None, curve.octave, where)).accepted for kind, where in resembled))
-        is_chain, hybrid = curve.width == 1, self.counts.get(Curve("hybrid", 1, None, None))
+        is_chain, hybrid = curve.width == 1, self.counts.get(Curve("hybrid", 1, None, curve.octave))
         if curve.drafter == "ngram" and hybrid is not None and hybrid.tried[0] >= _MUCH:
             rates: list[float] = ((hybrid.survived + 0.5) / (hybrid.tried + 1.0)).tolist()
             return rates
@@ -270,19 +280,23 @@ class Acceptance:
         all_tried, all_survived = everywhere.tried.tolist(), everywhere.survived.tolist()
         first = _PRIOR_RATE_OF_RETRIEVAL if curve.drafter == "ngram" else _PRIOR_RATE
         known = _PRIOR_COUNT
-        if curve.drafter == "hybrid":  # what it resembles was seen
+        if self.recorded is not None and curve.drafter == "learned":
+            first, known = self.recorded, _WORTH_OF_RECORDED
+        elif curve.drafter == "hybrid":  # what it resembles was seen
             learned = self.counts.get(Curve("learned", 1, None, None), _NOTHING)
             known += min(float(learned.tried[0]), _WORTH_OF_RESEMBLED)
+            known += 0.0 if self.recorded is None else _WORTH_OF_RESEMBLED
         rate, num_chances = first, math.sqrt(curve.width)  # further candidates are worth less than the first (DESIGN §2)
         doubt = _MUCH / (_MUCH + max(all_tried[0], tried[0]))
-        accepted, counts = [], []
+        accepted, counts, survival = [], [], 1.0
         for d in range(Strategy.MAX_DEPTH):
             rate = 1.0 - (1.0 - prior[d]) ** num_chances if prior else rate - doubt * max(rate - _MAX_LEANING, 0.0)
             others = max(all_tried[d] - tried[d], 0.0)
             worth = others + known
             rate = (min(max(all_survived[d] - survived[d], 0.0), others) + known * rate) / worth
-            worth = min(worth, _WORTH_ELSEWHERE)
+            worth = min(worth, max(_WORTH_ELSEWHERE * survival, known))
             rate = (survived[d] + worth * rate) / (tried[d] + worth)
+            survival *= rate
             accepted.append(rate)
             counts.append(tried[d] + worth)
         return Rates(accepted, counts)

@@ -65,7 +65,8 @@ class Prediction:
 class CostModel:
     """Chooses the arm with the best prediction, and tries others while that pays.
 
-    prior: the drafter's size beside the target's.  explores: whether anything is tried.
+    prior: the drafter's size beside the target's.  acceptance: what was recorded of the drafter; None: nothing.
+    explores: whether anything is tried.
     has_hindsight: whether batches tell what retrieval would have drafted; else it is tried like any other drafter.
     decide_every: seconds of engine time between two decisions for an unchanged batch size; bounds what deciding costs.
     """
@@ -75,6 +76,7 @@ class CostModel:
         arms: Sequence[Strategy],
         *,
         prior: CostPrior = UNKNOWN,
+        acceptance: float | None = None,
         explores: bool = True,
         has_hindsight: bool = True,
         decide_every: float = 0.03,
@@ -83,7 +85,7 @@ class CostModel:
         self.arms = tuple(arms)
         self._arms_without_references = tuple(arm for arm in arms if not arm.follows)
         self.explores, self.has_hindsight, self.decide_every = explores, has_hindsight, decide_every
-        self.acceptance, self.costs = Acceptance(), StepCosts(prior)
+        self.acceptance, self.costs = Acceptance(acceptance), StepCosts(prior)
         self.predicted_speed: float | None = None
         self.speed_otherwise: float | None = None
         self._choice = Strategy.OFF
