@@ -55,10 +55,10 @@ def settled(profile: str, drafter: str, batch_size: int, seeds: range) -> list[f
 
 
 def seconds_of_a_choice(batch_size: int, num_steps: int = 300) -> float:
-    """Returns what `choose` and `observe` take together for an engine step in which the choice is made anew."""
+    """Returns what `choose` and `observe` take together for an engine step that decides anew: the median of many."""
     machine = Machine(PROFILES["0.5B"], DRAFTERS["good"])
     tuner = cold_tuner(machine)
-    spent = 0.0
+    spent, steps = 0.0, list[float]()
 
     class Timed:
         predicted_speed = speed_otherwise = None
@@ -67,17 +67,16 @@ def seconds_of_a_choice(batch_size: int, num_steps: int = 300) -> float:
             nonlocal spent
             start = time.perf_counter()
             strategy = tuner.choose(batch)
-            spent += time.perf_counter() - start
+            spent = time.perf_counter() - start
             return strategy
 
         def observe(self, *seen: Any) -> None:
-            nonlocal spent
             start = time.perf_counter()
             tuner.observe(*seen)
-            spent += time.perf_counter() - start
+            steps.append(spent + time.perf_counter() - start)
 
     settled_speed(machine, Timed(), batch_size, 1e9, num_steps // 4)
-    return spent / num_steps
+    return float(np.median(steps))
 
 
 def measure(seeds: range, batches: Sequence[int]) -> dict[str, Any]:
@@ -91,7 +90,12 @@ def measure(seeds: range, batches: Sequence[int]) -> dict[str, Any]:
                 cell["settled"] = settled(profile, drafter, batch_size, seeds)
                 cells.append(cell)
             print(f"{profile}, {drafter}: done", file=sys.stderr)
-    return {"num_seeds": len(seeds), "first_seed": seeds.start, "cells": cells, "seconds_of_a_choice": {b: seconds_of_a_choice(b) for b in (1, 16, 64)}}
+    return {
+        "num_seeds": len(seeds),
+        "first_seed": seeds.start,
+        "cells": cells,
+        "seconds_of_a_choice": {b: seconds_of_a_choice(b) for b in (1, 16, 64)},
+    }
 
 
 def spread(values: list[float]) -> str:
@@ -104,7 +108,8 @@ def render(result: dict[str, Any], before: dict[str, Any] | None) -> str:
     columns = [f"{length} tokens{when}" for length in LENGTHS for when in ("", ", before")[: 1 + bool(known)]]
     columns += ["best arm", "it alone, 100 | 1000", "settled", "settled, before"][: 3 + bool(known)]
     lines = [
-        f"Times off of {result['num_seeds']} cold starts (seeds from {result['first_seed']}): the median, and the lowest in brackets. Settled: speed over the best",
+        f"Times off of {result['num_seeds']} cold starts (seeds from {result['first_seed']}): the median, and the lowest in",
+        "brackets. Settled: speed over the best",
         f"arm's, after {SETTLED_AFTER:g} s or {3 * SETTLED_STEPS:,} steps of a full batch.",
         "",
         f"| profile | drafter | batch | {' | '.join(columns)} |",

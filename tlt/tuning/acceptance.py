@@ -27,7 +27,7 @@ _MAX_LEANING, _MUCH = 0.8, 8.0
 """The largest rate that is assumed of a depth because the one before it has such a rate, until so many verifications are behind
 that: a streak of luck is none."""
 _WORTH_OF_RECORDED = 8.0
-"""Verifications that the acceptance counts as which a drafter's folder records. It was measured on other texts, token by token."""
+"""Verifications that the acceptance counts as which a drafter's folder records: it was measured on other texts."""
 _ENOUGH = 3.0
 """Verifications of a drafter's chains after which something is known of it."""
 _WORTH_OF_RESEMBLED = 4.0
@@ -111,6 +111,8 @@ class Acceptance:
         """The same, but slow to fade and whatever the version: what a run was like on the whole. Nothing is decided by it."""
         self.drafts: dict[str, _Counts] = defaultdict(_Counts)
         """By drafter: chains that might have drafted a token at each depth, and those that did not stop before."""
+        self._drafted: dict[tuple[str, int], tuple[list[float], list[float]]] = {}
+        """By drafter and batch size: nodes and levels that chains of one token, two, … are expected to draft."""
         self._rates: dict[Curve, Rates] = {}
         self._tables: dict[Curve, Table] = {}
 
@@ -148,6 +150,7 @@ class Acceptance:
 
     def _forget_estimates(self, drafter: str | None = None) -> None:
         """Forgets what was derived from the counts of a drafter; None: of all."""
+        self._drafted.clear()
         for known in (self._rates, self._tables):
             for curve in [c for c in known if drafter is None or c.drafter in (drafter, "hybrid")]:
                 del known[curve]
@@ -193,9 +196,18 @@ class Acceptance:
             return (followed + (batch_size - len(leads)) * nodes) / batch_size, levels
         if arm.width > 1 or arm.is_off or arm.drafter not in self.drafts:
             return float(arm.budget), float(arm.depth)
-        counts = self.drafts[arm.drafter]
-        share_D = (counts.survived[: arm.depth] + 1) / (counts.tried[: arm.depth] + 1)
-        return float(share_D.sum()), float((1 - (1 - share_D) ** batch_size).sum())
+        sums = self._drafted.get((arm.drafter, batch_size))
+        if sums is None:
+            counts = self.drafts[arm.drafter]
+            share_D = (counts.survived + 1) / (counts.tried + 1)
+            longest_D = 1 - (1 - share_D) ** batch_size
+            sums = np.cumsum(share_D).tolist(), np.cumsum(longest_D).tolist()
+            self._drafted[arm.drafter, batch_size] = sums
+        return sums[0][arm.depth - 1], sums[1][arm.depth - 1]
+
+    def tokens(self, arm: Strategy, batch_size: int) -> float:
+        """Returns tokens per verification of one arm that follows no reference, the bonus token included."""
+        return float(self._table(Curve.of(arm, octave_of(batch_size))).tokens_D[arm.depth - 1])
 
     def expected_tokens(self, arms: Sequence[Strategy], batch_size: int, leads: Sequence[Lead] = ()) -> tuple[Array, Array]:
         """Returns tokens per verification, the bonus token included, and the variance of their logarithms: each [arms].
@@ -290,15 +302,25 @@ class Acceptance:
         doubt = _MUCH / (_MUCH + max(all_tried[0], tried[0]))
         accepted, counts, survival = [], [], 1.0
         for d in range(Strategy.MAX_DEPTH):
-            rate = 1.0 - (1.0 - prior[d]) ** num_chances if prior else rate - doubt * max(rate - _MAX_LEANING, 0.0)
-            others = max(all_tried[d] - tried[d], 0.0)
-            worth = others + known
-            rate = (min(max(all_survived[d] - survived[d], 0.0), others) + known * rate) / worth
-            worth = min(worth, max(_WORTH_ELSEWHERE * survival, known))
-            rate = (survived[d] + worth * rate) / (tried[d] + worth)
+            if prior:
+                rate = 1.0 - (1.0 - prior[d]) ** num_chances
+            elif rate > _MAX_LEANING:
+                rate -= doubt * (rate - _MAX_LEANING)
+            num, kept = tried[d], survived[d]
+            others, others_kept = all_tried[d] - num, all_survived[d] - kept
+            if others > 0.0:  # conditions in place of min and max, which take most of a decision
+                others_kept = 0.0 if others_kept < 0.0 else others if others_kept > others else others_kept
+                worth = others + known
+                rate = (others_kept + known * rate) / worth
+            else:
+                worth = known
+            limit = _WORTH_ELSEWHERE * survival
+            limit = known if limit < known else limit
+            worth = limit if worth > limit else worth
+            rate = (kept + worth * rate) / (num + worth)
             survival *= rate
             accepted.append(rate)
-            counts.append(tried[d] + worth)
+            counts.append(num + worth)
         return Rates(accepted, counts)
 
 
