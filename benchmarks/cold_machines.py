@@ -27,9 +27,13 @@ _OUTLIERS, _OUTLIER = 0.02, (2.0, 10.0)
 
 @dataclass(frozen=True)
 class Drafter:
-    """rates: by kind, the chance of a drafted token if all before it are accepted.  kinds: of strategies that exist."""
+    """rates: by kind, the chance of a drafted token if all before it are accepted.  kinds: of strategies that exist.
+
+    recorded: the acceptance that its folder records; None: none.
+    """
 
     rates: Mapping[str, float]
+    recorded: float | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -50,6 +54,8 @@ class Drafter:
 
 DRAFTERS = {
     "good": Drafter({"learned": 0.78, "ngram": 0.05, "hybrid": 0.78}),
+    "good, recorded": Drafter({"learned": 0.78, "ngram": 0.05, "hybrid": 0.78}, 0.78),
+    "not as recorded": Drafter({"learned": 0.35, "ngram": 0.02, "hybrid": 0.35}, 0.7),
     "useless": Drafter({"learned": 0.02, "ngram": 0.02, "hybrid": 0.03}),
     "none": Drafter({"ngram": 0.02}),
     "repeats": Drafter({"ngram": 0.8}),
@@ -90,10 +96,14 @@ class Profile:
         return forward + retrieval + arm.depth * (self.level + self.level_per_row * (rows - 1))
 
 
-CPU_ROWS = ((1, 0.13), (4, 0.17), (16, 0.225), (17, 0.233))
+OLD_CPU_ROWS = ((1, 0.13), (4, 0.17), (16, 0.225), (17, 0.233))
+"""Before linears were packed; a level cost a whole head then, as it does without a draft vocabulary."""
+CPU_ROWS = ((1, 0.067), (4, 0.072), (16, 0.105), (17, 0.1103))
+"""benchmarks/results/draft-vocabulary-chain.md has the levels of this machine."""
 PROFILES = {
     "toy": Profile(((1, 1.5e-3), (101, 7.5e-3)), 0.12e-3, 0.003e-3, 0.01e-3, 1e-3, 2e-6, CostPrior(0.062, 0.06, head=0)),
-    "0.5B": Profile(CPU_ROWS, 0.055, 0.7e-3, 0.05e-3, 0.08, 0.35e-3, CostPrior(0.31, 0.04, head=0)),
+    "0.5B": Profile(CPU_ROWS, 4.5e-3, 0.16e-3, 0.05e-3, 0.03, 0.35e-3, CostPrior(0.05, 0.04, head=0)),
+    "0.5B, whole heads": Profile(OLD_CPU_ROWS, 0.055, 0.7e-3, 0.05e-3, 0.08, 0.35e-3, CostPrior(0.31, 0.04, head=0)),
     "gpu": Profile(((1, 5e-3), (128, 5e-3), (256, 10e-3)), 0.6e-3, 0.0, 0.02e-3, 10e-3, 2e-6, CostPrior(0.11, 0.035, head=0)),
 }
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,14 @@ SETTLED_AFTER, SETTLED_STEPS = 30.0, 400
 
 
 def cold_tuner(machine: Machine) -> StrategyTuner:
-    tuner = make_tuner("adaptive", machine.drafter.kinds, prior=machine.profile.prior)
+    tuner = make_tuner("adaptive", machine.drafter.kinds, prior=machine.profile.prior, acceptance=machine.drafter.recorded)
     assert tuner is not None
     return tuner
 
 
-def cold_starts(profile: str, drafter: str, batch_size: int, max_tokens: int, num_seeds: int) -> dict[str, Any]:
+def cold_starts(profile: str, drafter: str, batch_size: int, max_tokens: int, seeds: range) -> dict[str, Any]:
     """Returns one cell: times off of each cold start, and of the arm that is best on average."""
-    machines = [Machine(PROFILES[profile], DRAFTERS[drafter], seed) for seed in range(num_seeds)]
+    machines = [Machine(PROFILES[profile], DRAFTERS[drafter], seed) for seed in seeds]
     off = run_batch(Machine(PROFILES[profile], DRAFTERS[drafter]), Fixed(Strategy.OFF), batch_size, max_tokens)
     times = [off / run_batch(machine, cold_tuner(machine), batch_size, max_tokens) for machine in machines]
     arm = best_fixed(PROFILES[profile], DRAFTERS[drafter], batch_size)
@@ -44,9 +45,9 @@ def cold_starts(profile: str, drafter: str, batch_size: int, max_tokens: int, nu
     return {"times": [round(t, 4) for t in times], "best_arm": str(arm), "best": round(best, 4)}
 
 
-def settled(profile: str, drafter: str, batch_size: int, num_seeds: int) -> list[float]:
+def settled(profile: str, drafter: str, batch_size: int, seeds: range) -> list[float]:
     shares = []
-    for seed in range(num_seeds):
+    for seed in seeds:
         machine = Machine(PROFILES[profile], DRAFTERS[drafter], seed)
         tuner = cold_tuner(machine)
         shares.append(settled_speed(machine, tuner, batch_size, SETTLED_AFTER, SETTLED_STEPS))
@@ -54,10 +55,10 @@ def settled(profile: str, drafter: str, batch_size: int, num_seeds: int) -> list
 
 
 def seconds_of_a_choice(batch_size: int, num_steps: int = 300) -> float:
-    """Returns what `choose` and `observe` take together for an engine step in which the choice is made anew."""
+    """Returns what `choose` and `observe` take together for an engine step that decides anew: the median of many."""
     machine = Machine(PROFILES["0.5B"], DRAFTERS["good"])
     tuner = cold_tuner(machine)
-    spent = 0.0
+    spent, steps = 0.0, list[float]()
 
     class Timed:
         predicted_speed = speed_otherwise = None
@@ -66,31 +67,35 @@ def seconds_of_a_choice(batch_size: int, num_steps: int = 300) -> float:
             nonlocal spent
             start = time.perf_counter()
             strategy = tuner.choose(batch)
-            spent += time.perf_counter() - start
+            spent = time.perf_counter() - start
             return strategy
 
         def observe(self, *seen: Any) -> None:
-            nonlocal spent
             start = time.perf_counter()
             tuner.observe(*seen)
-            spent += time.perf_counter() - start
+            steps.append(spent + time.perf_counter() - start)
 
     settled_speed(machine, Timed(), batch_size, 1e9, num_steps // 4)
-    return spent / num_steps
+    return float(np.median(steps))
 
 
-def measure(num_seeds: int) -> dict[str, Any]:
+def measure(seeds: range, batches: Sequence[int]) -> dict[str, Any]:
     cells = []
     for profile in PROFILES:
         for drafter in DRAFTERS:
-            for batch_size in BATCHES:
+            for batch_size in batches:
                 cell: dict[str, Any] = {"profile": profile, "drafter": drafter, "batch": batch_size}
                 for length in LENGTHS:
-                    cell[str(length)] = cold_starts(profile, drafter, batch_size, length, num_seeds)
-                cell["settled"] = settled(profile, drafter, batch_size, num_seeds)
+                    cell[str(length)] = cold_starts(profile, drafter, batch_size, length, seeds)
+                cell["settled"] = settled(profile, drafter, batch_size, seeds)
                 cells.append(cell)
             print(f"{profile}, {drafter}: done", file=sys.stderr)
-    return {"num_seeds": num_seeds, "cells": cells, "seconds_of_a_choice": {b: seconds_of_a_choice(b) for b in (1, 16, 64)}}
+    return {
+        "num_seeds": len(seeds),
+        "first_seed": seeds.start,
+        "cells": cells,
+        "seconds_of_a_choice": {b: seconds_of_a_choice(b) for b in (1, 16, 64)},
+    }
 
 
 def spread(values: list[float]) -> str:
@@ -103,7 +108,8 @@ def render(result: dict[str, Any], before: dict[str, Any] | None) -> str:
     columns = [f"{length} tokens{when}" for length in LENGTHS for when in ("", ", before")[: 1 + bool(known)]]
     columns += ["best arm", "it alone, 100 | 1000", "settled", "settled, before"][: 3 + bool(known)]
     lines = [
-        f"Times off of {result['num_seeds']} cold starts: the median, and the lowest in brackets. Settled: speed over the best",
+        f"Times off of {result['num_seeds']} cold starts (seeds from {result['first_seed']}): the median, and the lowest in",
+        "brackets. Settled: speed over the best",
         f"arm's, after {SETTLED_AFTER:g} s or {3 * SETTLED_STEPS:,} steps of a full batch.",
         "",
         f"| profile | drafter | batch | {' | '.join(columns)} |",
@@ -128,10 +134,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=10, help="cold starts of every cell")
+    parser.add_argument("--first-seed", type=int, default=0, help="seeds from here on: other ones than constants were tuned on")
+    parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--before", type=Path, help="a result whose figures stand beside")
     args = parser.parse_args()
     before = None if args.before is None else json.loads(args.before.read_text(encoding="utf-8"))
-    result = {"environment": environment(), **measure(args.seeds)}
+    result = {"environment": environment(), **measure(range(args.first_seed, args.first_seed + args.seeds), args.batches)}
     write_report(args.out, result, render(result, before))
 
 

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from tests.lossless.helpers import CONFIG
 from tests.unit.drafter_parts import MODEL, SIZE, plain_forward, randn
-from tlt.drafter.formats.folder import load_drafter, save_drafter
+from tlt.build.engine import EngineSettings, _make_tuner
+from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.files import replace_folder
 from tlt.models.attention import PackedCausal
 from tlt.models.hf_weights import content_hash
+from tlt.tuning.cost_model import CostModel
 from tlt.types import UserError
 
 
@@ -126,3 +128,12 @@ def test_a_drafter_folder_with_numbers_that_are_not_finite_is_refused(tmp_path: 
     save_drafter(tmp_path / "drafter", model, torch.float32)
     with pytest.raises(UserError, match=r"fc\.weight holds numbers that are not finite"):
         load_drafter(tmp_path / "drafter", CONFIG)
+
+
+@pytest.mark.parametrize(("about", "acceptance"), [({"acceptance": 0.6}, 0.6), ({}, None), ({"acceptance": None}, None)])
+def test_the_acceptance_that_was_recorded_after_training_is_read(about: dict[str, Any], acceptance: float | None) -> None:
+    stored = StoredDrafter(MODEL.config, {}, about)
+    assert stored.acceptance == acceptance
+    tuner = _make_tuner(CONFIG, EngineSettings(speculation="adaptive"), stored, ("learned",))
+    assert isinstance(tuner, CostModel)
+    assert tuner.acceptance.recorded == acceptance

@@ -18,9 +18,9 @@ from tlt.engine.stats import EngineStats
 from tlt.tuning import step_costs
 from tlt.tuning.acceptance import Acceptance, Curve
 from tlt.tuning.cost_model import CostModel
-from tlt.tuning.step_costs import StepCosts, Work
+from tlt.tuning.step_costs import CostPrior, StepCosts, Work
 from tlt.tuning.tuner import BegMab, Fixed, default_arms, default_groups, make_tuner
-from tlt.types import BatchState, Hindsight, Lead, StepOutcome, Strategy, StrategyTuner, UserError
+from tlt.types import BatchState, Hindsight, Lead, Reading, StepOutcome, Strategy, StrategyTuner, UserError
 
 ALL = ("learned", "ngram", "hybrid")
 ARMS = default_arms(ALL)
@@ -374,6 +374,63 @@ def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
     assert tuner.costs.forecast([work(arm, 4)]).seconds_A[0] == pytest.approx(0.025, rel=0.25)
     counts = tuner.acceptance.counts[Curve("learned", 1, None, octave=2)]
     assert counts.tried[0] == pytest.approx(20, rel=0.03), "its acceptance does"
+
+
+def test_the_recorded_acceptance_of_a_drafter_is_what_a_cold_tuner_expects_of_it() -> None:
+    arm = Strategy("learned", 4, 1, 4)
+    expectations = [expected(Acceptance(recorded), arm)[0] for recorded in (0.1, None, 0.9)]
+    assert expectations[0] < 1.3
+    assert expectations == sorted(expectations)
+    for recorded, is_off in ((0.02, True), (0.85, False)):
+        machine, tuner = Machine({"learned": 0.85, "ngram": 0.0, "hybrid": 0.85}, 25.0), CostModel(ARMS, acceptance=recorded)
+        assert (Strategy.OFF in play(tuner, machine, [4] * 8)[3:]) is is_off
+    wrong = Acceptance(0.9)
+    for _ in range(60):
+        wrong.observe(arm, [0, 0, 0, 0])
+    assert expected(wrong, arm)[0] < 1.1, "what is seen outweighs it"
+
+
+def test_a_depth_that_is_hardly_reached_is_not_trusted_for_what_it_once_was() -> None:
+    """Everything repeats for 200 steps, then nothing: the depths beyond the first, which few come to now, are doubted, too."""
+    acceptance = Acceptance()
+    for step in range(500):
+        acceptance.observe(Hindsight.STRATEGY, [15 if step < 200 else step % 10 == 0])
+    assert expected(acceptance, Hindsight.STRATEGY, 1)[0] < 2.6, "2.9 where 16 earlier verifications count at every depth"
+
+
+def test_counters_of_another_form_leave_costs_as_they_are() -> None:
+    """An older version kept seconds by batch size; its checkpoint must not stop a run."""
+    tuner, older = CostModel(ARMS), CostModel(ARMS)
+    play(older, Machine({"learned": 0.8, "ngram": 0.1, "hybrid": 0.8}, 25.0), [4] * 20)
+    for costs in ({}, {"seconds": [[1, 0.1]]}, {"mean": [0.1, 0.2], "covariance": [[1.0]], "num_steps": {"off": 3}}):
+        before = tuner.costs.counters()
+        tuner.restore({**older.counters(), "costs": costs})
+        assert tuner.costs.counters() == before
+        assert tuner.choose(BatchState(4, 200.0, 0, 0)) == Strategy.OFF
+
+
+def test_after_three_steps_off_something_is_tried_if_enough_is_left_to_pay_for_what_the_drafter_must_read_first() -> None:
+    tuner, machine = CostModel(ARMS), Machine({"learned": 0.9, "ngram": 0.1, "hybrid": 0.9}, 25.0)
+    assert play(tuner, machine, [4] * 3) == [Strategy.OFF] * 3
+    for num_left, is_off in ((2.0, True), (500.0, False)):
+        batch = BatchState(4, 5000.0, 0, 0, num_admitted=4, num_left=num_left)
+        assert tuner.decide(batch).strategy.is_off is is_off
+
+
+def test_the_reading_of_prompts_tells_how_fast_the_machine_is() -> None:
+    forwards = []
+    for seconds in (0.05, 5.0):
+        tuner = CostModel(ARMS)
+        tuner.choose(BatchState(4, 200.0, 0, 0, 4, reading=Reading(800, 1, seconds)))
+        forwards.append(tuner.costs.forecast([work(Strategy.OFF, 4)]).seconds_A[0])
+    assert forwards[1] > 20 * forwards[0]
+
+
+def test_the_size_of_the_drafter_is_the_prior_of_what_it_costs() -> None:
+    small, large = (StepCosts(CostPrior(level=level)) for level in (0.02, 0.6))
+    works = [work(Strategy.OFF, 4), work(Strategy("learned", 4, 1, 4), 4)]
+    relative = [float(np.divide(*costs.forecast(works).seconds_A[::-1])) for costs in (small, large)]
+    assert relative[0] < 1.8 < relative[1]
 
 
 def test_the_users_word_becomes_a_tuner_or_one_line() -> None:

@@ -8,7 +8,7 @@ training run, the benchmarks and the Python API alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -111,8 +111,7 @@ def build_engine(
     decode: the text of a response's tokens, in which stop texts are sought.
     Raises UserError for a speculation that needs a drafter which is not there.
     """
-    prior = cost_prior(config, None if drafter is None else drafter.config)
-    tuner = tuner or make_tuner(settings.speculation, drafter_kinds(drafter is not None), settings.tuner, prior=prior)
+    tuner = tuner or _make_tuner(config, settings, drafter, drafter_kinds(drafter is not None))
     engine = RolloutEngine(
         policy if isinstance(policy, PackedTransformer) else _pack(config, policy, settings),
         max_batch_size=settings.max_batch_size,
@@ -127,6 +126,15 @@ def build_engine(
         drafting, slots = settings.drafting, settings.max_batch_size
         engine.load_drafter(make_drafter(learned, slots, drafting.ngram_tokens, drafting.confidence_threshold))
     return engine
+
+
+def _make_tuner(
+    config: ModelConfig, settings: EngineSettings, drafter: StoredDrafter | None, kinds: Sequence[str]
+) -> StrategyTuner | None:
+    """Returns the tuner that the settings name, with what is known of the drafter beforehand: its size and its acceptance."""
+    prior = cost_prior(config, None if drafter is None else drafter.config)
+    acceptance = None if drafter is None else drafter.acceptance
+    return make_tuner(settings.speculation, kinds, settings.tuner, prior=prior, acceptance=acceptance)
 
 
 def _pack(config: ModelConfig, policy: Mapping[str, Tensor], settings: EngineSettings) -> PackedTransformer:
@@ -152,8 +160,7 @@ def build_backend(
         assert isinstance(model, Model), "others were refused when they were read (load_checkpoint)"
         kinds, tuner = drafter_kinds(drafter is not None), None
         if references is not None:
-            prior = cost_prior(model.config, None if drafter is None else drafter.config)
-            tuner = make_tuner(settings.speculation, ahead_kinds(kinds), settings.tuner, prior=prior)
+            tuner = _make_tuner(model.config, settings, drafter, ahead_kinds(kinds))
         config, tensors = model.config, model.tensors
         engine = build_engine(
             config, tensors, settings, drafter, tuner=tuner, on_span=on_span, verify=verify, decode=model.decode

@@ -202,6 +202,7 @@ def train(options: DrafterTrain) -> Record:
         "preset": preset.name,
         "target": content_hash(tensors),
         "num_tokens": summary.tokens,
+        "acceptance": summary.acceptance,
         "init": str(options.init or "random"),
     }
     save_drafter(options.out, model, torch.bfloat16, about, None if vocabulary is None else vocabulary.counts_V)

@@ -26,6 +26,8 @@ _PRIOR_COUNT = 1.0
 _MAX_LEANING, _MUCH = 0.8, 8.0
 """The largest rate that is assumed of a depth because the one before it has such a rate, until so many verifications are behind
 that: a streak of luck is none."""
+_WORTH_OF_RECORDED = 8.0
+"""Verifications that the acceptance counts as which a drafter's folder records: it was measured on other texts."""
 _ENOUGH = 3.0
 """Verifications of a drafter's chains after which something is known of it."""
 _WORTH_OF_RESEMBLED = 4.0
@@ -36,8 +38,11 @@ _MEMORY_EVERYWHERE = 4000.0
 """Verifications that the curve over all batch sizes spans."""
 _MEMORY_OF_RUN = 4000.0
 """Engine steps that a lasting curve spans, at its batch sizes."""
+_UNWATCHED = 4.0
+"""How many times as fast the evidence about retrieval fades while the hybrid drafts, which hides it."""
 _WORTH_ELSEWHERE = 16.0
-"""Verifications that the evidence of all batch sizes counts as, at most, at any one of them."""
+"""Verifications that the evidence of all batch sizes counts as, at most, at any one of them; at a depth: as many as would
+come there."""
 _WORTH_AT_NEW_VERSION = 16.0
 """Verifications that the evidence about an older policy or drafter counts as, at most. This is enough to start from, and so
 little that a drafter which has become better, or worse, is soon found out."""
@@ -95,14 +100,19 @@ class Acceptance:
     The texts that are left in the tail are not those of the beginning. So each octave of batch sizes has a curve of its own,
     to which the evidence from all batch sizes is lent with a bounded weight. A depth that was seldom reached leans on the
     depth before it.
+
+    recorded: the acceptance rate that the learned drafter had when it was trained. None: nobody measured it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, recorded: float | None = None) -> None:
+        self.recorded = recorded
         self.counts: dict[Curve, _Counts] = defaultdict(_Counts)
         self.lasting: dict[Curve, _Counts] = defaultdict(_Counts)
         """The same, but slow to fade and whatever the version: what a run was like on the whole. Nothing is decided by it."""
         self.drafts: dict[str, _Counts] = defaultdict(_Counts)
         """By drafter: chains that might have drafted a token at each depth, and those that did not stop before."""
+        self._drafted: dict[tuple[str, int], tuple[list[float], list[float]]] = {}
+        """By drafter and batch size: nodes and levels that chains of one token, two, … are expected to draft."""
         self._rates: dict[Curve, Rates] = {}
         self._tables: dict[Curve, Table] = {}
 
@@ -133,13 +143,14 @@ class Acceptance:
         if strategy.drafter == "hybrid":  # meanwhile nobody watches what retrieval alone would have drafted
             for curve, counts_of_it in self.counts.items():
                 if curve.drafter == "ngram":
-                    counts_of_it.scale(here)
+                    counts_of_it.scale(here**_UNWATCHED)
             self._forget_estimates("ngram")
         if strategy.width == 1:
             self.drafts[strategy.drafter].add(np.full(depth, len(accepted)), was_drafted_BD.sum(0), here)
 
     def _forget_estimates(self, drafter: str | None = None) -> None:
         """Forgets what was derived from the counts of a drafter; None: of all."""
+        self._drafted.clear()
         for known in (self._rates, self._tables):
             for curve in [c for c in known if drafter is None or c.drafter in (drafter, "hybrid")]:
                 del known[curve]
@@ -170,7 +181,9 @@ class Acceptance:
         return rates
 
     def is_known(self, arm: Strategy) -> bool:
-        """Returns whether chains of the arm's drafter were verified, in hindsight at least."""
+        """Returns whether chains of the arm's drafter were verified, in hindsight at least, or when it was trained."""
+        if arm.drafter == "learned" and self.recorded is not None:
+            return True
         counts = self.counts.get(Curve(arm.drafter, 1, None, None))
         return counts is not None and bool(counts.tried[0] >= _ENOUGH)
 
@@ -183,9 +196,18 @@ class Acceptance:
             return (followed + (batch_size - len(leads)) * nodes) / batch_size, levels
         if arm.width > 1 or arm.is_off or arm.drafter not in self.drafts:
             return float(arm.budget), float(arm.depth)
-        counts = self.drafts[arm.drafter]
-        share_D = (counts.survived[: arm.depth] + 1) / (counts.tried[: arm.depth] + 1)
-        return float(share_D.sum()), float((1 - (1 - share_D) ** batch_size).sum())
+        sums = self._drafted.get((arm.drafter, batch_size))
+        if sums is None:
+            counts = self.drafts[arm.drafter]
+            share_D = (counts.survived + 1) / (counts.tried + 1)
+            longest_D = 1 - (1 - share_D) ** batch_size
+            sums = np.cumsum(share_D).tolist(), np.cumsum(longest_D).tolist()
+            self._drafted[arm.drafter, batch_size] = sums
+        return sums[0][arm.depth - 1], sums[1][arm.depth - 1]
+
+    def tokens(self, arm: Strategy, batch_size: int) -> float:
+        """Returns tokens per verification of one arm that follows no reference, the bonus token included."""
+        return float(self._table(Curve.of(arm, octave_of(batch_size))).tokens_D[arm.depth - 1])
 
     def expected_tokens(self, arms: Sequence[Strategy], batch_size: int, leads: Sequence[Lead] = ()) -> tuple[Array, Array]:
         """Returns tokens per verification, the bonus token included, and the variance of their logarithms: each [arms].
@@ -256,7 +278,7 @@ class Acceptance:
         if curve.drafter == "hybrid":
             resembled = (("learned", False), ("ngram", False), ("ngram", True))
             return _mixture(*(self.rates(Curve(kind, 1, None, curve.octave, where)).accepted for kind, where in resembled))
-        is_chain, hybrid = curve.width == 1, self.counts.get(Curve("hybrid", 1, None, None))
+        is_chain, hybrid = curve.width == 1, self.counts.get(Curve("hybrid", 1, None, curve.octave))
         if curve.drafter == "ngram" and hybrid is not None and hybrid.tried[0] >= _MUCH:
             rates: list[float] = ((hybrid.survived + 0.5) / (hybrid.tried + 1.0)).tolist()
             return rates
@@ -270,21 +292,35 @@ class Acceptance:
         all_tried, all_survived = everywhere.tried.tolist(), everywhere.survived.tolist()
         first = _PRIOR_RATE_OF_RETRIEVAL if curve.drafter == "ngram" else _PRIOR_RATE
         known = _PRIOR_COUNT
-        if curve.drafter == "hybrid":  # what it resembles was seen
+        if self.recorded is not None and curve.drafter == "learned":
+            first, known = self.recorded, _WORTH_OF_RECORDED
+        elif curve.drafter == "hybrid":  # what it resembles was seen
             learned = self.counts.get(Curve("learned", 1, None, None), _NOTHING)
             known += min(float(learned.tried[0]), _WORTH_OF_RESEMBLED)
+            known += 0.0 if self.recorded is None else _WORTH_OF_RESEMBLED
         rate, num_chances = first, math.sqrt(curve.width)  # further candidates are worth less than the first (DESIGN §2)
         doubt = _MUCH / (_MUCH + max(all_tried[0], tried[0]))
-        accepted, counts = [], []
+        accepted, counts, survival = [], [], 1.0
         for d in range(Strategy.MAX_DEPTH):
-            rate = 1.0 - (1.0 - prior[d]) ** num_chances if prior else rate - doubt * max(rate - _MAX_LEANING, 0.0)
-            others = max(all_tried[d] - tried[d], 0.0)
-            worth = others + known
-            rate = (min(max(all_survived[d] - survived[d], 0.0), others) + known * rate) / worth
-            worth = min(worth, _WORTH_ELSEWHERE)
-            rate = (survived[d] + worth * rate) / (tried[d] + worth)
+            if prior:
+                rate = 1.0 - (1.0 - prior[d]) ** num_chances
+            elif rate > _MAX_LEANING:
+                rate -= doubt * (rate - _MAX_LEANING)
+            num, kept = tried[d], survived[d]
+            others, others_kept = all_tried[d] - num, all_survived[d] - kept
+            if others > 0.0:  # conditions in place of min and max, which take most of a decision
+                others_kept = 0.0 if others_kept < 0.0 else others if others_kept > others else others_kept
+                worth = others + known
+                rate = (others_kept + known * rate) / worth
+            else:
+                worth = known
+            limit = _WORTH_ELSEWHERE * survival
+            limit = known if limit < known else limit
+            worth = limit if worth > limit else worth
+            rate = (kept + worth * rate) / (num + worth)
+            survival *= rate
             accepted.append(rate)
-            counts.append(tried[d] + worth)
+            counts.append(num + worth)
         return Rates(accepted, counts)
 
 

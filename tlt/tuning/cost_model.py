@@ -65,7 +65,8 @@ class Prediction:
 class CostModel:
     """Chooses the arm with the best prediction, and tries others while that pays.
 
-    prior: the drafter's size beside the target's.  explores: whether anything is tried.
+    prior: the drafter's size beside the target's.  acceptance: what was recorded of the drafter; None: nothing.
+    explores: whether anything is tried.
     has_hindsight: whether batches tell what retrieval would have drafted; else it is tried like any other drafter.
     decide_every: seconds of engine time between two decisions for an unchanged batch size; bounds what deciding costs.
     """
@@ -75,6 +76,7 @@ class CostModel:
         arms: Sequence[Strategy],
         *,
         prior: CostPrior = UNKNOWN,
+        acceptance: float | None = None,
         explores: bool = True,
         has_hindsight: bool = True,
         decide_every: float = 0.03,
@@ -83,7 +85,7 @@ class CostModel:
         self.arms = tuple(arms)
         self._arms_without_references = tuple(arm for arm in arms if not arm.follows)
         self.explores, self.has_hindsight, self.decide_every = explores, has_hindsight, decide_every
-        self.acceptance, self.costs = Acceptance(), StepCosts(prior)
+        self.acceptance, self.costs = Acceptance(acceptance), StepCosts(prior)
         self.predicted_speed: float | None = None
         self.speed_otherwise: float | None = None
         self._choice = Strategy.OFF
@@ -94,6 +96,8 @@ class CostModel:
         self._versions: tuple[int, int] | None = None
         self._unread = 0.0
         """Tokens of a sequence, on average, that the learned drafter has not read."""
+        self._narrowed: dict[tuple[tuple[Strategy, ...], bool, bool], tuple[Strategy, ...]] = {}
+        """Memory of `_candidates`."""
         self._known: set[tuple[int, Strategy]] = set()
         """Batch sizes and arms of which a step was made."""
         self._reading: Reading | None = None
@@ -124,8 +128,8 @@ class CostModel:
 
     def _decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:
         arms = self.arms if batch.leads else self._arms_without_references
-        arms = tuple(arm for arm in arms if self._is_candidate(arm, batch.num_running))
         size = batch.num_running
+        arms = self._candidates(arms, size)
         cost = self.costs.forecast([self._work(arm, batch) for arm in arms])
         expected = self.acceptance.expected(arms, size, batch.leads)
         speed_A = size * expected.tokens_A / cost.seconds_A
@@ -155,15 +159,19 @@ class CostModel:
             return predictions, predictions[off]
         return predictions, _trial(predictions, predictions[best], num_left) or predictions[best]
 
-    def _is_candidate(self, arm: Strategy, batch_size: int) -> bool:
-        """Returns whether an arm may run: retrieval where hindsight says that it brings something; trees and the hybrid
+    def _candidates(self, arms: tuple[Strategy, ...], batch_size: int) -> tuple[Strategy, ...]:
+        """Returns the arms that may run: retrieval where hindsight says that it brings something; trees and the hybrid
         once learned chains were tried, for they resemble these."""
-        own = arm.elsewhere if arm.follows else arm
-        if own.drafter == "ngram" and self.has_hindsight:
-            tokens_1, _ = self.acceptance.expected_tokens([Hindsight.STRATEGY], batch_size)
-            return float(tokens_1[0]) > MIN_RETRIEVED
-        is_first = own.width <= 1 and own.drafter != "hybrid"
-        return is_first or self.acceptance.is_known(Strategy("learned", 1, 1, 1))
+        is_retrieval_worth = not self.has_hindsight or self.acceptance.tokens(Hindsight.STRATEGY, batch_size) > MIN_RETRIEVED
+        is_learned_known = self.acceptance.is_known(Strategy("learned", 1, 1, 1))
+        key = (arms, is_retrieval_worth, is_learned_known)
+        if key not in self._narrowed:
+            self._narrowed[key] = tuple(
+                arm
+                for arm, own in ((arm, arm.elsewhere if arm.follows else arm) for arm in arms)
+                if (is_retrieval_worth if own.drafter == "ngram" else is_learned_known or _is_first(own))
+            )
+        return self._narrowed[key]
 
     def _work(self, arm: Strategy, batch: BatchState) -> Work:
         size = batch.num_running
@@ -205,6 +213,10 @@ class CostModel:
         if self._versions is not None:
             self.acceptance.age()
         self._versions, self._chosen_for = versions, None
+
+
+def _is_first(arm: Strategy) -> bool:
+    return arm.width <= 1 and arm.drafter != "hybrid"
 
 
 def _levels(strategy: Strategy, outcome: StepOutcome) -> float:

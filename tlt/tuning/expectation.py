@@ -36,9 +36,11 @@ class Table(NamedTuple):
     @staticmethod
     def of(rates: Rates) -> Table:
         rate_D, count_D = np.array(rates.accepted), np.array(rates.counts)
-        survivals_D = np.concatenate([[1.0], np.cumprod(rate_D)])
-        tokens_D = np.cumsum(survivals_D)[1:]
-        beyond_DD = np.tril(tokens_D[:, None] - np.concatenate([[1.0], tokens_D[:-1]]))  # lost if that depth is not survived
+        survivals_D = np.ones(len(rate_D) + 1)
+        rate_D.cumprod(out=survivals_D[1:])
+        sums_D = survivals_D.cumsum()
+        tokens_D = sums_D[1:]
+        beyond_DD = (tokens_D[:, None] - sums_D[:-1]).clip(min=0.0)  # lost if that depth is not survived
         deviation_D = np.sqrt((1.001 - rate_D) / ((rate_D + 0.001) * (count_D + 1)))
         return Table(tokens_D, beyond_DD * deviation_D / tokens_D[:, None], count_D, survivals_D[:-1])
 

@@ -13,6 +13,7 @@ longer than expected makes a part longer, the more, the larger its share in the 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,12 @@ _DRAFTERS_OF = {"none": set(), "learned": {"learned"}, "ngram": {"ngram"}, "hybr
 def drafters_of(strategy: Strategy) -> set[str]:
     """Returns the drafters that run for a strategy; to follow a reference is none."""
     return _DRAFTERS_OF[strategy.elsewhere.drafter if strategy.follows else strategy.drafter]
+
+
+@functools.cache
+def _uses(strategy: Strategy) -> tuple[bool, bool]:
+    """Returns whether the learned drafter runs for a strategy, and whether retrieval does."""
+    return "learned" in drafters_of(strategy), "ngram" in drafters_of(strategy)
 
 
 @dataclass(frozen=True)
@@ -84,8 +91,7 @@ class Work(NamedTuple):
 
     def amounts(self) -> list[float]:
         """Returns how much of each of PARTS that is."""
-        drafts = drafters_of(self.strategy)
-        is_learned, is_retrieved = "learned" in drafts, "ngram" in drafts
+        is_learned, is_retrieved = _uses(self.strategy)
         levels = self.levels if is_learned else 0.0
         rows = self.batch_size * (1 + (self.strategy.width - 1) / 2)
         learned = [1.0, 0.0 if is_retrieved else levels, levels * (rows - 1), levels if is_retrieved else 0.0]

@@ -161,6 +161,7 @@ def make_tuner(
     trees: bool = True,
     prior: CostPrior = UNKNOWN,
     has_hindsight: bool = True,
+    acceptance: float | None = None,
 ) -> StrategyTuner | None:
     """Makes the tuner that the user asked for.
 
@@ -168,6 +169,7 @@ def make_tuner(
     kinds: the drafters that exist, the preferred one first.  name: the tuner behind `adaptive`, cost-model or beg-mab.
     max_depth, trees: what the engine can draft (`default_arms`).  prior: the drafter's size beside the target's.
     has_hindsight: whether the engine says what retrieval would have drafted.
+    acceptance: the rate that the learned drafter's folder records; None: none.
     Raises UserError for a strategy whose drafter does not exist.
     """
     if speculation == "off":
@@ -183,4 +185,4 @@ def make_tuner(
     if name == "beg-mab":
         return BegMab(default_groups(arms))
     assert name == "cost-model", name
-    return CostModel(arms, prior=prior, has_hindsight=has_hindsight)
+    return CostModel(arms, prior=prior, has_hindsight=has_hindsight, acceptance=acceptance)

@@ -105,7 +105,13 @@ def build_vllm(
         copy = PackedTransformer(learned.target, dtype, link.device) if plan.trains else None
     kinds = kinds if references is None else ahead_kinds(kinds)
     tuner = make_tuner(
-        plan.speculation, kinds or ("ngram",), plan.tuner, max_depth=depths[-1], trees=False, has_hindsight=False
+        plan.speculation,
+        kinds or ("ngram",),
+        plan.tuner,
+        max_depth=depths[-1],
+        trees=False,
+        has_hindsight=False,
+        acceptance=None if learned is None else learned.stored.acceptance,
     )
     speculation = Speculation(kinds, tuner, drafter, copy, None if references is None else Following(references, vocab_size))
     slots, window = settings.max_batch_size, settings.window

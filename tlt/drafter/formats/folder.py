@@ -47,6 +47,12 @@ class StoredDrafter:
         known: str | None = self.about.get("policy_hash", self.about.get("target"))
         return known
 
+    @property
+    def acceptance(self) -> float | None:
+        """The mean acceptance of its guesses that was measured after training (measure.py); None: not recorded."""
+        known = self.about.get("acceptance")
+        return float(known) if isinstance(known, int | float) and 0 < known < 1 else None
+
 
 def save_drafter(
     path: Path,
