@@ -213,7 +213,7 @@ def test_a_draft_vocabulary_renewed_within_a_run_changes_no_token_and_survives_a
 ) -> None:
     """Nine of 24 characters can be drafted, on two ranks, whose choices are compared at every step's end."""
     chosen = ("--rollout.speculation", "4x1x4", "--evaluation.every", "1", "--drafter.vocabulary", "9")
-    whole = train(workspace, "nine", *chosen)
+    whole = train(workspace, "nine", *chosen, forks=True)
     assert not difference(whole, speculating_run)
     covered = [(record["drafter_vocabulary"], record["drafter_coverage"]) for record in records(whole)]
     assert [size for size, _ in covered[1:]] == [9] * 4
@@ -222,7 +222,7 @@ def test_a_draft_vocabulary_renewed_within_a_run_changes_no_token_and_survives_a
     assert "from the 9 most frequent tokens" in (workspace / "nine.txt").read_text()
 
     for num_steps in ("3", "5"):
-        resumed = train(workspace, "nine-resumed", *chosen, "--resume", "auto", "--run.num_steps", num_steps)
+        resumed = train(workspace, "nine-resumed", *chosen, "--resume", "auto", "--run.num_steps", num_steps, forks=True)
     assert [(record["drafter_vocabulary"], record["drafter_coverage"]) for record in records(resumed)] == covered
     manifests = [json.loads((run / "checkpoints/step-00000005/manifest.json").read_text()) for run in (whole, resumed)]
     vocabularies = [manifest["manifest"]["counters"]["drafter"]["vocabulary"] for manifest in manifests]

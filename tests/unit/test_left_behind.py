@@ -175,7 +175,7 @@ def start_parent(folder: Path, **environment: str) -> subprocess.Popen[bytes]:
 
 
 def wait_until(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not is_so() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert is_so()
