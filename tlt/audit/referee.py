@@ -5,6 +5,7 @@ transformers runs the model; temperature and truncation are written anew here. K
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class Referee:
             message = " ".join(str(error).split())[:200]
             raise UserError(f"{folder}: transformers cannot load it ({message}); give a complete checkpoint folder") from None
         config = self.model.config.get_text_config()
+        takes = inspect.signature(type(self.model).forward).parameters
+        self.cache_name = "cache" if "cache" in takes else "past_key_values"  # its name until transformers 5.23
         self.vocab_size = int(config.vocab_size)
         self.window = int(getattr(config, "max_position_embeddings", None) or 2**31)
 
@@ -54,8 +57,8 @@ class Referee:
         begin = 0
         while begin < ids.shape[1]:
             end = min(begin + step, ids.shape[1])
-            out = self.model(ids[:, begin:end], past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
+            out = self.model(ids[:, begin:end], use_cache=True, **{self.cache_name: cache})
+            cache = out[self.cache_name]
             if end > first:
                 yield out.logits[0, max(first - begin, 0) :]
             begin = end
