@@ -113,7 +113,7 @@ def test_the_tuners_own_choices_change_no_token(name: str, drafter: str) -> None
     def observe_by_a_wild_clock(strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         observe(strategy, batch, replace(outcome, seconds=rng.lognormvariate(-5 + strategy.is_off, 1)))
 
-    tuner.observe = observe_by_a_wild_clock  # type: ignore[method-assign]
+    tuner.observe = observe_by_a_wild_clock  # type: ignore[method-assign]  # a clock that says anything
     engine = make_engine(POLICY, tuner, drafter=drafter, max_batch_size=5, confidence_threshold=DEFAULT_CONFIDENCE_THRESHOLD)
     for _ in range(2):
         assert tokens_of(engine, REQUESTS) == OFF
