@@ -1,55 +1,36 @@
-"""A run whose ranks and launcher are killed again and again; `python -m benchmarks.faults.kills` does it 200 times."""
+"""A run whose ranks and launcher are killed again and again. proofs/test_killed_runs.py does it at more moments, and
+`python -m benchmarks.faults.kills` 200 times."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks.faults.compare import difference
-from benchmarks.faults.kills import generate_ahead, make_workspace, recoveries, run_with
+from benchmarks.faults.kills import make_workspace, recoveries, run_with
 from benchmarks.faults.victim import ANYWHERE, LAUNCHER, Kill
 
-PLAN = [
-    Kill("prefill", 1),
-    Kill("decode", 0, 4),
-    Kill("journal", 1, 3),
-    Kill(ANYWHERE, LAUNCHER, seconds=0.5),
-    Kill("update", 1),
-    Kill("checkpoint", 1),
-    Kill("publication", 0, 2),
-    Kill("record", 0),
-]
+pytestmark = pytest.mark.timeout(900)
 
 
-@pytest.mark.timeout(900)
-def test_after_eight_kills_the_run_is_the_one_never_killed_and_nothing_of_a_journal_was_generated_twice(tmp_path: Path) -> None:
-    make_workspace(tmp_path, num_steps=5)
-    whole = run_with(tmp_path, "whole", [])
+def assert_killed_run_equals_whole_one(folder: Path, num_steps: int, plan: Sequence[Kill]) -> list[str]:
+    """Runs both; nothing that stands in a journal is generated again. Returns what the killed run said."""
+    make_workspace(folder, num_steps)
+    whole = run_with(folder, "whole", [])
     assert whole["outcome"] == "ended", whole["outcome"]
-    killed = run_with(tmp_path, "killed", PLAN)
+    killed = run_with(folder, "killed", plan)
     assert killed["outcome"] == "ended", killed["outcome"]
-    assert not difference(tmp_path / "killed" / "run", tmp_path / "whole" / "run")
-    assert len(recoveries(PLAN, killed["events"])) == len(PLAN), killed["events"]
+    assert not difference(folder / "killed" / "run", folder / "whole" / "run")
+    assert len(recoveries(plan, killed["events"])) == len(plan), killed["events"]
     assert not [event["twice"] for event in killed["events"] if "twice" in event]
-    line = next(line for line in killed["said"].splitlines() if "(restart 1 of 11)" in line)
+    return str(killed["said"]).splitlines()
+
+
+def test_after_kills_the_run_is_the_one_never_killed_and_nothing_of_a_journal_was_generated_twice(tmp_path: Path) -> None:
+    plan = [Kill("decode", 1), Kill("journal", 1, 3), Kill(ANYWHERE, LAUNCHER, seconds=0.5), Kill("checkpoint", 1)]
+    said = assert_killed_run_equals_whole_one(tmp_path, 3, plan)
+    line = next(line for line in said if "(restart 1 of " in line)
     died = "tlt: rank 1 ended without a word: killed by SIGKILL (out of memory?)"
     assert line.startswith(f"{died}; starting again from the beginning"), "it may have a journal already"
-
-
-@pytest.mark.timeout(900)
-def test_after_kills_a_run_that_generates_ahead_is_the_one_never_killed_that_does_not(tmp_path: Path) -> None:
-    """The responses of the step after a checkpoint may have been generated ahead of it, on the rank that is killed."""
-    make_workspace(tmp_path, num_steps=5)
-    whole = run_with(tmp_path, "whole", [])
-    assert whole["outcome"] == "ended", whole["outcome"]
-    generate_ahead(tmp_path, 1, migrates=False)
-    plan = [Kill("decode", 1, 40), Kill("update", 0), Kill("checkpoint", 1), Kill("publication", 0, 2), Kill("record", 0)]
-    killed = run_with(tmp_path, "killed", plan)
-    assert killed["outcome"] == "ended", killed["outcome"]
-    assert not difference(tmp_path / "killed" / "run", tmp_path / "whole" / "run")
-    assert len(recoveries(plan, killed["events"])) == len(plan), killed["events"]
-    records = [json.loads(line) for line in (tmp_path / "killed" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert sum(record["ahead_tokens"] for record in records) > 0
-    assert sum(record["followed_by_age"].get("1", 0) for record in records) > 0

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.integration import test_run as run_tests
 from tests.integration.test_run import PATIENCE, command, records, same_weights, what_the_law_fixes
 
 pytestmark = pytest.mark.timeout(4 * PATIENCE)
@@ -133,3 +134,18 @@ def test_a_rank_that_is_killed_costs_time_and_changes_nothing(workspace: Path, s
     assert line.endswith(" (restart 1 of 3)")
     assert what_the_law_fixes(out_dir) == what_the_law_fixes(straight)
     assert same_weights(out_dir, straight)
+
+
+def test_a_chosen_draft_vocabulary_survives_a_resume(workspace: Path) -> None:
+    whole = run_tests.train(workspace, "nine", *run_tests.NINE_TOKENS)
+    for num_steps in ("3", "5"):
+        arguments = (*run_tests.NINE_TOKENS, "--resume", "auto", "--run.num_steps", num_steps)
+        resumed = run_tests.train(workspace, "nine-resumed", *arguments)
+    chosen = [
+        [(record["drafter_vocabulary"], record["drafter_coverage"]) for record in records(run)] for run in (whole, resumed)
+    ]
+    assert chosen[0] == chosen[1]
+    manifests = [json.loads((run / "checkpoints/step-00000005/manifest.json").read_text()) for run in (whole, resumed)]
+    vocabularies = [manifest["manifest"]["counters"]["drafter"]["vocabulary"] for manifest in manifests]
+    assert vocabularies[0] == vocabularies[1]
+    assert vocabularies[0]["renewals"] > 1, "in the middle of the run"
