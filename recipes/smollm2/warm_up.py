@@ -4,7 +4,7 @@
     python -m recipes.smollm2.warm_up --base mine/base --out recipes/smollm2/warm-up
 
 The problems are of the training split alone. `tlt/tasks/worked.py` writes their solutions; some have
-mistakes in them that are noticed and mended, and that are not learned themselves. No document comes twice.
+mistakes in them that are noticed, and that are not learned themselves. No document comes twice.
 """
 
 from __future__ import annotations
@@ -111,10 +111,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True, help="the model's folder")
     parser.add_argument("--out", type=Path, required=True, help="where the adapter goes")
-    parser.add_argument("--documents", type=int, default=480)
+    parser.add_argument("--documents", type=int, default=440)
     parser.add_argument("--batch", type=int, default=4, help="documents a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--mistakes", type=float, default=0.05, help="share of the results that are wrong at first")
+    parser.add_argument("--mistakes", type=float, default=0.08, help="share of the results that are wrong at first")
     parser.add_argument("--rank", type=int, default=8, help="of the adapters; alpha is twice as much")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)

@@ -44,7 +44,7 @@ def test_what_is_learned_is_right_and_mistakes_are_what_is_not() -> None:
     assert num_wrong > 100
 
 
-def test_totals_that_differ_are_followed_by_another_attempt_and_equal_ones_by_the_answer() -> None:
+def test_there_are_attempts_until_two_totals_agree_and_that_one_is_the_answer() -> None:
     rng = random.Random(3)
     seen = set()
     for _ in range(300):
@@ -52,24 +52,23 @@ def test_totals_that_differ_are_followed_by_another_attempt_and_equal_ones_by_th
         written = text(write_solution(question, is_checked=True, mistakes=0.2, rng=rng))
         attempts = written.split("Again:\n")
         seen.add(len(attempts))
-        for number, attempt in enumerate(attempts, start=1):
-            totals = [re.findall(r"= (-?\d+)\n", half)[-1] for half in attempt.split("Check:\n")]
-            is_last = number == len(attempts)
-            assert (totals[0] == totals[1]) == is_last
-            if is_last:
-                assert attempt.endswith(f"\n#### {totals[0]}")
-    assert seen == {1, 2, 3}
+        *totals, last = [re.findall(r"= (-?\d+)\n", attempt)[-1] for attempt in attempts]
+        assert len(set(totals)) == len(totals)
+        assert last in totals
+        assert written.endswith(f"\n#### {last}")
+    assert seen == {2, 3, 4, 5}
 
 
-def test_the_check_reads_the_numbers_in_reverse_order_and_leaves_what_is_subtracted_from_in_front() -> None:
+def test_each_attempt_begins_one_number_later_and_leaves_what_is_subtracted_from_in_front() -> None:
     rng = random.Random(0)
     sums, differences = (Difficulty.of([operation], 2, 3).draw(rng) for operation in "+-")
-    for question, order in ((sums, sums.numbers[::-1]), (differences, (differences.numbers[i] for i in (0, 2, 1)))):
-        first, second, third = order
+    for question, second_order in ((sums, (1, 2, 0)), (differences, (0, 2, 1))):
+        first, second, third = (question.numbers[i] for i in second_order)
         sign = question.operation
-        checked = text(write_solution(question, is_checked=True, rng=rng)).split("Check:\n")[1]
+        again = text(write_solution(question, is_checked=True, rng=rng)).split("Again:\n")[1]
         half = first + second if sign == "+" else first - second
-        assert checked == f"{first} {sign} {second} = {half}\n{half} {sign} {third} = {question.answer}\n#### {question.answer}"
+        assert again == f"{first} {sign} {second} = {half}\n{half} {sign} {third} = {question.answer}\n#### {question.answer}"
+    assert [sums.numbers_from(start)[0] for start in range(4)] == [sums.numbers[i] for i in (0, 1, 2, 0)]
 
 
 def test_steps_says_how_a_response_is_asked_for() -> None:

@@ -2,7 +2,7 @@
 
     What is 47 + 35? Reply with the number only.                                   82
     What is 47 + 35 + 18? Write out each step, then the answer after ####.         47 + 35 = 82 … #### 100
-    What is 47 + 35 + 18? Write out each step, check in reverse order, …           … Check: 18 + 35 = 53 … #### 100
+    What is 47 + 35 + 18? Write out each step, again from each next number …       … Again: 35 + 18 = 53 … #### 100
     Which is the largest of 47, 35 and 18? Reply with the number only.             47
 
 Whether a problem is for training or for testing depends on its operation and its numbers. Their order counts only where it
@@ -27,7 +27,7 @@ OPERATIONS = ("+", "-", "*", "max")
 MOST_DIGITS, MOST_TERMS = 12, 32
 NUMBER_ONLY = "Reply with the number only."
 WITH_STEPS = "Write out each step, then the answer after ####."
-CHECKED = "Write out each step, check in reverse order, then give the answer after ####."
+CHECKED = "Write out each step, again from each next number until two totals agree, then the answer after ####."
 ASKED = {False: NUMBER_ONLY, True: WITH_STEPS, "checked": CHECKED}
 """How a response is asked for, by the option `steps`."""
 MAX_TRIES = 1_000
@@ -62,11 +62,12 @@ class Question:
                 return max(self.numbers)
         raise ValueError(f"operation {self.operation!r} is none of {OPERATIONS}")
 
-    @property
-    def reversed_numbers(self) -> tuple[int, ...]:
-        """The numbers in the order that checks the answer: the last one first, but what is subtracted from stays in front."""
+    def numbers_from(self, start: int) -> tuple[int, ...]:
+        """The numbers from the one at `start` on, then those before it, in a circle; what is subtracted from stays in front."""
         kept = 1 if self.operation == "-" else 0
-        return (*self.numbers[:kept], *reversed(self.numbers[kept:]))
+        circle = self.numbers[kept:]
+        first = start % len(circle)
+        return (*self.numbers[:kept], *circle[first:], *circle[:first])
 
     def step(self, total: int, number: int) -> tuple[str, int]:
         """Returns how the operation on the total so far and the next number is written, and its result."""
@@ -149,7 +150,7 @@ class Arithmetic:
         digits        of each number: a count, or [fewest, most]
         terms         numbers in a problem: a count, or [fewest, most]
         steps         whether the response is to write its steps out and mark its answer, by `####` or a box; else its last
-                      number counts. "checked" asks it to check its steps, too
+                      number counts. "checked" asks it to begin again until two totals agree
         instruction   what follows the question, instead of words for `steps`
         """
         checked = check_split("arithmetic", split)

@@ -1,12 +1,13 @@
-"""Arithmetic written out: running totals, a check in the reverse order, and another attempt where the two differ.
+"""Arithmetic written out: running totals, once more from the next number, and so on until two of the totals agree.
 
     47 + 35 = 82           from left to right
     82 + 18 = 110          here a mistake
-    Check:                 the same numbers, the last one first
-    18 + 35 = 53
+    Again:                 the same numbers, from the second one on; so other sums, whose mistakes are others
+    35 + 18 = 53
     53 + 47 = 100
-    Again:                 the totals differ, so both are written once more
-    …
+    Again:                 the totals differ, so once more, from the third one on
+    18 + 47 = 65
+    65 + 35 = 100
     #### 100
 
 What a model reads in a warm-up, before RL. Some results may be wrong on purpose, so that it sees what follows a mistake; a
@@ -21,8 +22,8 @@ from dataclasses import dataclass
 
 from tlt.tasks.arithmetic import Question
 
-MOST_ATTEMPTS = 3
-"""The last of them has no mistake."""
+MOST_ATTEMPTS = 5
+"""The last two of them have no mistake."""
 
 
 @dataclass(frozen=True)
@@ -36,22 +37,21 @@ class Piece:
 def write_solution(question: Question, *, is_checked: bool, mistakes: float = 0.0, rng: random.Random) -> list[Piece]:
     """Returns the solution of a question, piece by piece; the answer that it gives at its end is right.
 
-    is_checked: whether it checks its total.  mistakes: share of the results that are wrong at first, where it checks.
+    is_checked: whether it begins again until two totals agree.  mistakes: share of the results that are wrong, if it does.
     """
     pieces: list[Piece] = []
-    for attempt in range(MOST_ATTEMPTS):
-        share = mistakes if is_checked and attempt < MOST_ATTEMPTS - 1 else 0.0
-        total = _add_steps(pieces, question, question.numbers, share, rng)
-        if not is_checked:
-            break
-        pieces.append(Piece("Check:\n"))
-        checked = _add_steps(pieces, question, question.reversed_numbers, share, rng)
-        if total == checked == question.answer:
-            break
-        if total == checked:  # two mistakes that agree: nobody would notice them
-            return write_solution(question, is_checked=is_checked, mistakes=mistakes, rng=rng)
-        pieces.append(Piece("Again:\n"))
-    return [*pieces, Piece(f"#### {question.answer}")]
+    totals: list[int] = []
+    is_done = False
+    while not is_done:
+        is_free = is_checked and len(totals) < MOST_ATTEMPTS - 2  # to have mistakes
+        numbers = question.numbers_from(len(totals))
+        total = _add_steps(pieces, question, numbers, mistakes if is_free else 0.0, rng)
+        is_done = total in totals or not is_checked
+        totals.append(total)
+        pieces.append(Piece(f"#### {question.answer}" if is_done else "Again:\n"))
+    if total != question.answer:  # two mistakes that agree: nobody would notice them
+        return write_solution(question, is_checked=is_checked, mistakes=mistakes, rng=rng)
+    return pieces
 
 
 def _add_steps(pieces: list[Piece], question: Question, numbers: Sequence[int], mistakes: float, rng: random.Random) -> int:

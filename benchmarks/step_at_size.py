@@ -1,0 +1,93 @@
+"""What does one RL step of a large model take, in seconds and memory? The whole policy, and LoRA, on one rank and on two.
+
+    python -m benchmarks.step_at_size countdown --geometry qwen2.5-0.5b --keep DIR --out benchmarks/results/step-at-size
+
+The recipe's model is grown (docs/rollout.md, `--geometry`), and every way is a run of two steps in processes of its own. The
+second step counts: the first one packs and compiles. Memory is the largest resident set of a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks.growth import KEPT
+from tlt.bench.geometry import grown_config, hold_still, plan_growth
+from tlt.bench.report import header, number, provenance, table, write_report
+from tlt.config.load import load_config
+from tlt.config.schema import Config
+
+LORA = ("--lora.rank", "16", "--lora.alpha", "32", "--lora.base_dtype", "bfloat16")
+ONE_RANK, TWO_RANKS = ({"--run.num_ranks": str(n), "--run.threads_per_rank": str(2 // n)} for n in (1, 2))
+WAYS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "all weights, one rank": (ONE_RANK, ()),
+    "all weights, two ranks, sharded": (TWO_RANKS, ("--parallel.policy", "fsdp")),
+    "LoRA, one rank": (ONE_RANK, LORA),
+    "LoRA, two ranks": (TWO_RANKS, LORA),
+}
+NUM_STEPS = 2
+
+
+def run_steps(config: Path, grown: Config, way: str, out_dir: Path, given: list[str]) -> dict[str, Any]:
+    """Trains in processes of its own; returns what the last step took, and the largest resident set in MiB."""
+    ranks, words = WAYS[way]
+    folders = {"--model.path": grown.model.path, "--drafter.path": grown.drafter.path, "--run.out_dir": out_dir}
+    amounts = {"--run.num_steps": NUM_STEPS, "--run.checkpoint_every": 0, "--evaluation.num_problems": 0}
+    pairs = [str(word) for pair in {**folders, **amounts, **ranks}.items() for word in pair]
+    train = ["tlt", "train", str(config), *hold_still([*pairs, *words, *given])]
+    command = [sys.executable, "-m", "benchmarks.growth", "--child", *train]
+    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"way": way, "failed": done.stderr.strip().splitlines()[-1:]}
+    step = json.loads((out_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    return {"way": way, **{key: step[key] for key in KEPT}, "peak_mib": int(done.stdout.split()[-1])}
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    columns = ["", "tokens", "rollout, s", "update, s", "step, s", "accept length", "largest rank, GiB"]
+    rows = [
+        [run["way"], run["failed"], *["–"] * 5] if "failed" in run else
+        [
+            run["way"], run["num_tokens"], number(run["rollout_seconds"], ".1f"), number(run["update_seconds"], ".1f"),
+            number(run["step_seconds"], ".1f"), number(run["accept_length"]), number(run["peak_mib"] / 1024, ".1f"),
+        ]
+        for run in report["runs"]
+    ]  # fmt: skip
+    return "\n\n".join(["# One RL step of a large model", *provenance(report), table(columns, rows)]) + "\n"
+
+
+def measure(options: argparse.Namespace, given: list[str]) -> None:
+    config = load_config(str(options.config), hold_still(given))
+    words = " ".join([str(options.config), "--geometry", options.geometry, *given])
+    report: dict[str, Any] = {**header(config, f"python -m benchmarks.step_at_size {words}"), "runs": []}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        grown_config(config, plan_growth(config, options.geometry), options.keep) as (grown, geometry),
+    ):
+        report |= geometry
+        for index, way in enumerate(options.ways):
+            report["runs"].append(run_steps(options.config, grown, way, Path(folder) / str(index), given))
+            print(json.dumps(report["runs"][-1]), flush=True)
+            write_report(options.out, report, to_markdown(report))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.step_at_size", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path, help="a run's configuration or recipe; --section.key VALUE overrides it")
+    parser.add_argument("--geometry", required=True, help="as for tlt bench train")
+    parser.add_argument("--keep", type=Path, help="folder for what is grown; default: a temporary one")
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="some of the four")
+    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
+    measure(*parser.parse_known_args())
+
+
+if __name__ == "__main__":
+    main()
