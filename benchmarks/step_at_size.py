@@ -44,7 +44,7 @@ def run_steps(config: Path, grown: Config, way: str, out_dir: Path, given: list[
     command = [sys.executable, "-m", "benchmarks.growth", "--child", *train]
     done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, check=False)
     if done.returncode:
-        return {"way": way, "failed": done.stderr.strip().splitlines()[-1:]}
+        return {"way": way, "failed": done.stderr.strip().rpartition("\n")[2]}
     step = json.loads((out_dir / "metrics.jsonl").read_text().splitlines()[-1])
     return {"way": way, **{key: step[key] for key in KEPT}, "peak_mib": int(done.stdout.split()[-1])}
 
@@ -52,14 +52,14 @@ def run_steps(config: Path, grown: Config, way: str, out_dir: Path, given: list[
 def to_markdown(report: dict[str, Any]) -> str:
     columns = ["", "tokens", "rollout, s", "update, s", "step, s", "accept length", "largest rank, GiB"]
     rows = [
-        [run["way"], run["failed"], *["–"] * 5] if "failed" in run else
         [
             run["way"], run["num_tokens"], number(run["rollout_seconds"], ".1f"), number(run["update_seconds"], ".1f"),
             number(run["step_seconds"], ".1f"), number(run["accept_length"]), number(run["peak_mib"] / 1024, ".1f"),
         ]
-        for run in report["runs"]
+        for run in report["runs"] if "failed" not in run
     ]  # fmt: skip
-    return "\n\n".join(["# One RL step of a large model", *provenance(report), table(columns, rows)]) + "\n"
+    refused = [f"{run['way']}: {run['failed']}" for run in report["runs"] if "failed" in run]
+    return "\n\n".join(["# One RL step of a large model", *provenance(report), table(columns, rows), *refused]) + "\n"
 
 
 def measure(options: argparse.Namespace, given: list[str]) -> None:
