@@ -138,7 +138,8 @@ def prepare(options: argparse.Namespace, config: Config, keep: Path, longest_pro
     window, c = longest_prompt + options.tokens + 16, model.config
     token_bytes = 2 * c.num_layers * c.num_kv_heads * c.head_dim * resolve_dtype(dtype).itemsize
     kv_gib = 0.5 + 1.25 * max(options.batches) * window * token_bytes / 2**30
-    pythons = {"tlt": Path(sys.executable), "law": options.vllm, "vllm": options.vllm, "llama": options.llama}
+    others = {"law": options.vllm, "vllm": options.vllm, "llama": options.llama}
+    pythons = {"tlt": Path(sys.executable), **{name: path and path.absolute() for name, path in others.items()}}
     return Plan(
         folder.absolute(), gguf, own and own.absolute(), exported, dtype, options.threads, max(options.batches),
         window=window, kv_gib=round(kv_gib, 2), pythons=pythons, pinned=options.pinned,
@@ -226,7 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, config = parse(words)
         for option, path, package in (("--vllm", options.vllm, "vllm"), ("--llama", options.llama, "llama_cpp")):
             python_of(option, path, package) if path is not None else None
-        run_benchmark(options, config, " ".join(["python -m benchmarks.real_size", *words]))
+        said = (Path(word).name if Path(word).is_absolute() else word for word in words)  # no folders of this machine
+        run_benchmark(options, config, " ".join(["python -m benchmarks.real_size", *said]))
     except UserError as error:
         print(f"benchmarks.real_size: error: {error}", file=sys.stderr)
         return 2
