@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -22,27 +21,29 @@ from tlt.bench.geometry import grown_config, hold_still, plan_growth
 from tlt.bench.report import header, number, provenance, table, write_report
 from tlt.config.load import load_config
 from tlt.config.schema import Config
+from tlt.types import UserError
 
 LORA = ("--lora.rank", "16", "--lora.alpha", "32", "--lora.base_dtype", "bfloat16")
-ONE_RANK, TWO_RANKS = ({"--run.num_ranks": str(n), "--run.threads_per_rank": str(2 // n)} for n in (1, 2))
-WAYS: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
-    "all weights, one rank": (ONE_RANK, ()),
-    "all weights, two ranks, sharded": (TWO_RANKS, ("--parallel.policy", "fsdp")),
-    "LoRA, one rank": (ONE_RANK, LORA),
-    "LoRA, two ranks": (TWO_RANKS, LORA),
+WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "full": (1, ()),
+    "full-sharded": (2, ("--parallel.policy", "fsdp")),
+    "lora": (1, LORA),
+    "lora-two-ranks": (2, LORA),
 }
+"""Ranks, and what is trained."""
 NUM_STEPS = 2
 
 
-def run_steps(config: Path, grown: Config, way: str, out_dir: Path, given: list[str]) -> dict[str, Any]:
-    """Trains in processes of its own; returns what the last step took, and the largest resident set in MiB."""
-    ranks, words = WAYS[way]
+def run_steps(options: argparse.Namespace, grown: Config, way: str, out_dir: Path, given: list[str]) -> dict[str, Any]:
+    """Trains in processes of its own; returns what the last step took and the largest resident set in MiB, or why it failed."""
+    num_ranks, words = WAYS[way]
+    ranks = {"--run.num_ranks": num_ranks, "--run.threads_per_rank": max(1, options.threads // num_ranks)}
     folders = {"--model.path": grown.model.path, "--drafter.path": grown.drafter.path, "--run.out_dir": out_dir}
     amounts = {"--run.num_steps": NUM_STEPS, "--run.checkpoint_every": 0, "--evaluation.num_problems": 0}
     pairs = [str(word) for pair in {**folders, **amounts, **ranks}.items() for word in pair]
-    train = ["tlt", "train", str(config), *hold_still([*pairs, *words, *given])]
+    train = ["tlt", "train", str(options.config), *hold_still([*pairs, *words, *given])]
     command = [sys.executable, "-m", "benchmarks.growth", "--child", *train]
-    done = subprocess.run(command, env={**os.environ}, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"way": way, "failed": done.stderr.strip().rpartition("\n")[2]}
     step = json.loads((out_dir / "metrics.jsonl").read_text().splitlines()[-1])
@@ -72,7 +73,7 @@ def measure(options: argparse.Namespace, given: list[str]) -> None:
     ):
         report |= geometry
         for index, way in enumerate(options.ways):
-            report["runs"].append(run_steps(options.config, grown, way, Path(folder) / str(index), given))
+            report["runs"].append(run_steps(options, grown, way, Path(folder) / str(index), given))
             print(json.dumps(report["runs"][-1]), flush=True)
             write_report(options.out, report, to_markdown(report))
 
@@ -84,9 +85,14 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="a run's configuration or recipe; --section.key VALUE overrides it")
     parser.add_argument("--geometry", required=True, help="as for tlt bench train")
     parser.add_argument("--keep", type=Path, help="folder for what is grown; default: a temporary one")
-    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help="some of the four")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="what is trained, on how many ranks")
+    parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
     parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
-    measure(*parser.parse_known_args())
+    try:
+        measure(*parser.parse_known_args())
+    except UserError as error:
+        print(f"benchmarks.step_at_size: error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

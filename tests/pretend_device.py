@@ -76,20 +76,20 @@ class PretendTensor(Tensor):
             device="meta",
         )
         made.values = values
-        return made  # type: ignore[no-any-return]
+        return made  # type: ignore[no-any-return]  # torch's function has no types
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch documents it
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _run(func, args, kwargs or {})
 
     @property
-    def device(self) -> torch.device:  # type: ignore[override]
+    def device(self) -> torch.device:  # type: ignore[override]  # an attribute in torch
         return DEVICE
 
     @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
+    def is_cuda(self) -> bool:  # type: ignore[override]  # an attribute in torch
         return True
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:

@@ -114,7 +114,9 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=440)
     parser.add_argument("--batch", type=int, default=4, help="documents a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--mistakes", type=float, default=0.08, help="share of the results that are wrong at first")
+    parser.add_argument(
+        "--mistakes", type=float, default=0.08, help="share of the results that are wrong, in all attempts but the last two"
+    )
     parser.add_argument("--rank", type=int, default=8, help="of the adapters; alpha is twice as much")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
