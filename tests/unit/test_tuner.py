@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import cold_machines
 from tlt.engine.stats import EngineStats
 from tlt.tuning import step_costs
 from tlt.tuning.acceptance import Acceptance, Curve
@@ -415,6 +416,19 @@ def test_after_three_steps_off_something_is_tried_if_enough_is_left_to_pay_for_w
     for num_left, is_off in ((2.0, True), (500.0, False)):
         batch = BatchState(4, 5000.0, 0, 0, num_admitted=4, num_left=num_left)
         assert tuner.decide(batch).strategy.is_off is is_off
+
+
+@pytest.mark.parametrize("drafter", ["good", "useless"])
+def test_where_speculation_can_only_just_win_a_cold_batch_is_hardly_slower_than_off(drafter: str) -> None:
+    """At 0.5B and batch 16 the best arm is as fast as off, and to find that out a drafter reads 960 tokens first."""
+    profile, kind = cold_machines.PROFILES["0.5B"], cold_machines.DRAFTERS[drafter]
+    off = cold_machines.run_batch(cold_machines.Machine(profile, kind), Fixed(Strategy.OFF), 16, 100)
+    times = []
+    for seed in range(400, 412):
+        tuner = make_tuner("adaptive", kind.kinds, prior=profile.prior)
+        assert tuner is not None
+        times.append(off / cold_machines.run_batch(cold_machines.Machine(profile, kind, seed), tuner, 16, 100))
+    assert np.mean(times) > 0.98
 
 
 def test_the_reading_of_prompts_tells_how_fast_the_machine_is() -> None:

@@ -9,7 +9,8 @@ arm is tried while that pays:
 
     gain(arm) = time left x E[share of it that is saved], over what TRIALS steps may teach about the arm
     loss(arm) = what comes once + TRIALS steps - seconds in which the best arm brings as many tokens
-    try the arm with the smallest loss of those whose gain is larger
+    try the arm with the smallest loss of those whose gain is larger. An arm that is not expected to be faster, but only
+    may be, must not lose more than MOST_LOST of the time left
 
 This is the knowledge gradient for correlated beliefs (Frazier, Powell and Dayanik, 2009). So little is tried in the last
 tokens of a batch, and never what cannot win. Off comes first, and retrieval is judged in hindsight, for tokens do not
@@ -37,6 +38,8 @@ MARGIN = 0.03
 """By how much speculation must be faster than off: responses that advance unevenly leave small batches behind."""
 NUM_FIRST = 3
 """Steps that off has before anything else: the later ones tell what the first, of a new shape, did not."""
+CLEARLY, MOST_LOST = 1.05, 0.02
+"""By how much an arm must be expected to be faster, and else the share of the time left that its trial may lose."""
 MIN_RETRIEVED = 1.05
 """Tokens per verification that retrieval must bring in hindsight before it drafts."""
 HORIZON = 300.0
@@ -236,7 +239,8 @@ def _trial(predictions: Sequence[Prediction], best: Prediction, num_left: float)
         loss = one.once + TRIALS * one.seconds * (1 - one.low / best.low)
         still = CAUTION * math.sqrt(max(one.doubt**2 - one.deviation**2, 0.0))
         gain = seconds_left * expected_saving(math.log(one.speed / best.low) - still, one.deviation)
-        if gain > loss and loss < smallest:
+        may_lose = one.speed > CLEARLY * best.low or loss < MOST_LOST * seconds_left
+        if gain > loss and may_lose and loss < smallest:
             found, smallest = one, loss
     return found
 
