@@ -164,12 +164,15 @@ class Told:
 
     def __init__(self, kinds: Sequence[Strategy], seed: int = 0) -> None:
         self.inner, self.told = Switching(kinds, seed), list[tuple[Strategy, StepOutcome]]()
+        self.asked, self.batches = list[BatchState](), list[BatchState]()
 
     def choose(self, batch: BatchState) -> Strategy:
+        self.asked.append(batch)
         return self.inner.choose(batch)
 
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         self.told.append((strategy, outcome))
+        self.batches.append(batch)
 
 
 CHAINS = [Strategy.OFF, *(Strategy("ngram", depth, 1, depth) for depth in (1, 2, 4))]
@@ -220,6 +223,15 @@ def test_the_tuner_hears_of_steps_alone_that_drafted_and_verified_by_one_strateg
     depths = {strategy.depth for strategy, _ in tuner.told}
     assert depths == {0, 1, 2, 4}
     assert any(set(outcome.drafted) == {0} for _, outcome in tuner.told)  # steps that found nothing count, too
+
+
+def test_the_tuner_knows_how_much_is_left_and_hears_of_no_step_that_read_prompts() -> None:
+    tuner = Told(CHAINS[:1])
+    list(engine_over(PretendLink(), tuner).generate(REQUESTS))
+    assert {batch.num_admitted for batch in tuner.batches} == {0} != {batch.num_admitted for batch in tuner.asked}
+    left = [0.0 if batch.num_left is None else batch.num_left for batch in tuner.asked]
+    longest = max(request.params.max_tokens for request in REQUESTS)
+    assert left[0] > longest > left[-1] > 0.0, "those that wait count, too"
 
 
 def test_a_choice_is_kept_until_a_step_has_verified_what_it_drafts_itself() -> None:

@@ -19,6 +19,7 @@ from tests.lossless.helpers import CONFIG, VOCAB
 from tests.unit.drafter_parts import MODEL, POLICY, TARGET, make_batch, make_model, make_requests, make_rollout
 from tests.unit.phase_parts import make_side
 from tests.unit.watch_parts import Parts, make_rollouts
+from tlt.build.cost_prior import cost_prior
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.formats.export import Target, export_drafter, lacks_counts, with_vocabulary
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
@@ -53,6 +54,14 @@ def zipf(num: int, seed: int, shift: int = 0, vocab: int = LARGE.vocab_size) -> 
     generator = torch.Generator().manual_seed(seed)
     weights_V = 1 / torch.arange(1, vocab + 1)
     return ((torch.multinomial(weights_V, num, True, generator=generator) + shift) % vocab).tolist()
+
+
+def test_a_tuner_takes_a_drafted_token_to_cost_what_the_first_draft_vocabulary_does() -> None:
+    shape = drafter_shape(LARGE)
+    whole, chosen, asked = (cost_prior(LARGE, shape, wanted) for wanted in ("full", "auto", 2048))
+    largest = sizes_of(costs_of(), "auto")[-1]
+    for prior, size in ((whole, LARGE.vocab_size), (chosen, largest), (asked, 2048)):
+        assert (prior.level - prior.read) / prior.head == pytest.approx(size / LARGE.vocab_size)
 
 
 # ── what is chosen ───────────────────────────────────────────────────────────────────────────────────────────────────

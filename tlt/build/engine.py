@@ -9,7 +9,7 @@ training run, the benchmarks and the Python API alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -132,7 +132,7 @@ def _make_tuner(
     config: ModelConfig, settings: EngineSettings, drafter: StoredDrafter | None, kinds: Sequence[str]
 ) -> StrategyTuner | None:
     """Returns the tuner that the settings name, with what is known of the drafter beforehand: its size and its acceptance."""
-    prior = cost_prior(config, None if drafter is None else drafter.config)
+    prior = cost_prior(config, None if drafter is None else drafter.config, settings.drafting.vocabulary)
     acceptance = None if drafter is None else drafter.acceptance
     return make_tuner(settings.speculation, kinds, settings.tuner, prior=prior, acceptance=acceptance)
 
@@ -201,6 +201,7 @@ def _build_vllm(
     if not isinstance(model, Model):
         return build_vllm(plan, model.config.vocab_size, {}, on_span=on_span, decode=model.decode)
     learned = None if drafter is None else Learned(drafter, model.config)
+    plan = replace(plan, prior=cost_prior(model.config, None if drafter is None else drafter.config))
     return build_vllm(plan, model.config.vocab_size, model.tensors, learned, on_span=on_span, decode=model.decode)
 
 

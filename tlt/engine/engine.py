@@ -268,7 +268,7 @@ class RolloutEngine:
         batch = BatchState(len(running), mean_length, self.model.version, 0, num_admitted, reading=reading)
         if drafter is None:
             return batch
-        tokens, num_left = [sequence.tokens for sequence in running], self.scheduler.num_left
+        tokens, num_left = [s.tokens for s in running], self.scheduler.lengths.left(running, self.scheduler.waiting)
         leads, hindsight = drafter.leads(tokens), drafter.hindsight(tokens)
         return replace(batch, drafter_version=drafter.version, leads=leads, hindsight=hindsight, num_left=num_left)
 
@@ -331,7 +331,7 @@ class RolloutEngine:
             sequence = self.scheduler.running[slot]
             if sequence.finish_reason is None:
                 continue
-            self.scheduler.note_ended(sequence)
+            self.scheduler.lengths.note_ended(sequence)
             rollout, captured_TF = sequence.to_rollout(self.model.version), None
             if self.drafter is not None:
                 captured_TF = self.drafter.recall(slot, sequence.num_cached) if captures else None

@@ -6,16 +6,13 @@ prefilled once. The running sequences fill slots 0..B-1 without holes.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from tlt.engine.lengths import Lengths
 from tlt.engine.sequence import Decode, Sequence
 from tlt.types import Request
-
-_LATEST = 32
-"""Responses that tell how long others will be."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +28,7 @@ class Scheduler:
         self.max_slots, self.window, self.decode = max_slots, window, decode
         self.waiting: deque[Request] = deque()
         self.running: list[Sequence] = []
-        self._typical: float | None = None
-        """Tokens of a response, on average of the latest that have ended; None: none has."""
+        self.lengths = Lengths()
 
     @property
     def room(self) -> int:
@@ -68,19 +64,6 @@ class Scheduler:
             else:
                 admissions.append(Admission(tokens, (slot,)))
         return admissions
-
-    @property
-    def num_left(self) -> float:
-        """Tokens that may be expected for each running sequence, those of waiting requests included. One that is longer than
-        others were is expected to become as long again."""
-        typical = math.inf if self._typical is None else self._typical
-        left = sum(min(s.num_left, max(typical - s.num_tokens, s.num_tokens)) for s in self.running)
-        return (left + sum(min(request.params.max_tokens, typical) for request in self.waiting)) / len(self.running)
-
-    def note_ended(self, sequence: Sequence) -> None:
-        """Remembers how long a response has become."""
-        before = sequence.num_tokens if self._typical is None else self._typical
-        self._typical = before + (sequence.num_tokens - before) / _LATEST
 
     def cheapest(self) -> int:
         """Returns the slot of the shortest sequence, of several the latest: reading it again costs least, and it never is the

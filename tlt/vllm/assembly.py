@@ -21,6 +21,7 @@ from tlt.engine.sequence import Decode
 from tlt.models.decoder import ModelConfig
 from tlt.models.packed import EMBEDDING, HEAD, PackedTransformer
 from tlt.spans import Span
+from tlt.tuning.step_costs import UNKNOWN, CostPrior
 from tlt.tuning.tuner import make_tuner
 from tlt.types import UserError
 from tlt.vllm.check import check_law
@@ -42,6 +43,7 @@ class VllmPlan:
 
     settings: what vLLM is started with, but for its drafter.  speculation, tuner: as EngineSettings has them.
     trains: whether the drafter is trained or measured here, which needs a copy of the policy in our layout.
+    prior: sizes of the drafter beside the target.
     references: what may be drafted from, where the speculation follows references; None: nothing.
     """
 
@@ -49,6 +51,7 @@ class VllmPlan:
     speculation: str
     tuner: str
     trains: bool = False
+    prior: CostPrior = UNKNOWN
     references: References | None = None
 
     @property
@@ -110,6 +113,7 @@ def build_vllm(
         plan.tuner,
         max_depth=depths[-1],
         trees=False,
+        prior=plan.prior,
         has_hindsight=False,
         acceptance=None if learned is None else learned.stored.acceptance,
     )

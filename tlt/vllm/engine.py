@@ -22,6 +22,7 @@ from torch import Tensor
 from tlt.accounts import TimedStep
 from tlt.distributed.sharding import layer_by_layer
 from tlt.engine.backend import Capabilities
+from tlt.engine.lengths import Lengths
 from tlt.engine.sequence import Decode, Sequence, broken_policy, check_request
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
@@ -73,6 +74,7 @@ class VllmEngine:
         self.policy_version = 0
         self._waiting: deque[Request] = deque()
         self._running: dict[str, Sequence] = {}
+        self._lengths = Lengths()
         self._internal_id: dict[str, str] = {}
         self._reading: set[str] = set()  # those whose prompt vLLM has not read to its end
         self._numbers = itertools.count()
@@ -186,7 +188,7 @@ class VllmEngine:
         ended = self._admit()
         if not self._running:
             return ended
-        start = time.perf_counter()
+        start, read_prompts = time.perf_counter(), bool(self._reading)
         batch = self._batch_state()
         self._choose(batch)
         self._verified_by, self._drafted_by = self._drafted_by, self._strategy
@@ -205,7 +207,7 @@ class VllmEngine:
         self._reading -= outputs.keys()
         accepted, drafted, followed = zip(*verified, strict=True) if verified else ((), (), ())
         outcome = StepOutcome(num_tokens, accepted, drafted, time.perf_counter() - start, followed)
-        self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start)
+        self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start, read_prompts)
         return ended + self._finish(captures)
 
     def _admit(self) -> list[Finished]:
@@ -233,7 +235,8 @@ class VllmEngine:
         mean_length = sum(len(sequence.tokens) for sequence in running) / len(running)
         version = 0 if self.drafter is None else self.drafter.drafting_version
         leads = () if self.following is None else self.following.leads(self._running)
-        return BatchState(len(running), mean_length, self.policy_version, version, self._num_admitted, leads)
+        num_left = self._lengths.left(running, self._waiting)
+        return BatchState(len(running), mean_length, self.policy_version, version, self._num_admitted, leads, num_left=num_left)
 
     def _choose(self, batch: BatchState) -> None:
         """Chooses the length of the drafts that this step will end with. A choice is kept for two steps at least: only a step
@@ -266,9 +269,10 @@ class VllmEngine:
             raise broken_policy(self.policy_version, self.link.dtype, sequence)
         return sequence.extend(token_ids, logprobs, self.decode)
 
-    def _account(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float) -> None:
-        """Counts the step under the strategy that it verified. The tuner learns from steps alone that also drafted by it."""
-        is_steady = strategy == self._strategy and outcome.num_tokens > 0
+    def _account(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome, start: float, read_prompts: bool) -> None:
+        """Counts the step under the strategy that it verified. The tuner learns from steps alone that also drafted by it, and
+        that read no prompts, which takes longer than all else."""
+        is_steady = strategy == self._strategy and outcome.num_tokens > 0 and not read_prompts
         predicted = self.tuner.predicted_speed if self.tuner is not None and is_steady else None
         self.stats.record_step(str(strategy), outcome, predicted, self._otherwise.get(strategy))
         self.stats.num_preemptions += self.link.take_preemptions()
@@ -285,6 +289,7 @@ class VllmEngine:
         finished = []
         for name in ended:
             sequence = self._running[name]
+            self._lengths.note_ended(sequence)
             captured_TF = self.link.captured(self._internal_id[name], sequence.num_cached) if captures else None
             finished.append(Finished(sequence.to_rollout(self.policy_version), captured_TF))
         self._leave(ended)
