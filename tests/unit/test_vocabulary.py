@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -354,6 +355,18 @@ def test_a_step_is_recorded_with_the_vocabulary_it_drafted_with_which_its_respon
     tokens = [token for rollout in second for token in rollout.token_ids]
     assert check.vocabulary == 10
     assert check.coverage == pytest.approx(sum(token in chosen for token in tokens) / len(tokens))
+
+
+def test_a_saved_drafter_says_what_acceptance_was_measured_last_so_that_the_next_tuner_knows_it(tmp_path: Path) -> None:
+    side, _ = watched("full")
+    side.watch.check_every = 2
+    measured = side.check(make_rollouts(seed=1), 0, 1.0).acceptance
+    assert math.isnan(side.check(make_rollouts(seed=2), 0, 1.0).acceptance), "not due"
+    restarted, _ = watched("full")
+    restarted.restore(side.counters(), side.own_counters())
+    for number, one in enumerate((side, restarted)):
+        one.save(tmp_path / str(number), {})
+        assert load_drafter(tmp_path / str(number), CONFIG, POLICY.state_dict()).acceptance == measured
 
 
 def test_ranks_that_propose_other_tokens_stop_the_run() -> None:

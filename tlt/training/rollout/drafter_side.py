@@ -11,6 +11,7 @@ and no problems.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -135,6 +136,7 @@ class WatchedDrafter(DrafterSide):
             self.choice.is_led = True
             self._train_what_is_proposed()
         self._trains = False  # in this phase
+        self._acceptance: float | None = None  # as measured last
 
     @property
     def num_refreshes(self) -> int:
@@ -181,6 +183,8 @@ class WatchedDrafter(DrafterSide):
             num_tokens += self.train(lambda: time.perf_counter() >= end).num_tokens
         with self.timeline.span(SpanName.CHECK_DRAFTER):
             check = self.watch.end_step(rollouts, num_tokens, temperature)
+        if math.isfinite(check.acceptance):
+            self._acceptance = check.acceptance
         if self.choice is None:
             return check
         vocabulary = self.choice.vocabulary
@@ -208,7 +212,7 @@ class WatchedDrafter(DrafterSide):
 
     def counters(self) -> dict[str, Any]:
         chosen = {} if self.choice is None else {"vocabulary": self.choice.vocabulary.counters()}
-        return {"version": self.version, "watch": self.watch.counters(), **chosen}
+        return {"version": self.version, "watch": self.watch.counters(), "acceptance": self._acceptance, **chosen}
 
     def own_counters(self) -> dict[str, Any]:
         return {} if self.spot is None else self.spot.counters()
@@ -218,13 +222,15 @@ class WatchedDrafter(DrafterSide):
             self.learned.load(self.model.state_dict(), counters["version"])
             self.spot.restore(own)
         self.watch.restore(counters["watch"])
-        if self.choice is not None and (chosen := counters.get("vocabulary")):  # an older checkpoint has none
+        self._acceptance = counters.get("acceptance")  # an older checkpoint has none, nor has it a vocabulary
+        if self.choice is not None and (chosen := counters.get("vocabulary")):
             self.choice.restore(chosen)
             self._train_what_is_proposed()
 
     def save(self, folder: Path, about: Mapping[str, Any]) -> None:
         preset = {} if self.spot is None else {"preset": self.spot.trainer.preset.name}
-        about = {**about, "drafter_version": self.version, **preset}
+        measured = {} if self._acceptance is None else {"acceptance": self._acceptance}
+        about = {**about, "drafter_version": self.version, **preset, **measured}
         counts_V = None if self.choice is None else self.choice.vocabulary.counts_V
         save_drafter(folder, self.model, torch.float32, about, counts_V)
 
