@@ -240,9 +240,11 @@ def draft_logits(drafter: StoredDrafter, target: GrownTensors | dict[str, Tensor
 
 @pytest.mark.parametrize("draft_vocab", [None, 20])
 def test_the_grown_drafter_computes_what_the_small_one_does(draft_vocab: int | None) -> None:
-    small, tensors = stored(draft_vocab), dict(make_policy().named_parameters())
+    small = dataclasses.replace(stored(draft_vocab), about={"acceptance": 0.75, "target": "of the small one"})
+    tensors = dict(make_policy().named_parameters())
     config = grow_config(CONFIG, Geometry("larger", LARGER)).config
     grown = grow_drafter(small, config, torch.float64, noise=0.0)
+    assert (grown.acceptance, grown.policy_hash) == (0.75, None)
     expected, found = (
         draft_logits(small, tensors),
         draft_logits(grown, GrownTensors(CONFIG, tensors, config, torch.float64, 0.0)),

@@ -39,7 +39,7 @@ def grow_shape(shape: DrafterShape, target: ModelConfig) -> DrafterShape:
 
 
 def grow_drafter(small: StoredDrafter, target: ModelConfig, dtype: torch.dtype, noise: float = NOISE) -> StoredDrafter:
-    """Returns the drafter for a grown target, without what its writer noted: that was of another target."""
+    """Returns the drafter for a grown target. Of what its writer noted only the acceptance is kept, for it stays the same."""
     shape, grown = small.config, grow_shape(small.config, target)
     widening, amount, prefix = Widening(shape.layer, grown.layer), Noise(noise, dtype), shape.layer_name + "."
     layer = {name.removeprefix(prefix): tensor for name, tensor in small.tensors.items() if name.startswith(prefix)}
@@ -49,7 +49,8 @@ def grow_drafter(small: StoredDrafter, target: ModelConfig, dtype: torch.dtype, 
         unused = torch.zeros(target.vocab_size - shape.layer.vocab_size, dtype=torch.bool)
         tensors |= {"d2t": small.tensors["d2t"], "t2d": torch.cat([small.tensors["t2d"], unused])}
     counts_V = None if small.counts_V is None else F.pad(small.counts_V, (0, target.vocab_size - shape.layer.vocab_size))
-    return StoredDrafter(grown, tensors, {}, counts_V)
+    about = {} if small.acceptance is None else {"acceptance": small.acceptance}
+    return StoredDrafter(grown, tensors, about, counts_V)
 
 
 def _grow_fc(values: Tensor, widening: Widening, noise: Noise) -> Tensor:
