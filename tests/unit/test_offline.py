@@ -48,6 +48,17 @@ def train(target: PackedTransformer, rollouts: list[Rollout], preset: str = "has
     return train_offline(model, target, PRESETS[preset], rollouts, replace(SETTINGS, **changes), lambda share, loss: None)
 
 
+def test_whoever_waits_is_told_how_far_reading_and_training_are() -> None:
+    told: list[tuple[float, float | None]] = []
+    preset, target = PRESETS["hass"], pack(POLICY)
+    train_offline(new_drafter(CONFIG, preset, 0), target, preset, make_rollouts(4, 20), SETTINGS, lambda *one: told.append(one))
+    reading, training = ([share for share, loss in told if (loss is None) is reads] for reads in (True, False))
+    assert reading == pytest.approx([0, 0.25, 0.5, 0.75], abs=0.1)
+    assert [loss is None for _, loss in told] == [True] * 4 + [False] * len(training)
+    assert training == sorted(training)
+    assert training[-1] >= 1
+
+
 def test_acceptance_is_the_overlap_of_target_and_drafter_position_by_position() -> None:
     """Against forwards of the trainable models, one response at a time."""
     rollouts = make_rollouts(3, 20)

@@ -192,9 +192,10 @@ def train(options: DrafterTrain) -> Record:
     )
     progress = Progress(0, 100, "% of the tokens", "reading the responses")
 
-    def on_progress(share: float, loss: float) -> None:
+    def on_progress(share: float, loss: float | None) -> None:
         nonlocal progress
-        progress = Progress(100 * share, 100, "% of the tokens", f"loss {loss:.4f}")
+        does = "reading the responses" if loss is None else f"training, loss {loss:.4f}"
+        progress = Progress(100 * share, 100, "% of the tokens", does)
 
     with show_progress(lambda: progress):
         summary = train_offline(model, target, preset, rollouts, settings, on_progress, vocabulary)

@@ -89,13 +89,14 @@ def train_offline(
     preset: Preset,
     rollouts: Sequence[Rollout],
     settings: OfflineSettings,
-    on_progress: Callable[[float, float], None],
+    on_progress: Callable[[float, float | None], None],
     vocabulary: DraftVocabulary | None = None,
 ) -> OfflineSummary:
     """Trains `model` in place on the responses, at least one of which must be `is_trainable`, and measures it on them.
 
     vocabulary: the tokens that it is trained to tell apart, and measured with; None: all, or its own.
-    on_progress: receives, after every step, the share of the tokens done and the loss.
+    on_progress: receives the share of the tokens that the target has read, without a loss; then, after every step, that
+        of the tokens trained on, and the loss.
     """
     buffer = TrajectoryBuffer(sys.maxsize, settings.seed)
     for rollout in rollouts:
@@ -105,7 +106,7 @@ def train_offline(
     trainer.token_ids = token_ids
     wanted = max(int(settings.epochs * buffer.num_tokens), 1)
     begin, num_steps, loss = time.perf_counter(), 0, math.nan
-    _compute_features(buffer, trainer)
+    _compute_features(buffer, trainer, on_progress)
     while trainer.num_tokens < wanted:
         rate = settings.learning_rate * _warm_up_and_down(trainer.num_tokens / wanted)
         for group in trainer.optimizer.param_groups:
@@ -156,9 +157,14 @@ def _warning(acceptance: float | None) -> str | None:
     )
 
 
-def _compute_features(buffer: TrajectoryBuffer, trainer: DrafterTrainer) -> None:
+def _compute_features(
+    buffer: TrajectoryBuffer, trainer: DrafterTrainer, on_progress: Callable[[float, float | None], None]
+) -> None:
     """Sends every response through the target once."""
+    num_read = 0
     while (trajectory := buffer.missing(trainer.target.version)) is not None:
+        on_progress(num_read / buffer.num_tokens, None)
+        num_read += len(trajectory.token_ids)
         recompute = FeatureRecompute(trainer.target, trainer.capture, trajectory)
         while not recompute.advance(_RECOMPUTE_TOKENS):
             pass
