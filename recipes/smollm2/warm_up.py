@@ -111,7 +111,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True, help="the model's folder")
     parser.add_argument("--out", type=Path, required=True, help="where the adapter goes")
-    parser.add_argument("--documents", type=int, default=440)
+    parser.add_argument("--documents", type=int, default=180)
     parser.add_argument("--batch", type=int, default=4, help="documents a step")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument(
