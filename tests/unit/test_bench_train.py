@@ -36,6 +36,12 @@ def test_what_drafts_from_other_responses_is_off_where_nothing_drafts(key: str, 
     assert not getattr(configs["off"].rollout, key)
 
 
+@pytest.mark.parametrize("recipe", ["countdown/headline.toml", "smollm2/reasoning.toml"])
+def test_a_report_names_no_folder_of_the_machine(recipe: str) -> None:
+    config = load_config(RECIPES.parent / recipe, ["--model.path", str(RECIPES / "base")])
+    assert str(RECIPES.parent) not in json.dumps(header(config, "command"))
+
+
 def test_changes_that_contradict_the_rest_are_one_line() -> None:
     config = load_config(RECIPES / "headline.toml", ["--rollout.ahead", "1"])
     with pytest.raises(

@@ -37,7 +37,7 @@ def side_by_side(config: Config) -> Changes:
 def header(config: Config, command: str) -> dict[str, Any]:
     """Returns what it takes to repeat a measurement, without host names; of a path it holds the last part only."""
     described = config.model_dump(mode="json")
-    for section, key in (("run", "out_dir"), ("model", "path"), ("drafter", "path")):
+    for section, key in (("run", "out_dir"), ("model", "path"), ("model", "adapter"), ("drafter", "path")):
         if described[section][key] is not None:
             described[section][key] = Path(described[section][key]).name
     return {"command": command, "environment": environment(), "config": described}
