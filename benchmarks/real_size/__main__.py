@@ -116,7 +116,10 @@ def groups(competitors: Sequence[Competitor], alive: int) -> Iterator[list[Compe
 
 
 def prepare(options: argparse.Namespace, config: Config, keep: Path, longest_prompt: int) -> Plan:
-    """Exports what others read, unless `keep` has it already."""
+    """Exports what others read, unless `keep` has it already. UserError for an adapter, which they would not see."""
+    if config.model.adapter is not None:
+        remedy = "give a folder with it merged, such as a run's policy, as --model.path, and --model.adapter none"
+        raise UserError(f"model.adapter: {config.model.adapter} lies beside the model that all read; {remedy}")
     folder, own = model_folder(config), drafter_folder(config)
     dtype = config.run.dtype
     model = open_model(folder)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from benchmarks.peers import PeerError
+from benchmarks.real_size import __main__ as command
 from benchmarks.real_size.__main__ import choose, groups, main, parse
 from benchmarks.real_size.competitors import (
     BASE,
@@ -215,3 +216,11 @@ def test_quick_is_one_round_of_small_batches() -> None:
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert main(["countdown", "--out", "x", *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_with_an_adapter_beside_it_is_refused_for_the_others_would_read_another_one(tmp_path: Path) -> None:
+    options, config = parse(["smollm2/reasoning", "--out", "x", "--model.path", str(tmp_path)])
+    with pytest.raises(
+        UserError, match=r"^model.adapter: .*warm-up lies beside the model that all read; give a folder with it"
+    ):
+        command.prepare(options, config, tmp_path, 8)
