@@ -29,7 +29,7 @@ _OUTLIERS, _OUTLIER = 0.02, (2.0, 10.0)
 class Drafter:
     """rates: by kind, the chance of a drafted token if all before it are accepted.  kinds: of strategies that exist.
 
-    recorded: the acceptance that its folder records; None: none.
+    recorded: the overlap that its folder records, which promises a rate of overlap / (2 - overlap); None: none.
     """
 
     rates: Mapping[str, float]
@@ -54,8 +54,8 @@ class Drafter:
 
 DRAFTERS = {
     "good": Drafter({"learned": 0.78, "ngram": 0.05, "hybrid": 0.78}),
-    "good, recorded": Drafter({"learned": 0.78, "ngram": 0.05, "hybrid": 0.78}, 0.78),
-    "not as recorded": Drafter({"learned": 0.35, "ngram": 0.02, "hybrid": 0.35}, 0.7),
+    "good, recorded": Drafter({"learned": 0.78, "ngram": 0.05, "hybrid": 0.78}, 0.88),
+    "not as recorded": Drafter({"learned": 0.35, "ngram": 0.02, "hybrid": 0.35}, 0.82),
     "useless": Drafter({"learned": 0.02, "ngram": 0.02, "hybrid": 0.03}),
     "none": Drafter({"ngram": 0.02}),
     "repeats": Drafter({"ngram": 0.8}),

@@ -101,7 +101,9 @@ class Acceptance:
     to which the evidence from all batch sizes is lent with a bounded weight. A depth that was seldom reached leans on the
     depth before it.
 
-    recorded: the acceptance rate that the learned drafter had when it was trained. None: nobody measured it.
+    recorded: the mean overlap of the learned drafter's distribution with the target's, sum_v min(p(v), q(v)), as measured
+        last; None: nobody did. Tokens drawn with the same noise are equal with a chance of overlap / (2 - overlap) at least
+        (Gumbel coupling, arXiv 2408.07978), and that is expected of it.
     """
 
     def __init__(self, recorded: float | None = None) -> None:
@@ -293,7 +295,7 @@ class Acceptance:
         first = _PRIOR_RATE_OF_RETRIEVAL if curve.drafter == "ngram" else _PRIOR_RATE
         known = _PRIOR_COUNT
         if self.recorded is not None and curve.drafter == "learned":
-            first, known = self.recorded, _WORTH_OF_RECORDED
+            first, known = self.recorded / (2 - self.recorded), _WORTH_OF_RECORDED
         elif curve.drafter == "hybrid":  # what it resembles was seen
             learned = self.counts.get(Curve("learned", 1, None, None), _NOTHING)
             known += min(float(learned.tried[0]), _WORTH_OF_RESEMBLED)

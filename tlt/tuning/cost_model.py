@@ -38,7 +38,7 @@ MARGIN = 0.03
 """By how much speculation must be faster than off: responses that advance unevenly leave small batches behind."""
 NUM_FIRST = 3
 """Steps that off has before anything else: the later ones tell what the first, of a new shape, did not."""
-CLEARLY, MOST_LOST = 1.05, 0.02
+CLEARLY, MOST_LOST = 1.1, 0.02
 """By how much an arm must be expected to be faster, and else the share of the time left that its trial may lose."""
 MIN_RETRIEVED = 1.05
 """Tokens per verification that retrieval must bring in hindsight before it drafts."""
