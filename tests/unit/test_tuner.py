@@ -379,6 +379,8 @@ def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
 
 def test_the_recorded_acceptance_of_a_drafter_is_what_a_cold_tuner_expects_of_it() -> None:
     arm = Strategy("learned", 4, 1, 4)
+    chance = 0.6 / (2 - 0.6)  # of a token that is drawn with the same noise, at an overlap of 0.6
+    assert expected(Acceptance(0.6), Strategy("learned", 1, 1, 1))[0] == pytest.approx(1 + chance)
     expectations = [expected(Acceptance(recorded), arm)[0] for recorded in (0.1, None, 0.9)]
     assert expectations[0] < 1.3
     assert expectations == sorted(expectations)
