@@ -32,9 +32,11 @@ _ENOUGH = 3.0
 """Verifications of a drafter's chains after which something is known of it."""
 _WORTH_OF_RESEMBLED = 4.0
 """Verifications that those of the learned drafter count as, at most, for the hybrid."""
-_MEMORY = 100.0
-"""Engine steps that a curve of one octave spans. A text changes its character, and in the tail few texts are left."""
-_MEMORY_EVERYWHERE = 4000.0
+_MEMORY, _MIN_STEPS, _MAX_STEPS = 100.0, 6.0, 100.0
+"""Verifications that a curve of one octave spans, and its least and largest number of engine steps: texts that began together
+change their character together, and a large batch shows it within a few steps. Retrieval, which is often judged by a few of the
+sequences, has the largest number."""
+_MEMORY_EVERYWHERE = 400.0
 """Verifications that the curve over all batch sizes spans."""
 _MEMORY_OF_RUN = 4000.0
 """Engine steps that a lasting curve spans, at its batch sizes."""
@@ -135,7 +137,9 @@ class Acceptance:
         drafted_D = (came_BD[:, :-1] & was_drafted_BD).sum(0)
         batch_size = batch_size or len(accepted)
         octave, share = octave_of(batch_size), len(accepted) / batch_size
-        here, whole_run = math.exp(-share / _MEMORY), math.exp(-share / _MEMORY_OF_RUN)
+        is_retrieved = strategy.drafter == "ngram"
+        num_steps = _MAX_STEPS if is_retrieved else min(max(_MEMORY / batch_size, _MIN_STEPS), _MAX_STEPS)
+        here, whole_run = math.exp(-share / num_steps), math.exp(-share / _MEMORY_OF_RUN)
         spans = ((self.counts, None, math.exp(-len(accepted) / _MEMORY_EVERYWHERE)), (self.counts, octave, here))
         for counts, where, fade in (*spans, (self.lasting, None, whole_run), (self.lasting, octave, whole_run)):
             counts[Curve.of(strategy, where)].add(tried_D, survived_D, fade)
