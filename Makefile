@@ -38,7 +38,7 @@ export OMP_NUM_THREADS ?= 1
 unexport PYTHONDONTWRITEBYTECODE
 
 # Whole test files run side by side, in the order of their names: those that wait most for processes of their own come first.
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 PROOFS := tests/integration/proofs
 SIDE_BY_SIDE := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
