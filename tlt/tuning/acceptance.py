@@ -32,10 +32,10 @@ _ENOUGH = 3.0
 """Verifications of a drafter's chains after which something is known of it."""
 _WORTH_OF_RESEMBLED = 4.0
 """Verifications that those of the learned drafter count as, at most, for the hybrid."""
-_MEMORY, _MIN_STEPS, _MAX_STEPS = 100.0, 6.0, 100.0
-"""Verifications that a curve of one octave spans, and its least and largest number of engine steps: texts that began together
-change their character together, and a large batch shows it within a few steps. Retrieval, which is often judged by a few of the
-sequences, has the largest number."""
+_MEMORY, _MIN_STEPS = 100.0, 6.0
+"""Verifications that the curve of one octave spans, and the fewest engine steps: texts of a batch that began together
+change together, and a large batch shows that within a few steps. Retrieval's curve spans `_MEMORY` engine steps instead,
+for often only a few sequences of a step say anything about it."""
 _MEMORY_EVERYWHERE = 400.0
 """Verifications that the curve over all batch sizes spans."""
 _MEMORY_OF_RUN = 4000.0
@@ -137,8 +137,7 @@ class Acceptance:
         drafted_D = (came_BD[:, :-1] & was_drafted_BD).sum(0)
         batch_size = batch_size or len(accepted)
         octave, share = octave_of(batch_size), len(accepted) / batch_size
-        is_retrieved = strategy.drafter == "ngram"
-        num_steps = _MAX_STEPS if is_retrieved else min(max(_MEMORY / batch_size, _MIN_STEPS), _MAX_STEPS)
+        num_steps = _MEMORY if strategy.drafter == "ngram" else max(_MEMORY / batch_size, _MIN_STEPS)
         here, whole_run = math.exp(-share / num_steps), math.exp(-share / _MEMORY_OF_RUN)
         spans = ((self.counts, None, math.exp(-len(accepted) / _MEMORY_EVERYWHERE)), (self.counts, octave, here))
         for counts, where, fade in (*spans, (self.lasting, None, whole_run), (self.lasting, octave, whole_run)):
