@@ -28,7 +28,6 @@ from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.drafter.drafting.hybrid import HybridDrafter
 from tlt.drafter.drafting.ngram import NgramDrafter
 from tlt.engine.engine import RolloutEngine
-from tlt.models import cpu_kernels
 from tlt.models.attention import PackedCausal
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
 from tlt.tuning.tuner import Fixed, default_arms, make_tuner
@@ -55,14 +54,6 @@ def test_chains_and_trees_of_every_drafter_change_no_token(strategy: Strategy, m
     engine = make_engine(POLICY, Fixed(strategy), max_batch_size=max_batch_size)
     assert tokens_of(engine, REQUESTS) == OFF
     assert engine.stats.num_verifications > 0
-
-
-@pytest.mark.parametrize("strategy", [Strategy.OFF, Strategy("hybrid", 4, 1, 4), Strategy("learned", 3, 2, 6)], ids=str)
-def test_attending_sequence_by_sequence_changes_no_token(strategy: Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "MIN_WASTE", -1)
-    for threshold in (0.0, 0.1):  # chains as long as they can be, and each as long as it likes
-        engine = make_engine(POLICY, Fixed(strategy), max_batch_size=5, confidence_threshold=threshold)
-        assert tokens_of(engine, REQUESTS) == OFF
 
 
 @pytest.mark.parametrize("arm", [arm for arm in ARMS if not arm.is_off and arm not in STRATEGIES + RETRIEVING], ids=str)

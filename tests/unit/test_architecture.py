@@ -21,7 +21,9 @@ import tlt
 ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"types", "kinds", "accounts", "clock", "spans", "config", "extras", "files", "hub", "packaged", "plugins"})
+    frozenset(
+        {"types", "kinds", "accounts", "clock", "spans", "config", "extras", "files", "hub", "openmp", "packaged", "plugins"}
+    )
     | {"processes", "recipes", "secrets", "streams", "text", "uploads"},
     frozenset({"models", "speculative", "tasks", "data"}),
     frozenset({"engine", "drafter", "tuning", "rl", "distributed", "report"}),

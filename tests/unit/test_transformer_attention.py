@@ -18,10 +18,9 @@ from tests.unit.transformer_parts import (
     referee_logits,
     stale_cache,
 )
-from tlt.models import attention, cpu_kernels
-from tlt.models.attention import Cached, CachedBySequence, PackedCausal, cached, real_tokens
+from tlt.models import attention
+from tlt.models.attention import Cached, PackedCausal
 from tlt.models.decoder import ModelConfig
-from tlt.speculative.tree import chain_mask
 
 
 @pytest.fixture(params=CASES)
@@ -76,28 +75,6 @@ def test_one_forward_over_a_tree_equals_decoding_each_of_its_paths(case: str, se
                 torch.testing.assert_close(verified_BNV[b, column], sequential[0], atol=1e-10, rtol=0)
             expected = referee_logits(model, [*prompt, *tokens_BN[b, path].tolist()])[len(prompt) :]
             torch.testing.assert_close(verified_BNV[b, path], expected, atol=1e-10, rtol=0)
-
-
-@pytest.mark.parametrize("num_new", [1, 5])
-def test_a_ragged_batch_sequence_by_sequence_equals_the_padded_one(num_new: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, lengths = ModelConfig("llama", VOCAB, 32, 64, 1, 4, 2, 8, tie_embeddings=True, max_positions=160), [37, 2, 90, 11]
-    generator = torch.Generator().manual_seed(num_new)
-    qkv_NSD = torch.randn(4 * num_new, config.num_qkv, config.head_dim, generator=generator, dtype=torch.float64)
-    prefix_B, length = torch.tensor(lengths), max(lengths) + num_new
-    mask = chain_mask(prefix_B[:, None] + torch.arange(num_new), length, torch.float64)
-    columns_BT, outputs = prefix_B[:, None] + torch.arange(num_new), []
-    counts = [min(count, num_new) for count in (1, 4, 2, 5)]  # new tokens of each, and of how many of them nobody knows
-    real_N = real_tokens(counts, num_new, torch.device("cpu"))
-    for waste, counted in ((10**9, None), (-1, None), (10**9, counts), (-1, counts)):
-        monkeypatch.setattr(cpu_kernels, "MIN_WASTE", waste)
-        cache = stale_cache(config, 4, length + 7, torch.float64)
-        visible = [n + new for n, new in zip(lengths, counted or [num_new] * 4, strict=True)]
-        attend = cached(config, cache, columns_BT, length, mask, visible, counted)
-        assert isinstance(attend, CachedBySequence) == (waste < 0)
-        out_NC = attend(0, qkv_NSD if counted is None else qkv_NSD[real_N])
-        outputs.append(out_NC[real_N] if counted is None else out_NC)
-    for output in outputs[1:]:
-        torch.testing.assert_close(outputs[0], output, atol=0, rtol=1e-12)
 
 
 def path_to(parents: Sequence[int], node: int) -> list[int]:

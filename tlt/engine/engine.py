@@ -31,7 +31,7 @@ from tlt.engine.reading import PIECE, along_paths, read
 from tlt.engine.scheduler import Admission, Scheduler
 from tlt.engine.sequence import Decode, Sequence, broken_policy, check_request
 from tlt.engine.stats import EngineStats
-from tlt.models.attention import keep_to_steady_kernels
+from tlt.models.attention import prepare_kernels
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
@@ -84,10 +84,9 @@ class RolloutEngine:
         self.max_depth = Strategy.MAX_DEPTH if tuner is not None else 0
         self.on_span, self.verify, self.decode = on_span, verify, decode
         self._law: BatchLaw | None = None
+        prepare_kernels(self.device, model.dtype)
         if self.device.type == "cpu":
             compiled_loops()
-        else:
-            keep_to_steady_kernels()
         self._predicted_speed: float | None = None
         self._speed_otherwise: float | None = None
 

@@ -1,12 +1,15 @@
 """Which token attends to which: attention within packed sequences and over a cache, by PyTorch's own SDPA.
 
 Each object here is an `Attend` (see decoder.py) made for one forward. It knows no weights. Faster kernels lie in
-cpu_kernels.py and must agree with what is here.
+cpu_kernels.py and compiled_attention.py and must agree with what is here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,13 @@ from torch import Tensor
 from tlt.models import cpu_kernels
 from tlt.models.decoder import ModelConfig
 from tlt.uploads import upload
+
+if TYPE_CHECKING:
+    from tlt.models.compiled_attention import CompiledAttention
+
+FEW_TOKENS, SDPA_ADVANTAGE = 16, 4 / 3
+"""New tokens of a sequence up to which compiled loops are always faster than SDPA, and how much faster SDPA multiplies beyond
+(benchmarks/results/attention.md)."""
 
 
 def keep_to_steady_kernels() -> None:
@@ -156,25 +166,48 @@ class StoringPrefill(PackedCausal):
         return super().__call__(layer, qkv_NSD)
 
 
+@cache
+def compiled_loops() -> ModuleType | None:
+    """Returns compiled_attention.py; None where Numba, which compiles it, is missing: SDPA then attends."""
+    try:
+        from tlt.models import compiled_attention
+    except ImportError:
+        return None
+    return compiled_attention
+
+
+def prepare_kernels(device: torch.device, dtype: torch.dtype) -> None:
+    """Does before the first forward what it would else wait for: on a CPU the loops for this type are loaded, or compiled where
+    nobody has before."""
+    if device.type != "cpu":
+        keep_to_steady_kernels()
+    elif (loops := compiled_loops()) is not None and dtype in loops.DTYPES:
+        loops.compiled(dtype)
+
+
 def cached(
     config: ModelConfig,
     layers_SKLD: Sequence[Tensor],
     columns_BT: Tensor,
     length: int,
     mask_BTL: Tensor | None,
-    lengths: Sequence[int],
+    lengths: Sequence[int] | None = None,
     counts: Sequence[int] | None = None,
-) -> Cached:
-    """Returns cached attention for a batch whose sequences may differ in length: in one call for the whole batch or, on a CPU
-    where that would mostly read what no token may see, in one call for each sequence. The other arguments are `Cached`'s.
+) -> Cached | CompiledAttention:
+    """Returns cached attention for a batch: on a CPU by compiled loops, where they are faster. Other arguments are `Cached`'s.
 
-    lengths: per sequence, the columns that any of its new tokens may see.
+    lengths: per sequence, the columns that any of its new tokens may see; None: `length` of each.
     """
-    batch, num_new = columns_BT.shape
-    rows = list(zip(counts or [num_new] * batch, lengths, strict=True))
-    if cpu_kernels.is_ragged(rows, columns_BT, length, config.num_heads * config.head_dim):
-        return CachedBySequence(config, layers_SKLD, columns_BT, mask_BTL, rows, counts)
-    return Cached(config, layers_SKLD, columns_BT, length, mask_BTL, counts)
+    B, T = columns_BT.shape
+    rows = list(zip(counts or [T] * B, lengths or [length] * B, strict=True))
+    is_faster = T <= FEW_TOKENS or SDPA_ADVANTAGE * sum(t * n for t, n in rows) < B * T * length
+    loops = compiled_loops() if is_faster and columns_BT.device.type == "cpu" else None
+    if loops is None or layers_SKLD[0].dtype not in loops.DTYPES:
+        return Cached(config, layers_SKLD, columns_BT, length, mask_BTL, counts)
+    mask_BTL = None if T == 1 and lengths is not None else mask_BTL  # a single token sees all of its columns
+    real_N = None if counts is None else real_tokens(counts, T, columns_BT.device)
+    attend: CompiledAttention = loops.CompiledAttention(config.num_heads, layers_SKLD, columns_BT, mask_BTL, rows, real_N)
+    return attend
 
 
 class Cached:
@@ -218,44 +251,12 @@ class Cached:
         return self._attend(q_NHD, cache_SKLD)
 
     def _attend(self, q_NHD: Tensor, cache_SKLD: Tensor) -> Tensor:
-        B, T = self.batch, self.num_new
+        B, T, K, G = self.batch, self.num_new, self.num_kv_heads, self.group
         live_BKLD = cache_SKLD[:B, :, : self.length]
-        out_NC = self._attend_block(pad(q_NHD, self.real_N, B * T), live_BKLD, B, T, self.mask)
+        q_BKTD = pad(q_NHD, self.real_N, B * T).view(B, T, K, G, -1).permute(0, 2, 3, 1, 4).reshape(B, K, G * T, -1)
+        out_BKTD = F.scaled_dot_product_attention(q_BKTD, live_BKLD[:, :K], live_BKLD[:, K:], attn_mask=self.mask)
+        out_NC = out_BKTD.view(B, K, G, T, -1).permute(0, 3, 1, 2, 4).reshape(B * T, -1)
         return out_NC if self.real_N is None else out_NC.index_select(0, self.real_N)
-
-    def _attend_block(self, q_NHD: Tensor, live_BKLD: Tensor, B: int, T: int, mask: Tensor | None) -> Tensor:
-        K, G = self.num_kv_heads, self.group
-        q_BKTD = q_NHD.view(B, T, K, G, -1).permute(0, 2, 3, 1, 4).reshape(B, K, G * T, -1)
-        out_BKTD = F.scaled_dot_product_attention(q_BKTD, live_BKLD[:, :K], live_BKLD[:, K:], attn_mask=mask)
-        return out_BKTD.view(B, K, G, T, -1).permute(0, 3, 1, 2, 4).reshape(B * T, -1)
-
-
-class CachedBySequence(Cached):
-    """`Cached` attention in one call for each sequence, which reads no entry beyond the sequence's own.
-
-    rows: per sequence, the number of its new tokens and of the columns that any of them may see.
-    """
-
-    def __init__(
-        self,
-        config: ModelConfig,
-        layers_SKLD: Sequence[Tensor],
-        columns_BT: Tensor,
-        mask_BTL: Tensor | None,
-        rows: Sequence[tuple[int, int]],
-        counts: Sequence[int] | None = None,
-    ) -> None:
-        super().__init__(config, layers_SKLD, columns_BT, max(n for _, n in rows), None, counts)
-        self.row_shapes = rows
-        self.masks: list[Tensor | None] = [None] * len(rows)
-        if mask_BTL is not None and self.num_new > 1:  # a single token sees all of its columns
-            self.masks = [mask_BTL[row, :t, :n].repeat(self.group, 1) for row, (t, n) in enumerate(rows)]
-
-    def _attend(self, q_NHD: Tensor, cache_SKLD: Tensor) -> Tensor:
-        splits = q_NHD.split([t for t, _ in self.row_shapes])
-        rows = zip(self.row_shapes, self.masks, splits, strict=True)
-        blocks = ((q, cache_SKLD[b : b + 1, :, :n], 1, t, mask) for b, ((t, n), mask, q) in enumerate(rows))
-        return torch.cat([self._attend_block(*block) for block in blocks])
 
 
 def real_tokens(counts: Sequence[int], num_columns: int, device: torch.device) -> Tensor:

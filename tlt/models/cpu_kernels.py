@@ -6,7 +6,6 @@ It knows no model; decoder.py, packed.py and attention.py call it and have a pla
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -57,8 +56,8 @@ MIN_PRODUCTS = 320_000
 """Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear (docs/log.md)."""
 
 
-FASTEST_ROWS, MIN_REPEATED = 4, 1_000_000
-"""oneDNN reads a matrix faster from memory for four rows than for fewer: 33 GB/s in place of 22 to 25 on an AMD EPYC (Zen 4).
+FASTEST_ROWS, MIN_REPEATED = 3, 1_500_000
+"""oneDNN reads a matrix faster from memory for three rows than for fewer: 30 GB/s in place of 22 to 25 on an AMD EPYC (Zen 4).
 So a smaller input is repeated, where the matrix has so many elements that this pays for the copy."""
 
 
@@ -156,23 +155,3 @@ class CausalAndOwn(torch.autograd.Function):
         d_scores_IHT1 = own_IHT1 * ((d_HTD * own_v_IHTD).sum(-1, keepdim=True) - correction_HT1) * scale
         dq_HTD = dq_1HTD[0] + (d_scores_IHT1 * own_k_IHTD).sum(0)
         return dq_HTD, dk_1HTD[0], dv_1HTD[0], d_scores_IHT1 * q_HTD, own_IHT1 * d_HTD
-
-
-MIN_WASTE = 300_000
-"""Multiplications with hidden keys, per sequence, from which a call for each sequence is cheaper (docs/log.md)."""
-QUERIES_PER_READ = 6
-"""To read a key from memory takes as long as to multiply it with so many queries."""
-
-
-def is_ragged(rows: Sequence[tuple[int, int]], columns_BT: Tensor, length: int, query_size: int) -> bool:
-    """Returns whether a call for each sequence is cheaper than one call for the padded batch, which it never is on a GPU.
-
-    rows: (new tokens, visible columns) of each sequence; padded, all would have the T of `columns_BT` and `length`.
-    query_size: heads times head size.
-    """
-    if columns_BT.device.type != "cpu":
-        return False
-    num_new = columns_BT.shape[1]
-    num_reads = sum(max(t, QUERIES_PER_READ) * n for t, n in rows)
-    wasted = len(rows) * max(num_new, QUERIES_PER_READ) * length - num_reads
-    return wasted * query_size > MIN_WASTE * len(rows)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tlt.drafter.drafting.history import FeatureHistory
 from tlt.drafter.model import TOKEN_AHEAD, PackedDrafter
-from tlt.models.attention import Cached, StoringPrefill
+from tlt.models.attention import StoringPrefill, cached
 from tlt.models.kv_cache import Cache, prefill_groups
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext
@@ -191,7 +191,7 @@ class PairCache:
 
         `depths_BT` counts pairs from the first in the cache; with the offset it is the rotary position.
         """
-        attend = Cached(self.model.config.layer, self.cache.layers, columns_BT, length, mask)
+        attend = cached(self.model.config.layer, self.cache.layers, columns_BT, length, mask)
         embeddings = self.target.embed(tokens_BT.flatten())
         positions_BT = depths_BT if offsets_B1 is None else depths_BT + offsets_B1
         positions = positions_BT.flatten().clamp_max(self.model.config.layer.max_positions - 1)

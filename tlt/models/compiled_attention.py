@@ -1,0 +1,346 @@
+"""Attention of few queries over a cache as compiled loops, for CPUs: keys and values are read once, and nothing is padded.
+
+    an item: the new tokens of one sequence, and the query heads that share a key head
+      64 keys at a time ─▶ scores ─▶ softmax, corrected when a larger score comes ─▶ sums of the weighed values
+                                     (Milakov and Gimelshein, arXiv 1805.02867)
+
+attention.py is the reference, and attends where Numba is missing. Everything is computed in float32. What a query gets depends
+on no other query, on no other sequence and on no key that it does not see, not even in the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
+from numba.extending import overload
+from torch import Tensor
+
+from tlt import openmp
+from tlt.openmp import float32_at, int64_at, uint16_at
+
+BLOCK = 64
+"""Keys that are looked at together."""
+
+PRODUCTS_PER_THREAD = 100_000
+"""Multiplications that are worth another thread: to wake it takes some microseconds."""
+
+DTYPES = (torch.float32, torch.bfloat16)
+
+_F32, _I32, _U32, _U64 = np.float32, np.int32, np.uint32, np.uint64
+_1, _2, _3, _4, _64, _128, _BLOCK = _U64(1), _U64(2), _U64(3), _U64(4), _U64(64), _U64(128), _U64(BLOCK)
+_LN2, _LOG2E = _F32(math.log(2)), _F32(1 / math.log(2))
+_NOTHING, _LOWEST = _F32(-math.inf), _F32(-1e30)
+
+_REORDERED = {"nsz", "reassoc", "contract", "arcp"}
+"""What the loops may do: sums are split among the lanes of the processor's vectors. Indices are unsigned, because for signed
+ones Numba asks whether they are negative, and then no vectors are used."""
+
+_ADDRESSES = ("qkv", "layer", "out", "columns", "rows", "mask")
+_SIZES = ("num_heads", "num_kv_heads", "head_dim", "capacity", "num_new", "mask_length")
+CALL = np.dtype([*openmp.HEAD, *((name, "i8") for name in _ADDRESSES), *((name, "u8") for name in _SIZES)])
+"""A call for one layer: where its arrays are, and their sizes."""
+
+
+class CompiledAttention:
+    """`attention.Cached` of few new tokens, by the loops.
+
+    rows: per sequence, the number of its new tokens and of the columns that any of them may see.
+    mask_BTL: None where each new token sees all columns of its row.
+    real_N: see `attention.Cached`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        layers_SKLD: Sequence[Tensor],
+        columns_BT: Tensor,
+        mask_BTL: Tensor | None,
+        rows: Sequence[tuple[int, int]],
+        real_N: Tensor | None,
+    ) -> None:
+        self.layers, self.real_N, self.num_heads = layers_SKLD, real_N, num_heads
+        self.columns = columns_BT.contiguous()
+        self.mask = None if mask_BTL is None else mask_BTL.float().contiguous()
+        ends = np.cumsum([t for t, _ in rows])
+        self.rows = np.array([(end - t, t, n) for end, (t, n) in zip(ends, rows, strict=True)], np.int64)
+        _, num_kv, capacity, head_dim = layers_SKLD[0].shape
+        mask = (0, 0) if self.mask is None else (self.mask.data_ptr(), self.mask.shape[2])
+        addresses = (self.columns.data_ptr(), self.rows.ctypes.data, mask[0])
+        sizes = (num_heads, num_kv // 2, head_dim, capacity, columns_BT.shape[1], mask[1])
+        self.call = np.array([(0, len(rows) * (num_kv // 2), 0, 0, 0, *addresses, *sizes)], CALL)
+        num_products = 2 * sum(t * n for t, n in rows) * num_heads * head_dim
+        self.loop = openmp.Loop(compiled(layers_SKLD[0].dtype), self.call, 1 + num_products // PRODUCTS_PER_THREAD)
+
+    def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
+        qkv_NSD = qkv_NSD.contiguous()
+        out_NC = qkv_NSD.new_empty(len(qkv_NSD), self.num_heads * qkv_NSD.shape[2])
+        self.call["qkv"], self.call["out"] = qkv_NSD.data_ptr(), out_NC.data_ptr()
+        self.call["layer"] = self.layers[layer].data_ptr()
+        self.loop.run()
+        return out_NC
+
+
+@cache
+def compiled(dtype: torch.dtype) -> int:
+    """Returns the address of the loop for caches of this type. Numba compiles it where nobody has before, which takes some
+    seconds, and keeps it on disk."""
+    function = _attend_float32 if dtype == torch.float32 else _attend_bfloat16
+    address: int = cfunc(types.void(types.voidptr), cache=True)(function).address  # type: ignore[assignment]  # None before compiling
+    return address
+
+
+def _attend_float32(data):  # type: ignore
+    call = carray(data, 1, CALL)[0]
+    _attend(data, call, (float32_at(call.qkv), float32_at(call.layer), float32_at(call.out)))
+
+
+def _attend_bfloat16(data):  # type: ignore
+    call = carray(data, 1, CALL)[0]
+    _attend(data, call, (uint16_at(call.qkv), uint16_at(call.layer), uint16_at(call.out)))
+
+
+# ── items ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@njit(nogil=True, cache=True)
+def _attend(data, call, arrays):  # type: ignore
+    """Takes items until none is left: a sequence and a key head each."""
+    num_rows = call.num_new * (call.num_heads // call.num_kv_heads) + _1  # queries go in pairs
+    queries, sums, rest = _zeros(num_rows * call.head_dim), _zeros(num_rows * call.head_dim), _zeros(_4 * call.head_dim)
+    scores, largest, totals = _zeros(num_rows * _BLOCK), _zeros(num_rows), _zeros(num_rows)
+    while True:
+        item = openmp.take(data)
+        if item >= call.num_items:
+            return
+        sequence, kv_head = _U64(item) // call.num_kv_heads, _U64(item) % call.num_kv_heads
+        _attend_item(call, arrays, sequence, kv_head, (queries, scores, sums, largest, totals, rest))
+
+
+@njit(nogil=True, cache=True)
+def _attend_item(call, arrays, sequence, kv_head, work):  # type: ignore
+    qkv, layer, out = arrays
+    queries, scores, sums, largest, totals, rest = work
+    dim, rows = call.head_dim, int64_at(call.rows)
+    first, num_new, num_keys = _U64(rows[_3 * sequence]), _U64(rows[_3 * sequence + _1]), _U64(rows[_3 * sequence + _2])
+    keys_at = (_2 * call.num_kv_heads * sequence + kv_head) * call.capacity * dim
+    values_at = keys_at + call.num_kv_heads * call.capacity * dim
+    new_key, group = call.num_heads + kv_head, call.num_heads // call.num_kv_heads
+    _store(call, qkv, new_key, first, num_new, sequence, layer, keys_at)
+    _store(call, qkv, new_key + call.num_kv_heads, first, num_new, sequence, layer, values_at)
+    num_rows = num_new * group
+    for i in range(num_new):
+        at = ((first + i) * (call.num_heads + _2 * call.num_kv_heads) + kv_head * group) * dim
+        _load(qkv, at, group * dim, queries, i * group * dim)
+    _scale(queries, _U64(0), num_rows * dim, _F32(1.0 / math.sqrt(dim)))
+    sums[:], totals[:], largest[:] = _F32(0), _F32(0), _LOWEST
+    for start in range(_U64(0), num_keys, _BLOCK):
+        count = min(_BLOCK, num_keys - start)
+        _score(queries, num_rows, layer, keys_at + start * dim, count, dim, rest, scores)
+        _hide(call, scores, num_rows, group, count, sequence * call.num_new, start)
+        _weigh(scores, num_rows, dim, sums, largest, totals)
+        _add(scores, num_rows, layer, values_at + start * dim, count, dim, rest, sums)
+    for row in range(num_rows):
+        at = ((first + row // group) * call.num_heads + kv_head * group + row % group) * dim
+        _unload(sums, row * dim, dim, _F32(1) / totals[row], out, at)
+
+
+@njit(nogil=True, cache=True)
+def _store(call, qkv, head, first, num_new, sequence, layer, at):  # type: ignore
+    """Copies a head of the new tokens to their columns of the cache."""
+    columns, dim, step = int64_at(call.columns), call.head_dim, call.num_heads + _2 * call.num_kv_heads
+    for i in range(num_new):
+        source, target = ((first + i) * step + head) * dim, at + _U64(columns[sequence * call.num_new + i]) * dim
+        for d in range(dim):
+            layer[target + d] = qkv[source + d]
+
+
+@njit(nogil=True, cache=True)
+def _score(queries, num_rows, keys, at, count, dim, rest, scores):  # type: ignore
+    """Writes query · key, for every query and every key of a block."""
+    if dim == _64:
+        _score_all(queries, num_rows, keys, at, count, _64, rest, scores)
+    elif dim == _128:
+        _score_all(queries, num_rows, keys, at, count, _128, rest, scores)
+    else:
+        _score_all(queries, num_rows, keys, at, count, dim, rest, scores)
+
+
+@njit(inline="always")
+def _score_all(queries, num_rows, keys, at, count, dim, rest, scores):  # type: ignore
+    whole = count // _4 * _4
+    _load(keys, at + whole * dim, (count - whole) * dim, rest, _U64(0))
+    for pair in range((num_rows + _1) // _2):
+        q0, s0 = _2 * pair * dim, _2 * pair * _BLOCK
+        for j in range(_U64(0), whole, _4):
+            _two_by_four(queries, q0, keys, at + j * dim, dim, scores, s0 + j)
+        if whole < count:
+            _two_by_four(queries, q0, rest, _U64(0), dim, scores, s0 + whole)
+
+
+@njit(nogil=True, forceinline=True, fastmath=_REORDERED)
+def _two_by_four(queries, q0, keys, k0, dim, scores, s0):  # type: ignore
+    """Writes the products of two queries and four keys."""
+    a0, a1, a2, a3 = _F32(0), _F32(0), _F32(0), _F32(0)
+    b0, b1, b2, b3 = _F32(0), _F32(0), _F32(0), _F32(0)
+    q1, k1, k2, k3, s1 = q0 + dim, k0 + dim, k0 + _2 * dim, k0 + _3 * dim, s0 + _BLOCK
+    for d in range(dim):
+        x, y = queries[q0 + d], queries[q1 + d]
+        z0, z1, z2, z3 = _widen(keys[k0 + d]), _widen(keys[k1 + d]), _widen(keys[k2 + d]), _widen(keys[k3 + d])
+        a0, a1, a2, a3 = a0 + x * z0, a1 + x * z1, a2 + x * z2, a3 + x * z3
+        b0, b1, b2, b3 = b0 + y * z0, b1 + y * z1, b2 + y * z2, b3 + y * z3
+    scores[s0], scores[s0 + _1], scores[s0 + _2], scores[s0 + _3] = a0, a1, a2, a3
+    scores[s1], scores[s1 + _1], scores[s1 + _2], scores[s1 + _3] = b0, b1, b2, b3
+
+
+@njit(nogil=True, cache=True)
+def _hide(call, scores, num_rows, group, count, first_mask, start):  # type: ignore
+    """Adds the mask, and hides what lies behind the keys."""
+    for row in range(num_rows):
+        if call.mask_length:
+            mask, at = float32_at(call.mask), (first_mask + row // group) * call.mask_length + start
+            for j in range(count):
+                scores[row * _BLOCK + j] += mask[at + j]
+        for j in range(count, _BLOCK):
+            scores[row * _BLOCK + j] = _NOTHING
+
+
+@njit(nogil=True, cache=True)
+def _weigh(scores, num_rows, dim, sums, largest, totals):  # type: ignore
+    """Replaces scores s by exp(s - largest so far), by which `sums` and `totals` go too."""
+    for row in range(num_rows):
+        found = _largest(scores, row * _BLOCK)
+        if found > largest[row]:
+            factor = _F32(math.exp(largest[row] - found))
+            _scale(sums, row * dim, dim, factor)
+            totals[row], largest[row] = totals[row] * factor, found
+        totals[row] += _to_weights(scores, row * _BLOCK, largest[row])
+    for j in range(_BLOCK):
+        scores[num_rows * _BLOCK + j] = _F32(0)
+
+
+@njit(nogil=True, cache=True, fastmath=_REORDERED)
+def _largest(scores, at):  # type: ignore
+    largest = _LOWEST
+    for j in range(_BLOCK):
+        largest = max(largest, scores[at + j])
+    return largest
+
+
+@njit(nogil=True, cache=True, fastmath=_REORDERED)
+def _to_weights(scores, at, largest):  # type: ignore
+    """Returns the sum of the weights. exp is 2ᵏ times Taylor's seventh degree, within 2⁻²⁴; 0 below 2⁻¹²⁶."""
+    total = _F32(0)
+    for j in range(_BLOCK):
+        power = (scores[at + j] - largest) * _LOG2E
+        bounded = _F32(-126) if power < _F32(-126) else power
+        whole = _I32(bounded - _F32(0.5))
+        x = (bounded - _F32(whole)) * _LN2
+        series = _F32(1 / 5040)
+        series = series * x + _F32(1 / 720)
+        series = series * x + _F32(1 / 120)
+        series = series * x + _F32(1 / 24)
+        series = series * x + _F32(1 / 6)
+        series = series * x + _F32(1 / 2)
+        series = series * x + _F32(1)
+        series = series * x + _F32(1)
+        weight = series * _I32(_I32(whole + _I32(127)) << _I32(23)).view(np.float32)
+        weight = _F32(0) if power < _F32(-126) else weight
+        scores[at + j] = weight
+        total += weight
+    return total
+
+
+@njit(nogil=True, cache=True)
+def _add(weights, num_rows, values, at, count, dim, rest, sums):  # type: ignore
+    """Adds the weighed values to the sums."""
+    if dim == _64:
+        _add_all(weights, num_rows, values, at, count, _64, rest, sums)
+    elif dim == _128:
+        _add_all(weights, num_rows, values, at, count, _128, rest, sums)
+    else:
+        _add_all(weights, num_rows, values, at, count, dim, rest, sums)
+
+
+@njit(inline="always")
+def _add_all(weights, num_rows, values, at, count, dim, rest, sums):  # type: ignore
+    whole = count // _4 * _4
+    _load(values, at + whole * dim, (count - whole) * dim, rest, _U64(0))
+    for pair in range((num_rows + _1) // _2):
+        w0, s0 = _2 * pair * _BLOCK, _2 * pair * dim
+        for j in range(_U64(0), whole, _4):
+            _add_four(weights, w0 + j, values, at + j * dim, dim, sums, s0)
+        if whole < count:
+            _add_four(weights, w0 + whole, rest, _U64(0), dim, sums, s0)
+
+
+@njit(nogil=True, forceinline=True, fastmath=_REORDERED)
+def _add_four(weights, w0, values, v0, dim, sums, s0):  # type: ignore
+    """Adds four weighed values to the sums of two queries."""
+    w1, v1, v2, v3, s1 = w0 + _BLOCK, v0 + dim, v0 + _2 * dim, v0 + _3 * dim, s0 + dim
+    a0, a1, a2, a3 = weights[w0], weights[w0 + _1], weights[w0 + _2], weights[w0 + _3]
+    b0, b1, b2, b3 = weights[w1], weights[w1 + _1], weights[w1 + _2], weights[w1 + _3]
+    for d in range(dim):
+        x0, x1, x2, x3 = _widen(values[v0 + d]), _widen(values[v1 + d]), _widen(values[v2 + d]), _widen(values[v3 + d])
+        sums[s0 + d] += a0 * x0 + a1 * x1 + a2 * x2 + a3 * x3
+        sums[s1 + d] += b0 * x0 + b1 * x1 + b2 * x2 + b3 * x3
+
+
+@njit(nogil=True, cache=True)
+def _scale(numbers, at, size, factor):  # type: ignore
+    for i in range(size):
+        numbers[at + i] *= factor
+
+
+# ── numbers in memory ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@njit(inline="always")
+def _zeros(size):  # type: ignore
+    return np.zeros(size, np.float32)
+
+
+@njit(nogil=True, cache=True)
+def _load(source, at, size, target, to):  # type: ignore
+    """Copies numbers that lie together, as float32."""
+    for i in range(size):
+        target[to + i] = _widen(source[at + i])
+
+
+@njit(nogil=True, cache=True)
+def _unload(source, at, size, factor, target, to):  # type: ignore
+    for i in range(size):
+        target[to + i] = _narrow(source[at + i] * factor, target[to + i])
+
+
+def _widen(number: Any) -> Any:
+    """Returns float32 of float32, or of the bits of bfloat16."""
+
+
+def _narrow(number: Any, like: Any) -> Any:
+    """Returns a float32 as it is, or the bits of the nearest bfloat16, of two the even one."""
+
+
+@overload(_widen)
+def _(number):  # type: ignore
+    if isinstance(number, types.Float):
+        return lambda number: number
+    return lambda number: _U32(_U32(number) << _U32(16)).view(np.float32)
+
+
+@overload(_narrow)
+def _(number, like):  # type: ignore
+    if isinstance(like, types.Float):
+        return lambda number, like: number
+    return lambda number, like: _round_to_bfloat16(number)
+
+
+@njit(inline="always")
+def _round_to_bfloat16(number):  # type: ignore
+    bits = _F32(number).view(np.uint32)
+    return np.uint16(_U32(bits + _U32(0x7FFF) + ((bits >> _U32(16)) & _U32(1))) >> _U32(16))

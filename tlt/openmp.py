@@ -1,0 +1,115 @@
+"""Loops that Numba compiled, run on the threads that PyTorch computes with.
+
+A second pool of threads would contend for the cores with PyTorch's own, which go on spinning for a while after every
+operation. So a loop is handed to the OpenMP library that PyTorch has loaded (GCC's, on Linux); where there is none,
+Python's threads run it.
+
+A loop is a C function of the address of a record. The record begins with `HEAD`: the next item, from which every thread takes
+items until none is left, and the number of items. This file imports Numba.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray, njit, types  # type: ignore[attr-defined]  # carray is public and not listed
+from numba.extending import intrinsic
+
+HEAD = [("next_item", "i8"), ("num_items", "i8")]
+"""The first fields of every loop's record, as numpy's dtypes have them."""
+
+
+class Loop:
+    """A loop with its record, which may change between runs.
+
+    address: where the compiled function is.
+    record_1: an array of one record.
+    max_threads: threads that are worth their waking.
+    """
+
+    def __init__(self, address: int, record_1: Any, max_threads: int) -> None:
+        self.address, self.record_1, self.record_at = address, record_1, record_1.ctypes.data
+        self.num_threads = min(torch.get_num_threads(), int(record_1["num_items"][0]), max_threads)
+
+    def run(self) -> None:
+        """Returns when no item is left."""
+        self.record_1["next_item"] = 0
+        if self.num_threads > 1 and (parallel := _gomp_parallel()) is not None:
+            parallel(self.address, self.record_at, self.num_threads, 0)
+            return
+        others = [_pool().submit(self._call) for _ in range(self.num_threads - 1)]
+        self._call()
+        for other in others:
+            other.result()
+
+    def _call(self) -> None:
+        _FUNCTION(self.address)(self.record_at)
+
+
+_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
+    """Returns GOMP_parallel (function, its argument, threads, flags) of the library that is loaded; None: there is none."""
+    try:
+        library = ctypes.CDLL("libgomp.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except (OSError, AttributeError):  # other systems have no such library, or no such flag
+        return None
+    parallel: Any = library.GOMP_parallel
+    parallel.argtypes, parallel.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    found: Callable[[int, int, int, int], None] = parallel
+    return found
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1), "loops")
+
+
+# ── within a loop ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _pointer(typing_context, address):  # type: ignore
+    def generate(context, builder, signature, values):  # type: ignore
+        return builder.inttoptr(values[0], ir.IntType(8).as_pointer())
+
+    return types.voidptr(types.int64), generate
+
+
+def _take(typing_context, record):  # type: ignore
+    def generate(context, builder, signature, values):  # type: ignore
+        next_item = builder.bitcast(values[0], ir.IntType(64).as_pointer())
+        return builder.atomic_rmw("add", next_item, ir.Constant(ir.IntType(64), 1), "monotonic")
+
+    return types.int64(types.voidptr), generate
+
+
+take: Any = intrinsic(_take)
+"""Returns the next item that no thread has taken, of the record at this address."""
+
+_as_pointer: Any = intrinsic(_pointer)
+
+
+@njit(inline="always")
+def float32_at(address):  # type: ignore
+    """Returns the numbers from this address on, as an array whose length nobody checks."""
+    return carray(_as_pointer(address), 1, np.float32)
+
+
+@njit(inline="always")
+def int64_at(address):  # type: ignore
+    return carray(_as_pointer(address), 1, np.int64)
+
+
+@njit(inline="always")
+def uint16_at(address):  # type: ignore
+    return carray(_as_pointer(address), 1, np.uint16)
