@@ -158,7 +158,7 @@ def stale_cache(config: ModelConfig, num_slots: int, length: int, dtype: torch.d
 def prefill(ours: PackedTransformer, prompts: Sequence[Sequence[int]], cache: list[Tensor]) -> Tensor:
     """Stores the prompts in slots 0.. and returns the logits of their last tokens, [B, V]."""
     lengths = [len(prompt) for prompt in prompts]
-    attend = StoringPrefill(ours.config, lengths, cache, slots=range(len(prompts)))
+    attend = StoringPrefill(ours.config, [(length, (0,)) for length in lengths], cache, slots=range(len(prompts)))
     token_ids_N = torch.tensor([token for prompt in prompts for token in prompt])
     features_NE = ours.forward(token_ids_N, attend.positions(), attend)
     return ours.logits(features_NE[torch.tensor(lengths).cumsum(0) - 1])

@@ -1,8 +1,9 @@
-"""Reading what a sequence starts from: its prompt, or prompt and response so far. Every distinct text is read once, all but its
-last token, in forwards of bounded size, and copied to the other slots that start from it.
+"""Reading what a sequence starts from: its prompt, or prompt and response so far, all but the last token. Every distinct text
+is read once, in forwards of bounded size, and copied to the other slots that start from it. What several texts begin with,
+such as a chat template, is read once for all of them.
 
-    short texts   [ text text text ] [ text text ]        packed, up to PREFILL_TOKENS in a forward
-    a long one    [ first part      ] [part] [part] …     each later part attends to the cache
+    short texts   [ beginning rest rest rest ] [ text text ]      packed, up to PREFILL_TOKENS in a forward
+    a long one    [ first part      ] [part] [part] …             each later part attends to the cache
 
 Knows neither requests nor what is captured for.
 """
@@ -10,6 +11,7 @@ Knows neither requests nor what is captured for.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -26,6 +28,9 @@ _PART_TOKENS = 512
 """Tokens of a later part of a long text. Its mask has a row for each of them and for each query head that shares a key: at 7B
 and 32k tokens 235 MiB in bf16."""
 
+MIN_SHARED = 8
+"""Tokens that a text must save to be read behind what others begin with."""
+
 OnRead = Callable[[tuple[int, ...], int, Tensor], None]
 """Receives (slots, first position, captured_TF) of tokens that these slots have read."""
 
@@ -38,19 +43,68 @@ def prefill(
     capture: see `forward_capturing`."""
     limit, num_tokens, num_forwards = kv_cache.PREFILL_TOKENS, 0, 0
     for group in prefill_groups([a for a in admissions if len(a.tokens) > 1], lambda a: len(a.tokens)):
-        lengths = [min(len(a.tokens) - 1, limit) for a in group]
-        attend = StoringPrefill(model.config, lengths, cache.layers, [a.slots[0] for a in group])
-        tokens = [t for a, length in zip(group, lengths, strict=True) for t in a.tokens[:length]]
-        positions_N = attend.positions(model.device)
-        captured_NF = model.forward_capturing(upload(tokens, model.device), positions_N, attend, capture)[1]
-        num_tokens, num_forwards = num_tokens + len(tokens), num_forwards + 1
-        for admission, captured_TF in zip(group, captured_NF.split(lengths), strict=True):
+        for admission, captured_TF, num_read in _read_first(model, cache, group, capture, limit):
+            num_tokens += num_read
             on_read(admission.slots, 0, captured_TF)
             for start, later_TF in _read_on(model, cache, admission, capture, limit):
                 on_read(admission.slots, start, later_TF)
                 num_tokens, num_forwards = num_tokens + later_TF.shape[0], num_forwards + 1
             cache.fork(admission.slots[0], admission.slots[1:], len(admission.tokens) - 1)
+        num_forwards += 1
     return num_tokens, num_forwards
+
+
+def _read_first(
+    model: PackedTransformer, cache: Cache, group: Sequence[Admission], capture: tuple[int, ...], limit: int
+) -> Iterator[tuple[Admission, Tensor, int]]:
+    """Reads up to `limit` tokens of each text, all in one forward. Yields each text, what was captured of it, and how many of
+    its tokens were not read with a text before."""
+    texts = [a.tokens[: min(len(a.tokens) - 1, limit)] for a in group]
+    shared = shared_beginnings(texts)
+    families = [(length, [len(texts[i]) - length for i in members]) for length, members in shared]
+    slots = [group[i].slots[0] for _, members in shared for i in members]
+    attend = StoringPrefill(model.config, families, cache.layers, slots)
+    parts = [part for length, (first, *others) in shared for part in (texts[first], *(texts[i][length:] for i in others))]
+    tokens_N = upload([token for part in parts for token in part], model.device)
+    captured_NF = model.forward_capturing(tokens_N, attend.positions(model.device), attend, capture)[1]
+    captured = iter(captured_NF.split([len(part) for part in parts]))
+    for length, (first, *others) in shared:
+        first_TF = next(captured)
+        yield group[first], first_TF, len(first_TF)
+        for i in others:
+            own_TF = next(captured)
+            yield group[i], torch.cat([first_TF[:length], own_TF]), len(own_TF)
+
+
+def shared_beginnings(texts: Sequence[tuple[int, ...]]) -> list[tuple[int, list[int]]]:
+    """Returns families of texts as (length of what they all begin with, indices of the texts), each text in one of them; a text
+    alone begins with itself. Of all families of texts that are neighbours in the order of their tokens, these save most."""
+    order = sorted(range(len(texts)), key=texts.__getitem__)
+    with_next = [_num_common(texts[i], texts[j]) for i, j in pairwise(order)]
+    saved, chosen = [0], [(0, 0)]  # by the number of texts in order: tokens saved, and (start, length) of the last family
+    for end in range(1, len(order) + 1):
+        best, family, length = saved[-1], (end - 1, len(texts[order[end - 1]])), len(texts[order[end - 1]])
+        for start in range(end - 2, -1, -1):
+            length = min(length, with_next[start])
+            if length < MIN_SHARED:
+                break
+            if (total := saved[start] + length * (end - 1 - start)) > best:
+                best, family = total, (start, length)
+        saved.append(best)
+        chosen.append(family)
+    families: list[tuple[int, list[int]]] = []
+    end = len(order)
+    while end:
+        start, length = chosen[end]
+        families.append((length, order[start:end]))
+        end = start
+    return families[::-1]
+
+
+def _num_common(text: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Returns the number of tokens that both begin with."""
+    pairs = zip(text, other, strict=False)
+    return next((i for i, (token, of_other) in enumerate(pairs) if token != of_other), min(len(text), len(other)))
 
 
 def _read_on(

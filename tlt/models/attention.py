@@ -150,19 +150,29 @@ def causal_and_own(q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, own_k_IHTD: Tens
     return weights_HTL[..., :length] @ v_HTD + (own_IHT1 * own_v_IHTD).sum(0)
 
 
-class StoringPrefill(PackedCausal):
-    """Packed causal attention that also writes the keys and values of sequence i to cache slot slots[i], from position 0 on."""
+class StoringPrefill(SharedPrompts):
+    """`SharedPrompts` that also writes the keys and values of sequence i to cache slot slots[i], from position 0 on."""
 
     def __init__(
-        self, config: ModelConfig, lengths: Sequence[int], layers_SKLD: Sequence[Tensor], slots: Sequence[int]
+        self,
+        config: ModelConfig,
+        families: Sequence[tuple[int, Sequence[int]]],
+        layers_SKLD: Sequence[Tensor],
+        slots: Sequence[int],
     ) -> None:
-        super().__init__(config, lengths)
+        super().__init__(config, families)
         self.layers, self.slots = layers_SKLD, list(slots)
 
     def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
-        kv_by_sequence = qkv_NSD[:, self.num_heads :].split(self.lengths)
-        for slot, kv_TKD in zip(self.slots, kv_by_sequence, strict=True):
-            self.layers[layer][slot, :, : len(kv_TKD)] = kv_TKD.transpose(0, 1)
+        kv_SKLD, slots = self.layers[layer], iter(self.slots)
+        parts = iter(qkv_NSD[:, self.num_heads :].transpose(0, 1).split(self._runs(), dim=1))
+        for prompt, own in self.families:
+            first_KTD, first = next(parts), next(slots)
+            kv_SKLD[first, :, : first_KTD.shape[1]] = first_KTD
+            for _ in own[1:]:
+                slot, own_KTD = next(slots), next(parts)
+                kv_SKLD[slot, :, :prompt] = first_KTD[:, :prompt]
+                kv_SKLD[slot, :, prompt : prompt + own_KTD.shape[1]] = own_KTD
         return super().__call__(layer, qkv_NSD)
 
 

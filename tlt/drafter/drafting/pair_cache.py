@@ -138,7 +138,8 @@ class PairCache:
         firsts = [self.firsts[slot] for slot in slots]
         lengths = [len(context.tokens[slot]) - 1 - TOKEN_AHEAD - first for slot, first in zip(slots, firsts, strict=True)]
         self._hold(len(context.tokens), max(lengths))
-        attend = StoringPrefill(self.model.config.layer, lengths, self.cache.layers, slots)
+        alone = [(length, (0,)) for length in lengths]
+        attend = StoringPrefill(self.model.config.layer, alone, self.cache.layers, slots)
         pairs = list(zip(slots, firsts, lengths, strict=True))
         tokens = [t for s, f, n in pairs for t in context.tokens[s][f + TOKEN_AHEAD : f + TOKEN_AHEAD + n]]
         hidden_NE = self.model.fuse(torch.cat([self.history.read([s], [f], n)[0] for s, f, n in pairs]))
