@@ -1,12 +1,27 @@
-"""What all tests share: tiny models on one thread."""
+"""What all tests share: tiny models on one thread, and imports that the garbage collector does not walk again and again."""
 
 from __future__ import annotations
 
+import gc
 import signal
+from collections.abc import Generator
 
+import pytest
 import torch
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Imports millions of objects, all of which stay: none is garbage in any test."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
 
 # Under nohup, and in the background of a script, Ctrl-C is ignored, and by every child; the tests send it to theirs.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from benchmarks.faults.kills import make_models
+from tests.integration.programs import Programs
 from tlt.cli import main as cli
 
 Tlt = Callable[..., int]
@@ -60,3 +61,11 @@ def tlt_here(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> Tlt:
     monkeypatch.syspath_prepend(workspace)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(workspace), os.environ.get("PYTHONPATH", "")]))
     return lambda *words: cli.main(words)
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Where `python -m tlt …` is forked: most runs here are no test of how a process starts."""
+    programs = Programs()
+    yield programs
+    programs.close()

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import pytest
 from benchmarks.faults.compare import difference
 from benchmarks.faults.kills import make_workspace, recoveries, run_with
 from benchmarks.faults.victim import ANYWHERE, LAUNCHER, Kill
+from tests.integration.programs import Programs
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,7 +30,10 @@ def assert_killed_run_equals_whole_one(folder: Path, num_steps: int, plan: Seque
     return str(killed["said"]).splitlines()
 
 
-def test_after_kills_the_run_is_the_one_never_killed_and_nothing_of_a_journal_was_generated_twice(tmp_path: Path) -> None:
+def test_after_kills_the_run_is_the_one_never_killed_and_nothing_of_a_journal_was_generated_twice(
+    tmp_path: Path, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("benchmarks.faults.kills.subprocess.run", partial(programs.run, forks=False))  # the victim forks them
     plan = [Kill("decode", 1), Kill("journal", 1, 3), Kill(ANYWHERE, LAUNCHER, seconds=0.5), Kill("checkpoint", 1)]
     said = assert_killed_run_equals_whole_one(tmp_path, 3, plan)
     line = next(line for line in said if "(restart 1 of " in line)

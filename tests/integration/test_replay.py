@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.integration.conftest import Tlt
+from tests.integration.programs import Programs
 from tests.integration.test_run import PATIENCE, records, same_weights, train, what_the_law_fixes
 from tlt.engine.stats import EngineStats
 from tlt.training.saved.responses import kept_by
@@ -103,10 +104,10 @@ def test_what_of_a_replayed_run_cannot_be_read_is_said_and_left_out(
     assert replayed(replay)[1:] == [0, 0, 0]
 
 
-def test_two_ranks_replay_what_one_has_kept(workspace: Path, first: Path) -> None:
-    plain = train(workspace, "two-alone", *STEPS, *SLOWER, "--run.num_steps", "2", forks=True)
+def test_two_ranks_replay_what_one_has_kept(workspace: Path, first: Path, programs: Programs) -> None:
+    plain = train(workspace, "two-alone", *STEPS, *SLOWER, "--run.num_steps", "2", programs=programs)
     words = (*STEPS, *SLOWER, "--run.num_steps", "2", "--replay", str(first), "--rollout.ahead", "1")
-    replay = train(workspace, "two-replay", *words, forks=True)
+    replay = train(workspace, "two-replay", *words, programs=programs)
     assert_same(replay, plain)
     assert sum(replayed(replay)) > 0
 

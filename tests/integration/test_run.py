@@ -17,28 +17,26 @@ from safetensors.torch import load_file
 
 from benchmarks.faults.compare import difference, different_weights, fixed_metrics
 from tests.integration.conftest import Tlt
+from tests.integration.programs import Programs
 
 PATIENCE = 1200.0
 """Seconds that a run may take: on an idle machine it takes 10, beside others many times as much."""
 pytestmark = pytest.mark.timeout(3 * PATIENCE)
 
 
-FORKING = "import sys; from benchmarks.faults.victim import fork_ranks; fork_ranks()"
-FORKING += "; from tlt.cli.main import main; sys.exit(main())"
-
-
-def command(workspace: Path, *arguments: str, forks: bool = False) -> tuple[list[str], dict[str, str]]:
-    """`tlt train`. forks: its ranks are forked from the launcher, with what it has imported; a user's ranks import it."""
+def command(workspace: Path, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """`tlt train`."""
     paths = os.pathsep.join([str(workspace), str(Path(__file__).parents[2])])
     environment = {**os.environ, "PYTHONPATH": paths, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    return [sys.executable, *(["-c", FORKING] if forks else ["-m", "tlt"]), "train", *arguments], environment
+    return [sys.executable, "-m", "tlt", "train", *arguments], environment
 
 
-def train(workspace: Path, name: str, *overrides: str, forks: bool = False) -> Path:
+def train(workspace: Path, name: str, *overrides: str, programs: Programs | None = None) -> Path:
+    """programs: where launcher and ranks are forked, with what is imported there; None: they start as a user's do."""
     out_dir = workspace / name
-    given = (str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *overrides)
-    words, environment = command(workspace, *given, forks=forks)
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    words, environment = command(workspace, str(workspace / "run.toml"), "--run.out_dir", str(out_dir), *overrides)
+    run = programs.run if programs else subprocess.run
+    done = run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr + done.stdout
     (workspace / f"{name}.txt").write_text(done.stdout)
     return out_dir
@@ -65,9 +63,9 @@ def same_weights(a: Path, b: Path) -> bool:
     return not different_weights(a / "policy", b / "policy")
 
 
-def test_speculation_on_and_off_are_the_same_run_in_float64(workspace: Path, speculating_run: Path) -> None:
+def test_speculation_on_and_off_are_the_same_run_in_float64(workspace: Path, speculating_run: Path, programs: Programs) -> None:
     nothing = ("--rollout.speculation", "off", "--rollout.migrate", "false", "--drafter.train", "false")
-    plain = train(workspace, "plain", *nothing, forks=True)
+    plain = train(workspace, "plain", *nothing, programs=programs)
     assert what_the_law_fixes(plain) == what_the_law_fixes(speculating_run)
     assert same_weights(plain, speculating_run)
     assert not any(record["num_migrated"] for record in records(plain))
@@ -75,10 +73,12 @@ def test_speculation_on_and_off_are_the_same_run_in_float64(workspace: Path, spe
     assert all(record["accept_length"] >= 1 for record in records(speculating_run))
 
 
-def test_generating_two_steps_ahead_changes_no_token_and_no_weight(workspace: Path, speculating_run: Path) -> None:
+def test_generating_two_steps_ahead_changes_no_token_and_no_weight(
+    workspace: Path, speculating_run: Path, programs: Programs
+) -> None:
     """One step: proofs/test_killed_runs.py."""
     follows = ("--rollout.speculation", "ahead+hybrid:64x1x64", "--rollout.ahead", "2", "--rollout.migrate", "false")
-    ahead = train(workspace, "ahead", *follows, forks=True)
+    ahead = train(workspace, "ahead", *follows, programs=programs)
     assert what_the_law_fixes(ahead) == what_the_law_fixes(speculating_run)
     assert same_weights(ahead, speculating_run)
     assert sum(record["ahead_tokens"] for record in records(ahead)) > 0
@@ -86,9 +86,9 @@ def test_generating_two_steps_ahead_changes_no_token_and_no_weight(workspace: Pa
     assert not any(record["ahead_tokens"] for record in records(speculating_run))
 
 
-def test_whatever_idle_time_is_spent_on_the_run_is_the_same(workspace: Path, speculating_run: Path) -> None:
+def test_whatever_idle_time_is_spent_on_the_run_is_the_same(workspace: Path, speculating_run: Path, programs: Programs) -> None:
     follows = ("--rollout.speculation", "ahead+hybrid:64x1x64", "--rollout.ahead", "adaptive")
-    adaptive = train(workspace, "ahead-adaptive", *follows, forks=True)
+    adaptive = train(workspace, "ahead-adaptive", *follows, programs=programs)
     assert what_the_law_fixes(adaptive) == what_the_law_fixes(speculating_run)
     assert same_weights(adaptive, speculating_run)
     for record in records(adaptive):
@@ -108,15 +108,17 @@ def test_one_rank_generates_the_same_responses_as_two(workspace: Path, speculati
     assert one["loss"] == pytest.approx(two["loss"], abs=1e-12)
 
 
-def test_a_run_whose_output_nobody_can_read_is_the_same_run(workspace: Path, speculating_run: Path, tlt_here: Tlt) -> None:
+def test_a_run_whose_output_nobody_can_read_is_the_same_run(
+    workspace: Path, speculating_run: Path, programs: Programs, tlt_here: Tlt
+) -> None:
     """tlt train … 2>&1 | head -1, on two ranks; and on one whose stdout lies on a full disk."""
     one_step = (str(workspace / "run.toml"), "--run.num_steps", "1", "--run.out_dir")
-    words, environment = command(workspace, *one_step, str(workspace / "headless"), forks=True)
-    with subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        process.stdout.close()
-        assert process.wait(PATIENCE) == 0
+    reader, writer = os.pipe()
+    programs.begin(*command(workspace, *one_step, str(workspace / "headless")), (writer, writer))
+    os.close(writer)
+    with open(reader) as output:
+        output.readline()
+    assert programs.wait(PATIENCE) == 0
     with pytest.MonkeyPatch.context() as patch, open("/dev/full", "w", closefd=True) as full:
         patch.setattr(sys, "stdout", full)
         assert tlt_here("train", *one_step, str(workspace / "full"), "--run.num_ranks", "1") == 0
@@ -175,25 +177,26 @@ def test_acceptance_is_measured_in_every_second_step(speculating_run: Path) -> N
 
 
 def test_ctrl_c_leaves_a_run_that_resumes_to_the_same_policy_metrics_evaluations_and_best(
-    workspace: Path, speculating_run: Path
+    workspace: Path, speculating_run: Path, programs: Programs
 ) -> None:
+    """The ranks that are interrupted have started as a user's do."""
     out_dir = workspace / "interrupted"
     given = (str(workspace / "run.toml"), "--run.out_dir", str(out_dir), "--evaluation.every", "1")
-    words, environment = command(workspace, *given)
-    process = subprocess.Popen(
-        words, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    reader, writer = os.pipe()
+    process = programs.begin(*command(workspace, *given), (writer, writer), forks=False)
+    os.close(writer)
     metrics, deadline = out_dir / "metrics.jsonl", time.monotonic() + PATIENCE
     while time.monotonic() < deadline and not (metrics.exists() and metrics.read_text().count("\n") >= 2):
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 130, output
+    os.killpg(process, signal.SIGINT)
+    with open(reader) as file:
+        output = file.read()  # until nobody is left who could write
+    assert programs.wait(PATIENCE) == 130, output
     assert f"--resume {out_dir}" in output.replace("\n", " ")
     done = len(records(out_dir))
     assert 2 <= done < 5, output
-    words, environment = command(workspace, "--resume", str(out_dir), forks=True)
-    resumed = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
+    words, environment = command(workspace, "--resume", str(out_dir))
+    resumed = programs.run(words, env=environment, timeout=PATIENCE)
     assert resumed.returncode == 0, resumed.stderr + resumed.stdout
     assert not difference(out_dir, speculating_run)
     assert measured_steps(out_dir) == [0, 2, 4], "the count goes on where it was"
@@ -211,9 +214,11 @@ def test_a_second_run_into_the_same_folder_is_refused_in_one_line(
 NINE_TOKENS = ("--rollout.speculation", "4x1x4", "--evaluation.every", "1", "--drafter.vocabulary", "9")
 
 
-def test_a_draft_vocabulary_renewed_within_a_run_changes_no_token(workspace: Path, speculating_run: Path) -> None:
+def test_a_draft_vocabulary_renewed_within_a_run_changes_no_token(
+    workspace: Path, speculating_run: Path, programs: Programs
+) -> None:
     """Nine of 24 characters can be drafted, on two ranks, whose choices are compared at every step's end."""
-    whole = train(workspace, "nine", *NINE_TOKENS, forks=True)
+    whole = train(workspace, "nine", *NINE_TOKENS, programs=programs)
     assert not difference(whole, speculating_run)
     covered = [(record["drafter_vocabulary"], record["drafter_coverage"]) for record in records(whole)]
     assert [size for size, _ in covered[1:]] == [9] * 4

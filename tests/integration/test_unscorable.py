@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -36,15 +33,16 @@ def words_for(workspace: Path, task: str) -> list[str]:
     return [*words, *few]
 
 
-def test_a_task_that_never_scores_ends_the_run_with_one_line(workspace: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(workspace), "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-m", "tlt", *words_for(workspace, "partly:NEVER")]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
-    assert done.returncode == 2, done.stdout + done.stderr
-    message = done.stderr.strip().splitlines()[-1]
+def test_a_task_that_never_scores_ends_the_run_with_one_line(
+    workspace: Path, tlt_here: Tlt, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever processes write, those that score too."""
+    code, said = tlt_here(*words_for(workspace, "partly:NEVER")), capfd.readouterr()
+    assert code == 2, said.out + said.err
+    message = said.err.strip().splitlines()[-1]
     assert message.startswith("tlt: error: task partly:NEVER: none of the 16 responses of step 1 could be scored")
     assert "KeyError: 'target'" in message
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said.err
     refuse_begun(workspace / "partly:NEVER")  # nothing is there to keep: the corrected task may have the folder
 
 

@@ -50,6 +50,7 @@ def test_a_constant_batch_stays_constant_and_every_engine_gets_every_round() -> 
 
 
 RECIPE = Path(__file__).parents[2] / "recipes/countdown"
+FEW = ("--task.num_problems", "64")
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_a_mistake_in_the_command_is_one_line(
     arguments: list[str], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     recipe = str(RECIPE / "quickstart.toml")
-    code = main(["bench", "rollout", recipe, "--out", str(tmp_path / "x"), "--run.num_ranks", "1", *arguments])
+    code = main(["bench", "rollout", recipe, "--out", str(tmp_path / "x"), "--run.num_ranks", "1", *FEW, *arguments])
     error = capsys.readouterr().err.strip()
     assert code == 2
     assert error.count("\n") == 0
@@ -75,7 +76,7 @@ def test_a_mistake_in_the_command_is_one_line(
 def test_the_command_measures_a_constant_batch_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Small, with the shipped model."""
     arguments = ["--out", str(tmp_path / "result"), "--parts", "constant"]
-    amounts = ["--batches", "1,2", "--rounds", "2", "--seconds", "0.1"]
+    amounts = ["--batches", "1,2", "--rounds", "2", "--seconds", "0.1", *FEW]
     assert main(["bench", "rollout", str(RECIPE / "quickstart.toml"), *arguments, *amounts]) == 0
     assert "constant batch 2: off " in capsys.readouterr().out
     report = json.loads((tmp_path / "result.json").read_text())

@@ -26,6 +26,7 @@ from tlt.models.hf_files import write_json
 from tlt.types import UserError
 
 RECIPE = Path(__file__).parents[2] / "recipes/countdown/headline.toml"
+FEW = ("--task.num_problems", "16", "--run.num_ranks", "1")
 LITTLE = ModelConfig("qwen2", 300, 160, 400, 21, 6, 3, 64, tie_embeddings=True)
 
 
@@ -38,7 +39,7 @@ def little(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
-    return load_config(RECIPE, ["--run.num_ranks", "1", "--run.out_dir", str(tmp_path / "run")])
+    return load_config(RECIPE, [*FEW, "--run.out_dir", str(tmp_path / "run")])
 
 
 @pytest.mark.slow
@@ -48,7 +49,7 @@ def test_the_command_says_what_it_grew_measures_it_and_leaves_nothing(
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
-    amounts = ["--batches", "2", "--rounds", "1", "--seconds", "0.1", "--run.num_ranks", "1", "--run.dtype", "float64"]
+    amounts = ["--batches", "2", "--rounds", "1", "--seconds", "0.1", *FEW, "--run.dtype", "float64"]
     assert main(["bench", "rollout", str(RECIPE), "--geometry", str(little), "--out", str(tmp_path / "result"), *amounts]) == 0
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "geometry little: 7,973,728 parameters in float64, grown from base"
@@ -116,7 +117,7 @@ def test_a_training_step_of_the_grown_model_changes_nothing_and_goes_on_in_its_f
 ) -> None:
     """Two steps by two commands: same tokens and weights with and without TLT, and in the second step the first one's model."""
     few = ["--rollout.problems_per_step", "2", "--rollout.samples_per_problem", "2", "--sampling.max_tokens", "24"]
-    where = ["--out", str(tmp_path / "result"), "--run.out_dir", str(tmp_path / "run"), "--run.num_ranks", "1"]
+    where = ["--out", str(tmp_path / "result"), "--run.out_dir", str(tmp_path / "run"), *FEW]
     for steps in "12":
         arguments = ["--geometry", str(little), "--variants", "tlt", "--steps", steps, *where, *few]
         assert main(["bench", "train", str(RECIPE), *arguments]) == 0
@@ -153,7 +154,7 @@ def test_learning_rates_that_the_user_gives_stay() -> None:
 def test_a_mistake_in_the_command_is_one_line(
     command: str, arguments: list[str], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    where = ["--out", str(tmp_path / "x"), "--run.out_dir", str(tmp_path / "run"), "--run.num_ranks", "1"]
+    where = ["--out", str(tmp_path / "x"), "--run.out_dir", str(tmp_path / "run"), *FEW]
     assert main(["bench", command, str(RECIPE), *where, *arguments]) == 2
     error = capsys.readouterr().err.strip()
     assert error.count("\n") == 0
@@ -174,7 +175,7 @@ def test_what_has_no_room_side_by_side_is_refused_before_anything_grows(
 ) -> None:
     monkeypatch.setattr("tlt.training.start.machine_bytes", lambda: 12 * 2**30)
     monkeypatch.setattr(bench_geometry, "write_grown", lambda *given: pytest.fail("it was refused"))
-    out, run = ["--out", str(tmp_path / "x")], ["--run.num_ranks", "1", "--run.out_dir", str(tmp_path / "run")]
+    out, run = ["--out", str(tmp_path / "x")], [*FEW, "--run.out_dir", str(tmp_path / "run")]
     assert main(["bench", "rollout", str(RECIPE), "--geometry", "qwen2.5-7b", *out, *run]) == 2
     assert "memory: 2 engines, which share the weights, take " in capsys.readouterr().err
     assert main(["bench", "train", str(RECIPE), "--geometry", "qwen2.5-0.5b", *out, *run]) == 2

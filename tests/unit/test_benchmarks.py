@@ -133,6 +133,7 @@ def test_plots_are_files_that_do_not_change_from_one_drawing_to_the_next(tmp_pat
 
 
 RECIPE = Path(__file__).parents[2] / "recipes/countdown"
+FEW = ("--task.num_problems", "64")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,7 @@ RECIPE = Path(__file__).parents[2] / "recipes/countdown"
 def test_a_mistake_in_the_command_is_one_line(
     arguments: list[str], part: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    code = main([str(RECIPE / "quickstart.toml"), "--out", str(tmp_path / "x"), "--run.num_ranks", "1", *arguments])
+    code = main([str(RECIPE / "quickstart.toml"), "--out", str(tmp_path / "x"), "--run.num_ranks", "1", *FEW, *arguments])
     error = capsys.readouterr().err.strip()
     assert code == 2
     assert error.count("\n") == 0
@@ -162,7 +163,7 @@ def test_the_command_measures_writes_and_draws(capsys: pytest.CaptureFixture[str
     whole["requests"] = sorted(whole["requests"], key=lambda r: r["length"])[:6]
     (tmp_path / "few.json").write_text(json.dumps(whole))
     arguments = ["--out", str(tmp_path / "result"), "--parts", "arms,longtail", "--workload", str(tmp_path / "few.json")]
-    amounts = ["--batches", "2", "--rounds", "2", "--arm-rounds", "1", "--peers", "transformers"]
+    amounts = ["--batches", "2", "--rounds", "2", "--arm-rounds", "1", "--peers", "transformers", *FEW]
     assert main([str(RECIPE / "quickstart.toml"), *arguments, *amounts]) == 0
     assert "longtail, 6 requests" in capsys.readouterr().out
     report = json.loads((tmp_path / "result.json").read_text())

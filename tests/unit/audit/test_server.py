@@ -6,6 +6,7 @@ import http.server
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -72,18 +73,31 @@ def serve() -> Iterator[Callable[..., str]]:
         server.server_close()
 
 
+@cache
+def sampled(
+    model: Path, temperature: float, prompt: tuple[int, ...], stop: frozenset[int], length: int, seed: int
+) -> list[int]:
+    """Tokens of the model itself, one forward per token; by its seed a response is the same whoever asks for it."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens: list[int] = []
+    while len(tokens) < length and not (tokens and tokens[-1] in stop):
+        (logits,) = referee_of(model).logits([*prompt, *tokens], [0])
+        p = (logits[0].double() / temperature).softmax(-1)
+        tokens.append(int(torch.multinomial(p, 1, generator=generator)))
+    return tokens
+
+
+referee_of = cache(Referee)
+
+
 def sampler(model: Path, form: str, temperature: float = 1.0) -> Answer:
-    """A server that samples the model itself, one forward per token."""
-    referee = Referee(model)
+    """A server that samples the model."""
+    referee_of(model)  # before threads ask for it at once
 
     def answer(payload: dict[str, Any]) -> dict[str, Any]:
-        generator = torch.Generator().manual_seed(payload["seed"])
-        tokens: list[int] = []
-        while len(tokens) < payload["max_tokens"] and not (tokens and tokens[-1] in payload["stop_token_ids"]):
-            (logits,) = referee.logits([*payload["prompt"], *tokens], [0])
-            p = (logits[0].double() / temperature).softmax(-1)
-            tokens.append(int(torch.multinomial(p, 1, generator=generator)))
-        choice: dict[str, Any] = {"finish_reason": "stop" if tokens[-1] in payload["stop_token_ids"] else "length"}
+        stop, prompt = frozenset(payload["stop_token_ids"]), tuple(payload["prompt"])
+        tokens = sampled(model, temperature, prompt, stop, payload["max_tokens"], payload["seed"])
+        choice: dict[str, Any] = {"finish_reason": "stop" if tokens[-1] in stop else "length"}
         if form == "token_ids" and payload.get("return_token_ids"):
             choice["token_ids"] = tokens
         if form == "logprobs" and payload.get("return_tokens_as_token_ids"):
