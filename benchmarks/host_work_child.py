@@ -25,8 +25,8 @@ from tlt.drafter.drafting.ngram import NgramDrafter
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig, Transformer
+from tlt.speculative.params import BatchParams
 from tlt.speculative.protocol import DraftContext
-from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy
 

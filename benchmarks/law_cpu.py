@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from tlt.bench.report import environment, number, provenance, table, write_report
+from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import draw, noise_to_rank_with, reference
-from tlt.speculative.sampling import BatchParams, gumbel_noise
+from tlt.speculative.sampling import gumbel_noise
 from tlt.types import SamplingParams
 
 VOCABULARIES = (49_152, 151_936)

@@ -33,8 +33,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 from tlt.bench.report import environment, provenance, table, write_report
+from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import reference
-from tlt.speculative.sampling import BatchParams, gumbel_noise
+from tlt.speculative.sampling import gumbel_noise
 from tlt.types import SamplingParams
 
 VOCAB_SIZE = 152064

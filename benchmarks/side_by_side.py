@@ -20,7 +20,8 @@ from torch import Tensor
 
 from tlt.audit.referee import Referee, law
 from tlt.engine.backend import RolloutBackend
-from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor
+from tlt.speculative.params import BatchParams
+from tlt.speculative.sampling import gumbel_noise, keys_tensor
 from tlt.types import BatchState, Request, Rollout, StepOutcome, Strategy
 
 NEAR_TIE = 1e-3

@@ -32,7 +32,6 @@ def main(run: Path) -> None:
     print(f"preemption, share of a step  {p50_p99(shares, '.2%')}")
     print(f"tokens trained on            {trained:,}, {captured / max(trained, 1):.0%} with captured features")
     print(f"tokens recomputed            {recomputed:,}")
-    print(f"refreshes during rollouts    {sum(r.drafter_refreshes for r in records)}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tlt.config.load import load_config
     from tlt.config.schema import Config
     from tlt.tasks.base import Task
-    from tlt.training.evaluate import Evaluation
+    from tlt.training.evaluations import Evaluation
     from tlt.training.live import LiveRollouts, LiveSettings
     from tlt.types import Request, SamplingParams, Strategy, UserError
 
@@ -25,7 +25,7 @@ _HOMES = {
     "tlt.config.load": ("load_config",),
     "tlt.config.schema": ("Config",),
     "tlt.tasks.base": ("Task",),
-    "tlt.training.evaluate": ("Evaluation",),
+    "tlt.training.evaluations": ("Evaluation",),
     "tlt.training.live": ("LiveRollouts", "LiveSettings"),
     "tlt.types": ("Request", "SamplingParams", "Strategy", "UserError"),
 }

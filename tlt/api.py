@@ -40,7 +40,7 @@ from tlt.kinds import BatchSize, Samples, shorten
 from tlt.models.prompts import check_room, encode_prompts, make_requests
 from tlt.models.tokenizer import Tokenizer
 from tlt.tasks.base import Task
-from tlt.training.evaluate import Evaluation, read_evaluations
+from tlt.training.evaluations import Evaluation, read_evaluations
 from tlt.training.lock import can_go_on, forget_journal, refuse_begun
 from tlt.training.loop import describe_run, main
 from tlt.training.start import launch_ranks, prepare, run_started_rank

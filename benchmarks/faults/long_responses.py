@@ -38,7 +38,7 @@ from tlt.build.engine import EngineSettings, build_engine, load_stored
 from tlt.build.model import Model, load_model
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.engine import RolloutEngine
-from tlt.speculative.sampling import BatchParams
+from tlt.speculative.params import BatchParams
 from tlt.speculative.verify import Noise, verify
 from tlt.types import DraftTree, Request, Verdict
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from benchmarks.gpu.harness import Record
 from benchmarks.gpu.timing import seconds_of
 from benchmarks.law_kernel import LAWS
+from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import reference
-from tlt.speculative.sampling import BatchParams, gumbel_noise
+from tlt.speculative.sampling import gumbel_noise
 from tlt.types import SamplingParams
 
 KINDS = {

@@ -19,8 +19,9 @@ from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer
+from tlt.speculative.params import BatchParams, truncate
 from tlt.speculative.protocol import DraftContext, DraftNoise, Proposal
-from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample, truncate
+from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.types import BatchState, DraftTree, Request, Rollout, SamplingParams, StepOutcome, Strategy, StrategyTuner, Verdict
 
 VOCAB, STOP = 61, 7

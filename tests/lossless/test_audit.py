@@ -19,7 +19,7 @@ from tlt.audit.referee import Referee
 from tlt.audit.report import AuditReport
 from tlt.audit.verdict import Auditor
 from tlt.engine.engine import RolloutEngine
-from tlt.speculative.sampling import BatchParams
+from tlt.speculative.params import BatchParams
 from tlt.speculative.verify import Verify, verify
 from tlt.types import DraftTree, Request, SamplingParams, Strategy, StrategyTuner, Verdict
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from tests.lossless.helpers import Switching, make_engine, make_policy, make_requests, tokens_of
 from tlt.engine.noise import BatchLaw
 from tlt.speculative import rows
+from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import draw
-from tlt.speculative.sampling import BatchParams, gumbel_noise, sample
+from tlt.speculative.sampling import gumbel_noise, sample
 from tlt.speculative.verify import NoiseAt
 from tlt.tuning.tuner import Fixed, default_arms
 from tlt.types import SamplingParams, Strategy

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.lossless.helpers import fit, law_probabilities
-from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
+from tlt.speculative.params import BatchParams
+from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.speculative.tree import ancestors, chain, chain_mask, layout, tree_mask
 from tlt.speculative.verify import verify
 from tlt.types import DraftTree, Request, SamplingParams

@@ -17,7 +17,8 @@ from tests.lossless.helpers import Switching, make_engine, make_policy, tokens_o
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig
 from tlt.speculative import rows
-from tlt.speculative.sampling import BatchParams, gumbel_noise, sample
+from tlt.speculative.params import BatchParams
+from tlt.speculative.sampling import gumbel_noise, sample
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy
 

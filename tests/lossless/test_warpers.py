@@ -27,8 +27,9 @@ from transformers import (
 )
 
 from tests.lossless.helpers import VOCAB, fit, law_probabilities, make_policy, to_transformers
+from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import draw
-from tlt.speculative.sampling import BatchParams, keys_tensor
+from tlt.speculative.sampling import keys_tensor
 from tlt.types import SamplingParams
 
 ALPHA = 1e-6

@@ -20,8 +20,8 @@ from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal, Unrolled
 from tlt.models.decoder import Transformer
 from tlt.models.packed import PackedTransformer
+from tlt.speculative.params import BatchParams
 from tlt.speculative.protocol import DraftContext, DraftNoise
-from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed
 from tlt.types import Finished, Request, Rollout, SamplingParams, Strategy, StrategyTuner
 

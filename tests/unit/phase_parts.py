@@ -118,8 +118,8 @@ def make_phase(engine: Any, coordinator: Any) -> RolloutPhase:
     return RolloutPhase(world, engine, coordinator, Receivers(scorers, lambda ids: ""), timeline, lambda: False)
 
 
-def make_side(spot: Any, learned: Any = None, watch: Any = None, refresh: Any = None) -> WatchedDrafter:
-    return WatchedDrafter(None, learned or SimpleNamespace(), watch or Unwatched(), spot, refresh, Timeline(0))
+def make_side(spot: Any, learned: Any = None, watch: Any = None) -> WatchedDrafter:
+    return WatchedDrafter(None, learned or SimpleNamespace(), watch or Unwatched(), spot, Timeline(0))
 
 
 def make_watch(

@@ -12,6 +12,7 @@ public names on, the second starts the command line.
 from __future__ import annotations
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -71,8 +72,8 @@ def _part(module: str) -> str:
     return module.split(".")[1]
 
 
-def _imported_parts(module: str, source: str) -> list[tuple[int, str]]:
-    """(line, part) of everything imported from the package; `tlt` itself, its version, is no part."""
+def _imported_names(module: str, source: str) -> list[tuple[int, str]]:
+    """(line, dotted name) of everything imported, those for type checkers and inside functions included."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -82,9 +83,31 @@ def _imported_parts(module: str, source: str) -> list[tuple[int, str]]:
             if node.level:
                 package = module.split(".")[: -node.level]
                 base = ".".join([*package, *([base] if base else [])])
-            # `from tlt.cli import commands` names a part in the alias; `from tlt.types import X` in the base.
-            found += [(node.lineno, f"{base}.{alias.name}" if base == "tlt" else base) for alias in node.names]
-    return [(line, name.split(".")[1]) for line, name in found if name.startswith("tlt.") and not name.startswith("tlt.__")]
+            found += [(node.lineno, f"{base}.{alias.name}") for alias in node.names]
+    return found
+
+
+def _imported_parts(module: str, source: str) -> list[tuple[int, str]]:
+    """(line, part) of everything imported from the package; `tlt` itself, its version, is no part."""
+    names = _imported_names(module, source)
+    return [(line, name.split(".")[1]) for line, name in names if name.startswith("tlt.") and not name.startswith("tlt.__")]
+
+
+def find_circle(modules: dict[str, str]) -> list[str]:
+    """Modules that import each other, the first one again at the end; none: there is no circle. modules: name to source."""
+
+    def file_of(name: str) -> str:
+        return name if name in modules else name.rpartition(".")[0]
+
+    graph = {
+        module: {file_of(name) for _, name in _imported_names(module, source)} & modules.keys() - {module, "tlt"}
+        for module, source in modules.items()
+    }
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def _modules() -> dict[str, str]:
@@ -106,6 +129,21 @@ def test_imports_point_down_only() -> None:
     assert len(modules) > 10
     violations = [line for module, source in modules.items() for line in find_violations(module, source)]
     assert violations == []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert find_circle({module: source for module, source in _modules().items() if _part(module) not in ABOVE_ALL}) == []
+
+
+def test_a_circle_is_found_behind_type_checkers_and_inside_functions() -> None:
+    modules = {
+        "tlt.a": "if TYPE_CHECKING:\n    from tlt.b import B\n",
+        "tlt.b": "def f():\n    from tlt import c\n",
+        "tlt.c": "from tlt.a import A\n",
+        "tlt.d": "from tlt.a import A\n",
+    }
+    assert set(find_circle(modules)) == {"tlt.a", "tlt.b", "tlt.c"}
+    assert find_circle({**modules, "tlt.c": "import torch\n"}) == []
 
 
 def test_the_package_itself_imports_its_own_for_type_checkers_alone_and_tells_them_the_truth() -> None:

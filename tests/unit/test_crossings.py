@@ -20,7 +20,7 @@ from tlt.engine.engine import RolloutEngine
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
 from tlt.speculative import rows, sampling
-from tlt.speculative.sampling import BatchParams
+from tlt.speculative.params import BatchParams
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy
 from tlt.uploads import upload

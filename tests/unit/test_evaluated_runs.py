@@ -22,7 +22,7 @@ from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import save_model
 from tlt.recipes import find_recipe
 from tlt.report.metrics import read_metrics
-from tlt.training.evaluate import Evaluation, read_evaluations
+from tlt.training.evaluations import Evaluation, read_evaluations
 from tlt.training.loop import describe_run, main
 from tlt.training.start import go_back
 from tlt.types import UserError

@@ -8,7 +8,7 @@ import pytest
 
 from tlt.accounts import DrafterReport
 from tlt.engine.stats import EngineStats
-from tlt.training.evaluate import Evaluation, Evaluations, is_judged_by_reward, read_evaluations
+from tlt.training.evaluations import Evaluation, Evaluations, is_judged_by_reward, read_evaluations
 from tlt.training.rollout.result import PhaseResult, ReplicaReport
 from tlt.types import Reward, Rollout, UserError
 

@@ -20,8 +20,8 @@ from tlt.drafter.drafting.hybrid import HybridDrafter, HybridProposal
 from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal
 from tlt.drafter.drafting.references import References
 from tlt.drafter.drafting.suffix_index import ANCHORS, SuffixIndex
+from tlt.speculative.params import BatchParams
 from tlt.speculative.protocol import DraftContext, DraftNoise
-from tlt.speculative.sampling import BatchParams
 from tlt.tuning.tuner import Fixed, default_arms, make_tuner
 from tlt.types import BatchState, DraftTree, Hindsight, Request, Rollout, SamplingParams, StepOutcome, Strategy, Verdict
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tests.lossless.helpers import STOP, VOCAB, Switching, make_requests
-from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
+from tlt.speculative.params import BatchParams
+from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.tuning.tuner import Fixed
 from tlt.types import BatchState, Request, Rollout, SamplingParams, StepOutcome, Strategy, UserError
 from tlt.vllm.check import check_law, probes

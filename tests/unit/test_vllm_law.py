@@ -12,8 +12,9 @@ from torch import Tensor
 
 import tlt.speculative.rows as rows_module
 from tests.lossless.helpers import PARAMS
+from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import draw
-from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
+from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.types import Request, SamplingParams, UserError
 from tlt.vllm.inside.law import LawTable, RowLaw, Slots
 from tlt.vllm.strategies import check_speculation, depths_of, kinds_of

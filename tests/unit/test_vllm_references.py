@@ -26,7 +26,7 @@ from tlt.vllm.check import check_law
 from tlt.vllm.engine import Speculation, VllmEngine
 from tlt.vllm.follow import Following
 from tlt.vllm.inside.given import LOGITS_BYTES, NoDrafts, Room
-from tlt.vllm.link import VllmSettings
+from tlt.vllm.settings import VllmSettings
 from tlt.vllm.strategies import check_references, depths_of, kinds_of
 
 LONG = [replace(r, params=replace(r.params, stop_ids=(), max_tokens=60)) for r in REQUESTS[:9]]

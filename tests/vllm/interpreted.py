@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlt.speculative.sampling import BatchParams
+from tlt.speculative.params import BatchParams
 from tlt.types import SamplingParams
 
 SOURCE = Path(__file__).parents[2] / "tlt" / "speculative" / "fused.py"

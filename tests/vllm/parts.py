@@ -32,7 +32,8 @@ from tlt.config.vllm import VllmSection
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.hf_config import load_model_config
-from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
+from tlt.speculative.params import BatchParams
+from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.types import FinishReason, Request, Rollout, SamplingParams
 
 BASE, DRAFTER = Path("recipes/countdown/base"), Path("recipes/countdown/drafter")

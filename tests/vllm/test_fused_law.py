@@ -18,8 +18,9 @@ from torch import Tensor
 
 from benchmarks.law_kernel import compile_apart
 from tests.vllm.interpreted import SOURCE, Rows, compile_as_called, draw_rows, make_noise, planted, triton_process
+from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import draw, reference
-from tlt.speculative.sampling import BatchParams, gumbel_noise
+from tlt.speculative.sampling import gumbel_noise
 from tlt.types import SamplingParams
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed: make vllm-test")

@@ -79,11 +79,10 @@ def wait_for(condition: Any, seconds: float = 1500) -> None:
 
 @pytest.fixture
 def two_ranks(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A sharded run of two ranks whose drafter is refreshed amid rollouts; in tmp_path / "run"."""
+    """A sharded run of two ranks that trains its drafter; in tmp_path / "run"."""
     values = {
         **SMALL, **FEW, "run.num_ranks": 2, "run.num_steps": 4, "run.out_dir": tmp_path / "run", "rollout.engine": "vllm",
-        "rollout.speculation": "4x1x4", "parallel.policy": "fsdp", "drafter.refresh_during_rollout": "true",
-        "drafter.refresh_seconds": 0.01,
+        "rollout.speculation": "4x1x4", "parallel.policy": "fsdp",
     }  # fmt: skip
     words = [sys.executable, "-m", "tlt", "train", str(RECIPE), *(w for k, v in values.items() for w in (f"--{k}", str(v)))]
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}

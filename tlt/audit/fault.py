@@ -7,7 +7,7 @@ import random
 
 from torch import Tensor
 
-from tlt.speculative.sampling import BatchParams
+from tlt.speculative.params import BatchParams
 from tlt.speculative.verify import Noise, verify
 from tlt.types import DraftTree, Verdict
 

@@ -27,7 +27,7 @@ from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal, OnVerd
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.engine import RolloutEngine
 from tlt.kinds import DraftVocab
-from tlt.speculative.sampling import BatchParams
+from tlt.speculative.params import BatchParams
 from tlt.speculative.verify import Noise, Verify, verify
 from tlt.tuning.tuner import Fixed
 from tlt.types import DraftTree, Request, Strategy, UserError, Verdict

@@ -180,7 +180,8 @@ def _build_vllm(
     references: References | None,
 ) -> RolloutBackend:
     from tlt.vllm.assembly import Learned, VllmPlan, build_vllm
-    from tlt.vllm.link import VllmSettings, needs_own_process
+    from tlt.vllm.link import needs_own_process
+    from tlt.vllm.settings import VllmSettings
     from tlt.vllm.strategies import takes_drafts
 
     drafting, window = settings.drafting, model.config.max_positions

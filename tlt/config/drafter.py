@@ -82,10 +82,6 @@ class DrafterSection(Section):
     None: no limit."""
     features: Literal["captured", "recomputed"] = "captured"
     """Features that the drafter is trained on: those that the engine captured while generating, or recomputed ones."""
-    refresh_during_rollout: bool = False
-    """Whether ranks that still generate take up the drafter that idle ranks are training."""
-    refresh_seconds: PositiveFloat = 1.0
-    """Least seconds between two refreshes of the drafter during a rollout."""
     clip_grad_norm: PositiveFloat = 1.0
     """Largest gradient norm of the drafter's training."""
     gate: NonNegativeFloat | None = None

@@ -113,7 +113,7 @@ class Publisher:
 
     def undo(self, version: int) -> None:
         """Takes trainer and optimizer back to what `keep` remembers. `version`: the latest that any engine drafts with; the
-        engine is taken back too if that is a later one, a refresh during the rollout."""
+        engine is taken back too if that is a later one."""
         for tensor, kept in zip(self.trainer.shared_tensors(), self._kept, strict=True):
             tensor.copy_(kept)
         self.trainer.optimizer.zero_grad(set_to_none=True)
@@ -231,7 +231,7 @@ class DrafterWatch:
         """Publishes what was trained, or undoes it: a failure on any rank undoes the update of all."""
         if self.publisher is None:
             return Update()
-        version = max(state.version for state in states)  # engines that were refreshed meanwhile are ahead of the others
+        version = max(state.version for state in states)
         update = Update(failure=next(filter(None, (state.failure for state in states)), ""))
         if self.trains and not update.failure:
             update = self.publisher.publish(num_tokens, version + 1)

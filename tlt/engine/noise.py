@@ -9,8 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import noise_of_tokens, noise_to_rank_with
-from tlt.speculative.sampling import BatchParams, keys_tensor
+from tlt.speculative.sampling import keys_tensor
 from tlt.speculative.tree import TreeLayout
 from tlt.speculative.verify import NoiseAt
 from tlt.types import Request

@@ -18,7 +18,7 @@ from torch import Tensor
 from tlt.models.attention import cached, pad
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.sampling import BatchParams
+from tlt.speculative.params import BatchParams
 from tlt.speculative.tree import TreeLayout, chain
 from tlt.speculative.verify import Noise, Verify
 from tlt.types import DraftTree, Strategy, Verdict

@@ -34,7 +34,7 @@ from tlt.rl.plan import MIN_PROMPT
 from tlt.speculative.sampling import VALUES_PER_PART
 from tlt.tuning.tuner import default_arms
 from tlt.types import Strategy
-from tlt.vllm.link import CPU_KV_GIB
+from tlt.vllm.settings import CPU_KV_GIB
 
 Phase = Literal["rollout", "idle", "update", "save"]
 PHASES: tuple[Phase, ...] = ("rollout", "idle", "update", "save")

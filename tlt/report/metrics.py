@@ -7,6 +7,7 @@ NaN in the record.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,7 +76,6 @@ class StepRecord:
         it, as measured so far (docs/ahead.md).
     num_preemptions: sequences that had to wait again for want of memory (rollout.kv_gib).
     num_reread_tokens: of those, the tokens that were read once more.
-    drafter_refreshes: drafters in training that engines took up within the rollout.
     preemption_seconds: from the last response's end to the return of the drafter's trainer, for every rank that trained then.
     accept_length: tokens committed per verification, the bonus token included, OFF steps excluded.
     accept_by_depth: survival to depth 1, 2, …, of the verifications that drafted so deep
@@ -123,7 +123,6 @@ class StepRecord:
     drafter_tokens: int
     drafter_captured_tokens: int
     drafter_recomputed_tokens: int
-    drafter_refreshes: int
     preemption_seconds: tuple[Number, ...]
     accept_length: Number
     accept_by_depth: tuple[Number, ...]
@@ -170,7 +169,9 @@ class StepRecord:
 
     @staticmethod
     def from_json(line: str) -> StepRecord:
-        """Raises ValueError, naming the fields, where they are not those of a StepRecord."""
+        """Raises ValueError, naming the fields, where they are not those of a StepRecord, or of an older TLT's."""
+        if any(f'"{name}"' in line for name in _RETIRED):
+            line = json.dumps({name: value for name, value in json.loads(line).items() if name not in _RETIRED})
         try:
             return _STEP_RECORD.validate_json(line)
         except ValidationError as error:
@@ -179,6 +180,8 @@ class StepRecord:
 
 
 _STEP_RECORD = TypeAdapter(StepRecord)
+_RETIRED = ("drafter_refreshes",)
+"""Fields that older records have."""
 
 
 class MetricsWriter:

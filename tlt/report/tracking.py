@@ -39,7 +39,7 @@ _GROUPS: Final = {
     " accept_by_depth draft_acceptance_rate draft_mean_acceptance_length draft_acceptance_rate_pos"
     " strategy_seconds strategy_speed strategy_predicted ahead_seconds ahead_tokens followed_by_age"
     " won_seconds",
-    "drafter": "drafter_loss drafter_tokens drafter_captured_tokens drafter_recomputed_tokens drafter_refreshes"
+    "drafter": "drafter_loss drafter_tokens drafter_captured_tokens drafter_recomputed_tokens"
     " drafter_version drafter_acceptance retrieval_acceptance drafter_train_seconds harvested_share"
     " drafter_vocabulary drafter_coverage",
     "time": "rollout_seconds update_seconds step_seconds cpu_seconds idle_seconds preemption_seconds idle_seconds_by_use"

@@ -28,7 +28,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from tlt.speculative.sampling import BatchParams, truncate
+from tlt.speculative.params import BatchParams, truncate
 from tlt.types import SamplingParams
 
 CHUNK = 1024

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tlt.speculative.sampling import BatchParams, truncate
+from tlt.speculative.params import BatchParams, truncate
 
 BLOCK = 2048
 """Values of a program: eight for each of its threads, which compiles without spilling registers."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from tlt.speculative.sampling import BatchParams
+from tlt.speculative.params import BatchParams
 from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from tlt.speculative import sampling
-from tlt.speculative.sampling import VALUES_PER_PART, BatchParams, gumbel_noise, kernels, sample
+from tlt.speculative.params import BatchParams
+from tlt.speculative.sampling import VALUES_PER_PART, gumbel_noise, kernels, sample
 
 ROW_BYTES = 1 << 28
 """Memory for the noise of the rows that the reference draws at a time; a value takes 28 bytes while it is made."""

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import draw
-from tlt.speculative.sampling import BatchParams, sample
+from tlt.speculative.sampling import sample
 from tlt.types import DraftTree, Verdict
 
 

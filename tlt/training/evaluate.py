@@ -1,11 +1,6 @@
-"""Evaluations on held-out problems: solved with the same noise every time, so that any two can be compared in pairs.
+"""Evaluates the policy on held-out problems: with the same noise every time, so that any two can be compared in pairs.
 
-evaluations.jsonl   {"step": updates done, "solve_rate", "seconds", "by_problem": {problem id: share of samples solved},
-                     "by_task": {task: share of samples solved}, "reward", "reward_by_problem", "num_unscored"}
-best/               the policy of the best evaluation; which one that is stands in its config.json, under tlt_evaluation
-
-An evaluation is judged by its score: the solve rate, or the mean reward where reward functions alone score. One in which
-responses have no score is incomplete: it is written down, is not judged, and is done again by a resumed run that begins there.
+best/    the policy of the best evaluation; which one that is stands in its config.json, under tlt_evaluation
 """
 
 from __future__ import annotations
@@ -13,192 +8,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from pydantic import TypeAdapter
 
 from tlt.distributed.world import tell
-from tlt.files import dumps, read_appended, read_file, write_jsonl
+from tlt.files import read_file
 from tlt.report.console import near, when
-from tlt.report.metrics import paired_sign_flip_test
-from tlt.report.outcome import Gain
 from tlt.rl.rewards import RewardSummary, check_scorable, summarize
-from tlt.rl.scoring import OWN_SCORE
 from tlt.spans import SpanName
-from tlt.training.rollout.result import PhaseResult
-from tlt.types import Request, Reward
-
-if TYPE_CHECKING:
-    from tlt.training.run import Run
+from tlt.training.evaluations import Evaluation
+from tlt.training.run import Run
+from tlt.types import Request
 
 MARK = "tlt_evaluation"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A line of evaluations.jsonl. step: updates done.  solve_rate, reward: means over the problems; None: nothing was scored,
-    or the line is an older TLT's, which wrote no rewards.
-    by_problem, reward_by_problem: the share of a problem's scored samples that were solved, and their mean reward; a problem of
-    which none could be scored is left out.
-    by_task: the share of scored samples that were solved, by the problems' column `task`; empty without.
-    num_unscored: responses without a score.
-    """
-
-    step: int
-    solve_rate: float | None
-    seconds: float
-    by_problem: dict[str, float]
-    by_task: dict[str, float] = field(default_factory=dict)
-    reward: float | None = None
-    reward_by_problem: dict[str, float] = field(default_factory=dict)
-    num_unscored: int = 0
-
-    @staticmethod
-    def of(step: int, phase: PhaseResult) -> Evaluation:
-        """Returns the evaluation that a phase on the held-out problems amounts to."""
-        scored: dict[str, list[Reward]] = {}
-        for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
-            if reward.is_scored:
-                scored.setdefault(rollout.problem_id, []).append(reward)
-        solved = {problem: _mean([float(one.is_solved) for one in rewards]) for problem, rewards in scored.items()}
-        rewards = {problem: _mean([one.value for one in rewards]) for problem, rewards in scored.items()}
-        summary = summarize(phase.rewards)
-        return Evaluation(
-            step,
-            _mean(solved.values()) if solved else None,
-            phase.seconds,
-            solved,
-            summary.solve_rate_by_task,
-            _mean(rewards.values()) if rewards else None,
-            rewards,
-            summary.num_errors,
-        )
-
-    def score(self, by_reward: bool) -> float | None:
-        """Returns what it is judged by; None: it is not judged."""
-        return None if self.num_unscored else self.reward if by_reward else self.solve_rate
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
-
-
-_EVALUATION = TypeAdapter(Evaluation)
-
-
-def is_judged_by_reward(functions: Sequence[str]) -> bool:
-    """Returns whether the mean reward is the score: where the task's own score is not among the reward functions, nothing but
-    rewards.solved_at says what is solved, and no response may ever come so far."""
-    return bool(functions) and OWN_SCORE not in functions
-
-
-class Evaluations:
-    """A run's evaluations so far, the same on every rank; the leader (`writes`) keeps them in a file, and tells the others what
-    it has read there (`tell` returns the leader's value on all of them; None: there are no others).
-
-    Opening at `first_step` leaves out what an attempt did that the run has gone back behind, and a line that a kill tore.
-    by_reward: see `is_judged_by_reward`.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        first_step: int,
-        writes: bool,
-        tell: Callable[[Any], Any] | None = None,
-        by_reward: bool = False,
-    ) -> None:
-        self.path, self.writes, self.by_reward = path, writes, by_reward
-        is_asked = writes or tell is None
-        self.all = [one for one in read_evaluations(path) if one.step <= first_step] if is_asked else []
-        if tell is not None:
-            self.all = [Evaluation(**line) for line in tell([*map(dataclasses.asdict, self.all)])]
-        if writes and path.exists():
-            self._rewrite()
-
-    def add(self, evaluation: Evaluation) -> None:
-        """Appends it, or puts it in the place of one of the same step."""
-        is_again = evaluation.step in (one.step for one in self.all)
-        self.all = [*(one for one in self.all if one.step != evaluation.step), evaluation]
-        if self.writes and is_again:
-            self._rewrite()
-        elif self.writes:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(dumps(dataclasses.asdict(evaluation)) + "\n")
-
-    def _rewrite(self) -> None:
-        write_jsonl(self.path, map(dataclasses.asdict, self.all))
-
-    def score(self, evaluation: Evaluation) -> float | None:
-        """Returns what the evaluation is judged by; None: it is not judged."""
-        return evaluation.score(self.by_reward)
-
-    @property
-    def complete(self) -> list[Evaluation]:
-        """Returns those that are judged."""
-        return [evaluation for evaluation in self.all if self.score(evaluation) is not None]
-
-    def is_done(self, step: int) -> bool:
-        return any(evaluation.step == step for evaluation in self.complete)
-
-    @property
-    def best_score(self) -> float | None:
-        """Returns the highest score; None: there is none."""
-        return max((score for one in self.all if (score := self.score(one)) is not None), default=None)
-
-    @property
-    def best(self) -> Evaluation | None:
-        """Returns the first one with the highest score; None: there is none."""
-        return next((one for one in self.complete if self.score(one) == self.best_score), None)
-
-    @property
-    def latest_seconds(self) -> float:
-        """Estimates the duration of the next one by the latest."""
-        return self.all[-1].seconds if self.all else 0.0
-
-    def progress(self) -> Gain | None:
-        """Compares the last complete evaluation with the first one of the same problems; None: there are no two."""
-        if not self.complete:
-            return None
-        last = self.complete[-1]
-        first = next(one for one in self.complete if one.by_problem.keys() == last.by_problem.keys())
-        if first is last:
-            return None
-        solved = _pair(first.by_problem, last.by_problem)
-        rewards = _pair(first.reward_by_problem, last.reward_by_problem) if self.by_reward else None
-        return Gain(
-            (first.step, last.step),
-            (_mean(solved[0]), _mean(solved[1])),
-            None if rewards is None else (_mean(rewards[0]), _mean(rewards[1])),
-            paired_sign_flip_test(*(rewards or solved)),
-        )
-
-    def left_out(self) -> list[str]:
-        """Says of the first and of the last evaluation why `progress` leaves it out, where it does."""
-        ends = {one.step: one for one in (*self.all[:1], *self.all[-1:]) if self.score(one) is None}
-        return [f"the evaluation {when(step)} is left out: {_why_not(one)}" for step, one in ends.items()]
-
-
-def _pair(before: Mapping[str, float], after: Mapping[str, float]) -> tuple[list[float], list[float]]:
-    """Returns the figures of the same problems, in the same order."""
-    problems = sorted(before)
-    return [before[problem] for problem in problems], [after[problem] for problem in problems]
-
-
-def _why_not(evaluation: Evaluation) -> str:
-    if evaluation.num_unscored:
-        return f"{evaluation.num_unscored} of its responses have no score"
-    return "an older TLT wrote no rewards"
-
-
-def read_evaluations(path: Path) -> list[Evaluation]:
-    """Returns all whole lines of the file; none where there is no file."""
-    return read_appended(path, _EVALUATION.validate_json, "evaluation")
 
 
 # ── best/ ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -117,9 +117,7 @@ class LiveRollouts:
         with torch.random.fork_rng():  # the caller's random numbers stay as they are
             stored = None if folder is None else load_drafter(folder, self.config, tensors)
             self.engine = build_engine(self.config, tensors, settings.of_engine(policy), stored, on_span=self.timeline.add)
-            self.drafter = watch_drafter(
-                settings.section, stored, self.engine, world, self.timeline, run="live", seed=0, share=share
-            )
+            self.drafter = watch_drafter(settings.section, stored, self.engine, world, self.timeline, seed=0, share=share)
         coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=world.timeout_seconds)
         receivers = Receivers(Unscored(), lambda _: "")
         self._phase = RolloutPhase(world, self.engine, coordinator, receivers, self.timeline, lambda: False)

@@ -32,11 +32,11 @@ from tlt.report.timeline import merge_timelines
 from tlt.rl.finite import NonFiniteUpdate
 from tlt.rl.rewards import check_scorable
 from tlt.spans import SpanName
+from tlt.training.ahead import ahead_of
 from tlt.training.evaluate import evaluate, settle_best
 from tlt.training.lock import explain, forget_journal
 from tlt.training.problems import data_source, problems_of_step, spare_problems
 from tlt.training.record import record
-from tlt.training.rollout.ahead import ahead_of
 from tlt.training.rollout.dynamic import DynamicSampling
 from tlt.training.rollout.idle_time import IdleWork, facts_of
 from tlt.training.rollout.phase import StopRequested

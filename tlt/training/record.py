@@ -101,7 +101,6 @@ def step_record(
         drafter_tokens=drafter_tokens,
         drafter_captured_tokens=sum(report.captured_tokens for report in reports),
         drafter_recomputed_tokens=sum(report.recomputed_tokens for report in reports),
-        drafter_refreshes=sum(replica.num_refreshes for replica in phase.replicas),
         num_migrated=sum(replica.num_migrated for replica in phase.replicas),
         **idle_fields(phase, worth),
         num_preemptions=stats.num_preemptions,

@@ -44,7 +44,7 @@ from tlt.report.trackers import TrackedRun
 from tlt.report.tracking import NO_TRACKING, Tracking, track
 from tlt.rl.rewards import RewardPool
 from tlt.spans import SpanName
-from tlt.training.evaluate import Evaluations, is_judged_by_reward
+from tlt.training.evaluations import Evaluations, is_judged_by_reward
 from tlt.training.lock import FolderLock
 from tlt.training.problems import check_same_problems, load_problems
 from tlt.training.rollout.drafter_side import DrafterSide, watch_drafter
@@ -162,7 +162,7 @@ class Run:
 
     def _watch_drafter(self, stored: StoredDrafter | None) -> DrafterSide:
         settings, seed = self.config.drafter, self.config.run.seed
-        return watch_drafter(settings, stored, self.engine, self.world, self.timeline, run=str(self.out_dir), seed=seed)
+        return watch_drafter(settings, stored, self.engine, self.world, self.timeline, seed=seed)
 
     def _resume(self) -> int:
         """Takes up the last checkpoint, if there is one; returns the updates done."""

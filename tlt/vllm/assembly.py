@@ -28,7 +28,8 @@ from tlt.vllm.check import check_law
 from tlt.vllm.drafter import VllmDrafter, export_for_vllm
 from tlt.vllm.engine import Speculation, VllmEngine
 from tlt.vllm.follow import Following
-from tlt.vllm.link import Link, VllmSettings
+from tlt.vllm.link import Link
+from tlt.vllm.settings import VllmSettings
 from tlt.vllm.strategies import NO_REFERENCES, depths_of, kinds_of
 
 NGRAM: Mapping[str, Any] = {"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 2}

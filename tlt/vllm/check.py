@@ -16,7 +16,8 @@ from torch import Tensor
 
 from tlt.drafter.drafting.references import References
 from tlt.engine.stats import EngineStats
-from tlt.speculative.sampling import BatchParams, gumbel_noise, keys_tensor, sample
+from tlt.speculative.params import BatchParams
+from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, Rollout, SamplingParams, Strategy, UserError
 from tlt.vllm.engine import VllmEngine

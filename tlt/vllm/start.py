@@ -15,7 +15,7 @@ from tlt.text import one_line
 from tlt.types import UserError
 from tlt.vllm.inside.plugin import CONFIG, register
 from tlt.vllm.inside.scheduler import LengthScheduler
-from tlt.vllm.link import CPU_KV_GIB, VllmSettings
+from tlt.vllm.settings import CPU_KV_GIB, VllmSettings
 
 MakeParams = Callable[[int, list[int], dict[str, Any]], vllm.SamplingParams]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tlt.audit.fault import PlantedFault
-from tlt.speculative.sampling import BatchParams
+from tlt.speculative.params import BatchParams
 from tlt.types import DraftTree, SamplingParams
 
 

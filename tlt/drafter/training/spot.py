@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from tlt.accounts import DrafterReport
-from tlt.drafter.model import DraftModel
 from tlt.drafter.training.buffer import Trajectory, TrajectoryBuffer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.attention import Cached
@@ -130,9 +129,9 @@ class SpotTrainer:
         """Adds a response that this replica has finished (see `TrajectoryBuffer.add`)."""
         self.buffer.add(rollout, features_TF if self.keeps_captured else None)
 
-    def run(self, should_stop: Callable[[], bool], publish: Callable[[DraftModel], None] | None = None) -> DrafterReport:
+    def run(self, should_stop: Callable[[], bool]) -> DrafterReport:
         """Makes micro-steps until `should_stop()`, which is asked before each of them. Ends earlier where there is nothing to
-        train on, or the limit of passes is reached. `publish` receives the drafter after every micro-step that trained it."""
+        train on, or the limit of passes is reached."""
         report, start = DrafterReport(), time.perf_counter()
         now = start
         while not (is_preempted := should_stop()):
@@ -140,8 +139,6 @@ class SpotTrainer:
             if done is None:
                 report = replace(report, is_limited=bool(self.buffer.ready(self.trainer.target.version)))
                 break
-            if publish is not None and done.num_tokens:
-                publish(self.trainer.model)
             before, now = now, time.perf_counter()
             report = report.plus(replace(done, seconds=now - before, max_micro_step_seconds=now - before))
             self._note(before, now)

@@ -12,22 +12,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from tlt.accounts import AheadReport
 from tlt.distributed.ahead_queue import AheadQueue
 from tlt.drafter.drafting.references import REPLAY, Key, References
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
-from tlt.training.problems import problems_of_step
 from tlt.types import Request, Rollout
-
-if TYPE_CHECKING:
-    from tlt.training.run import Run
-
-
-MAX_AHEAD = 2
-"""Steps. Eight brought no more (docs/log.md)."""
 
 Found = tuple[tuple[int, ...], bool]
 """Tokens of a response, and whether they are all of it."""
@@ -183,21 +174,3 @@ class AheadOfPolicy(Ahead):
         for request in unfinished:
             if request.token_ids:
                 self.found[request.key] = request.token_ids, False
-
-
-def ahead_of(run: Run, generates: bool) -> Ahead:
-    """Returns who generates the responses of the next steps in this one's idle time. generates: whether anything is."""
-    rollout, seed, last = run.config.rollout, run.config.run.seed, run.config.run.num_steps - 1
-    if not rollout.ahead:
-        return NO_AHEAD
-
-    def requests_of(step: int) -> list[Request]:
-        problems = problems_of_step(run.problems, step, rollout.problems_per_step, seed)
-        numbers = range(rollout.samples_per_problem)
-        return [Request(p.problem_id, i, p.prompt_ids, run.params, "rollout", step) for p in problems for i in numbers]
-
-    num_steps = MAX_AHEAD if rollout.ahead == "adaptive" else rollout.ahead
-    later = range(run.step + 1, min(run.step + num_steps, last) + 1)
-    requests = [request for step in later for request in requests_of(step)] if generates else []
-    past = requests_of(run.step)
-    return AheadOfPolicy(run.engine, run.references, run.world.world_size, requests, past, run.lengths)

@@ -1,9 +1,8 @@
-"""The drafter's side of a rollout phase: it is trained where a replica falls idle, refreshed where one still generates, and
-measured at the end.
+"""The drafter's side of a rollout phase: it is trained where a replica falls idle, and measured at the end.
 
     phase    begin ─▶ observe a response ─▶ … ─▶ train while idle ─▶ … ─▶ check ─▶ end        broken off: abandon
                          │                          │                       │
-    here         buffer to train on     micro-steps, mailbox to others    average, publish, measure
+    here         buffer to train on     micro-steps                       average, publish, measure
 
 `DrafterSide` itself does nothing: it is the null form, so that a phase need not ask whether there is a drafter. Knows no queue
 and no problems.
@@ -20,13 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load, save
 from torch import Tensor
 
 from tlt.accounts import DrafterCheck, DrafterReport
 from tlt.build.drafter import build_draft_model, build_spot_trainer
 from tlt.config.drafter import DrafterSection
-from tlt.distributed.mailbox import Mailbox, connect_mailbox
 from tlt.distributed.world import World, average_weighted, gather_objects
 from tlt.drafter.drafting.ahead import AheadDrafter
 from tlt.drafter.drafting.hybrid import HybridDrafter
@@ -49,11 +46,6 @@ class DrafterSide:
     learned drafter."""
 
     @property
-    def num_refreshes(self) -> int:
-        """Drafters of other replicas that this one took up in the phase."""
-        return 0
-
-    @property
     def version(self) -> int:
         """Counts the drafter's publications."""
         return 0
@@ -61,8 +53,8 @@ class DrafterSide:
     def foresee(self, prompts: Iterable[Sequence[int]]) -> None:
         """Prepares for the prompts that are answered next, the same on every rank."""
 
-    def begin(self, rollout: str) -> None:
-        """Prepares for a phase, given a name that no other phase of the run has."""
+    def begin(self) -> None:
+        """Prepares for a phase."""
 
     @property
     def captures(self) -> bool:
@@ -71,9 +63,6 @@ class DrafterSide:
 
     def observe(self, finished: Finished) -> None:
         """Takes note of a response that has ended here."""
-
-    def refresh(self) -> None:
-        """Lets the engine draft with the latest drafter of another replica. It is called between two engine steps."""
 
     def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
         """Trains until `should_stop`, or until there is nothing to train on."""
@@ -115,7 +104,7 @@ class WatchedDrafter(DrafterSide):
     """Looks after a learned drafter.
 
     model: the copy that is trained and measured.  learned: the engine's.  watch: who publishes and measures it.
-    spot: who trains it; None: it stays as it is.  refresh: lets others use it before the rollout ends; None: nobody does.
+    spot: who trains it; None: it stays as it is.
     share: of a phase's seconds, for which it is trained at the end of the phase, busy or not.
     """
 
@@ -125,22 +114,17 @@ class WatchedDrafter(DrafterSide):
         learned: Served,
         watch: DrafterWatch,
         spot: SpotTrainer | None,
-        refresh: DrafterRefresh | None,
         timeline: Timeline,
         share: float = 0.0,
     ) -> None:
         self.model, self.learned, self.watch, self.spot = model, learned, watch, spot
-        self.mail, self.timeline, self.share = refresh, timeline, share
+        self.timeline, self.share = timeline, share
         self.choice = learned.choice if isinstance(learned, LearnedDrafter) else None
         if self.choice is not None:
             self.choice.is_led = True
             self._train_what_is_proposed()
         self._trains = False  # in this phase
         self._acceptance: float | None = None  # as measured last
-
-    @property
-    def num_refreshes(self) -> int:
-        return 0 if self.mail is None else self.mail.num_refreshes
 
     @property
     def version(self) -> int:
@@ -153,11 +137,9 @@ class WatchedDrafter(DrafterSide):
             self.choice.begin(prompts)
             self._train_what_is_proposed()
 
-    def begin(self, rollout: str) -> None:
+    def begin(self) -> None:
         self._trains = self.spot is not None and self.watch.trains
         self._begun = time.perf_counter()
-        if self.mail is not None:
-            self.mail.begin(rollout)
 
     @property
     def captures(self) -> bool:
@@ -167,15 +149,11 @@ class WatchedDrafter(DrafterSide):
         if self._trains and self.spot is not None:
             self.spot.add(finished.rollout, finished.captured_TF)
 
-    def refresh(self) -> None:
-        if self.mail is not None:
-            self.mail.refresh()
-
     def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
         if self.spot is None or not self._trains:
             return DrafterReport()
-        spot, publish = self.spot, None if self.mail is None else self.mail.publish
-        return self.watch.run(lambda: spot.run(should_stop, publish))
+        spot = self.spot
+        return self.watch.run(lambda: spot.run(should_stop))
 
     def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck | None:
         if self.share:
@@ -242,13 +220,12 @@ def watch_drafter(
     world: World,
     timeline: Timeline,
     *,
-    run: str,
     seed: int,
     share: float = 0.0,
 ) -> DrafterSide:
     """Makes the copy of the engine's learned drafter that is trained, who trains it, and who watches over it.
 
-    run: a name that no other run of these ranks has.  seed: of the windows to train on; other ranks draw others by it.
+    seed: of the windows to train on; other ranks draw others by it.
     share: see WatchedDrafter.
     """
     drafter, target = engine.drafter, engine.target
@@ -272,52 +249,4 @@ def watch_drafter(
         settings.gate,
         settings.check_every,
     )
-    refresh = None if spot is None else connect_refresh(settings, world, run, learned)
-    return WatchedDrafter(model, learned, watch, spot, refresh, timeline, share)
-
-
-class DrafterRefresh:
-    """Takes drafters from replicas that train to engines that still generate, within one rollout: at most one in `seconds`, on
-    either side. What a rollout publishes is of no use to the next one, which starts with the average.
-
-    mailbox: the run's own.
-    """
-
-    def __init__(self, mailbox: Mailbox, learned: Served, seconds: float) -> None:
-        self.mailbox, self.learned, self.seconds = mailbox, learned, seconds
-        self.num_refreshes = 0
-
-    def begin(self, rollout: str) -> None:
-        """Starts a rollout, under a name of its own in this run. A version is no such name: after an undone update it comes
-        again."""
-        self._header = f"{rollout}\n".encode()
-        self._next = time.perf_counter() + self.seconds
-        self.num_refreshes = 0
-
-    def publish(self, model: DraftModel) -> None:
-        """Sends the drafter, unless it holds a number that is not finite: that the end of the step deals with."""
-        if self._is_due():
-            tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-            if all(bool(tensor.isfinite().all()) for tensor in tensors.values()):
-                self.mailbox.send(self._header + save(tensors))
-
-    def refresh(self) -> None:
-        """Gives the engine the latest drafter that another replica has published in this rollout."""
-        if self._is_due() and (message := self.mailbox.receive()) is not None and message.startswith(self._header):
-            self.learned.load(load(message[len(self._header) :]), self.learned.version + 1)
-            self.num_refreshes += 1
-
-    def _is_due(self) -> bool:
-        now = time.perf_counter()
-        is_due = now >= self._next
-        if is_due:
-            self._next = now + self.seconds
-        return is_due
-
-
-def connect_refresh(settings: DrafterSection, world: World, run: str, learned: Served) -> DrafterRefresh | None:
-    """Returns the refresh of the run of that name; None: nobody would publish, or nobody would take it up."""
-    if world.world_size == 1 or not settings.refresh_during_rollout:
-        return None
-    mailbox = connect_mailbox(world.store, f"drafter of {run}")  # runs side by side share the store
-    return DrafterRefresh(mailbox, learned, settings.refresh_seconds)
+    return WatchedDrafter(model, learned, watch, spot, timeline, share)

@@ -10,8 +10,7 @@
                         │
                      another round, of other problems, where dynamic sampling asks for it (dynamic.py)
 
-The collectives come after the last response; until then a replica waits for nobody. A drafter in training may reach those
-that still generate through a mailbox (`DrafterRefresh`); tokens do not depend on it.
+The collectives come after the last response; until then a replica waits for nobody.
 """
 
 from __future__ import annotations
@@ -79,11 +78,11 @@ class RolloutPhase:
         """Generates and scores `num_samples` responses to each problem. Every rank calls this with the same arguments and gets
         the same result. Raises StopRequested on all ranks when any of them was asked to stop.
 
-        drafter: who trains, refreshes and measures the drafter meanwhile; by default nobody does.
+        drafter: who trains and measures the drafter meanwhile; by default nobody does.
         sampling: who asks for further rounds; None: nobody does.  idle: what there is to do in idle time besides.
         """
         name = f"{purpose} {step}"
-        self._begin(name, drafter)
+        self._begin(drafter)
         groups: list[Group] = []
         rounds: list[list[ReplicaReport]] = []
         draws = [Draw(problem) for problem in problems]
@@ -114,13 +113,13 @@ class RolloutPhase:
     ) -> PhaseResult:
         """Does the same for any requests, in one round: a group of them for each problem, one at least, whose sample indices
         follow each other. name: no other phase of the run has it."""
-        self._begin(name, drafter)
+        self._begin(drafter)
         draws = [Draw(problem, group[0].sample_index) for problem, group in zip(problems, requests, strict=True)]
         groups, replicas = self._round(draws, requests, name, drafter, idle)
         return self._end(groups, [replicas], requests[0][0].params.temperature, drafter)
 
-    def _begin(self, name: str, drafter: DrafterSide) -> None:
-        drafter.begin(name)
+    def _begin(self, drafter: DrafterSide) -> None:
+        drafter.begin()
         self.engine.stats = EngineStats()
         self._recalled_tokens = 0
         self._slowdown = SlowdownSums.zero()
@@ -181,8 +180,7 @@ class RolloutPhase:
         end = self.timeline.clock()
         idle_time = (spare.ahead_report, tuple(spare.stretches), self.timeline.epoch.machine)
         gaps = (work.gap_seconds, work.gap_training)
-        counts = (drafter.num_refreshes, work.num_received)
-        of_replica = (self.engine.stats, spare.drafter_report, *gaps, *counts, *idle_time)
+        of_replica = (self.engine.stats, spare.drafter_report, *gaps, work.num_received, *idle_time)
         replica = ReplicaReport(start, last_token, end, *of_replica).shifted(self.timeline.epoch.to_rank_0)
         with self.timeline.span(SpanName.WAIT):
             gathered = gather_objects(self.world, (ended.rollouts, ended.rewards, replica, idle.ahead.take_found()))
@@ -234,7 +232,6 @@ class RolloutPhase:
                 if self.migrates and (num_offers := self.coordinator.num_offers()):
                     queue_is_empty = True  # or nobody would offer; and what is handed over is not to be taken back
                     work.share(self.engine, num_offers)
-                drafter.refresh()
             elif self._has_better_to_do():
                 spare.leave()
                 if self.coordinator.all_done():

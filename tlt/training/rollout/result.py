@@ -18,7 +18,7 @@ class ReplicaReport:
     """Says what one replica did in a phase; times are on rank 0's monotonic clock.
 
     gap_seconds: seconds without work before the last token.  gap_training: the part of them in which it trained the drafter.
-    num_refreshes: drafters of other replicas that it took up meanwhile.  num_migrated: responses that it took over.
+    num_migrated: responses that it took over.
     ahead: what it generated of later steps.  idle: its idle time by use.  machine: names what its clock belongs to.
     """
 
@@ -29,7 +29,6 @@ class ReplicaReport:
     drafter: DrafterReport
     gap_seconds: float = 0.0
     gap_training: float = 0.0
-    num_refreshes: int = 0
     num_migrated: int = 0
     ahead: AheadReport = field(default_factory=AheadReport)
     idle: tuple[IdleStretch, ...] = ()
@@ -58,7 +57,7 @@ class ReplicaReport:
 
     def then(self, later: ReplicaReport, last_token_of_all: float) -> ReplicaReport:
         """Returns this round and the next as one; what was idle at this one's end, `last_token_of_all`, is now a gap. `stats`
-        and `num_refreshes` count on through a phase."""
+        counts on through a phase."""
         return replace(
             later,
             start=self.start,

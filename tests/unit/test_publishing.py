@@ -1,17 +1,12 @@
-"""A drafter in training reaches engines that generate: when it is taken up, and when it is not."""
+"""What an engine does with a drafter that it is given: amid a rollout, and after it."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
-from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG
 from tests.unit.phase_parts import (
@@ -24,7 +19,6 @@ from tests.unit.phase_parts import (
     make_side,
     make_watch,
 )
-from tlt.distributed.mailbox import Mailbox
 from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.model import DraftModel
 from tlt.drafter.training.buffer import TrajectoryBuffer
@@ -32,8 +26,6 @@ from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.models.attention import PackedCausal
-from tlt.training.rollout.drafter_side import DrafterRefresh, connect_refresh
-from tlt.training.rollout.result import PhaseResult
 from tlt.types import Request, Strategy
 
 
@@ -83,66 +75,8 @@ def test_a_drafter_loaded_between_two_engine_steps_drafts_as_if_it_had_always_be
     assert all(drafts[0][tokens] == drafts[1][tokens] for tokens in common)
 
 
-def run_with_refresh(
-    is_published: bool, rollout: str = "rollout 0", version: int = 7, fault: float = 0.0
-) -> tuple[PhaseResult, LearnedDrafter]:
-    """A replica that generates alone, and an idle one that may have published its drafter, with a fault added to a weight."""
-    engine, learned = make_engine()
-    store = HashStore()
-    refresh = DrafterRefresh(Mailbox(store), learned, seconds=1e-9)
-    spot = SpotTrainer(DrafterTrainer(make_model(2), engine.model, PRESETS["hass"]), TrajectoryBuffer(10**6), 48)
-    if is_published:
-        _, other = make_engine()
-        other.model.version = version
-        sender = DrafterRefresh(Mailbox(store), other, seconds=1e-9)
-        sender.begin(rollout)
-        model = make_model(3)
-        with torch.no_grad():
-            model.fc.weight[2, 1] += fault
-        sender.publish(model)
-    (coordinator,) = make_coordinators(1)
-    drafter = make_side(spot, learned, make_watch(engine, learned, spot), refresh)
-    problems = make_problems(6)
-    return make_phase(engine, coordinator).run(problems, 2, PARAMS, "rollout", 0, drafter), learned
-
-
-def test_a_published_drafter_is_taken_up_once_and_changes_no_token() -> None:
-    plain, untouched = run_with_refresh(is_published=False)
-    refreshed, learned = run_with_refresh(is_published=True)
-    assert [report.num_refreshes for report in plain.replicas] == [0]
-    assert [report.num_refreshes for report in refreshed.replicas] == [1]
-    assert [rollout.token_ids for rollout in refreshed.rollouts] == [rollout.token_ids for rollout in plain.rollouts]
-    assert (untouched.version, learned.version) == (8, 9), "the average comes after what was taken up"
-    assert predicts_like(learned, make_model(2))
-
-
-@pytest.mark.parametrize("rollout", ["rollout 1", "rollout 00", "rollout", "evaluation 0"])
-def test_a_drafter_published_in_another_rollout_is_not_taken_up(rollout: str) -> None:
-    """Though the engine had the same version then: that rollout's update was undone."""
-    result, learned = run_with_refresh(is_published=True, rollout=rollout)
-    assert result.replicas[0].num_refreshes == 0
-    assert learned.version == 8, "the average alone"
-
-
-@pytest.mark.parametrize("fault", [math.nan, math.inf])
-def test_a_drafter_that_is_not_finite_is_not_sent(fault: float) -> None:
-    result, learned = run_with_refresh(is_published=True, fault=fault)
-    assert result.replicas[0].num_refreshes == 0
-    assert learned.version == 8, "the average alone"
-
-
-def test_runs_side_by_side_have_mailboxes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    names = []
-    monkeypatch.setattr("tlt.training.rollout.drafter_side.connect_mailbox", lambda store, name: names.append(name))
-    for folder in ("a", "b"):
-        settings = SimpleNamespace(refresh_during_rollout=True, refresh_seconds=1.0)
-        world: Any = SimpleNamespace(store=None, group=object(), world_size=2)
-        assert connect_refresh(settings, world, Path("runs") / folder, learned=None) is not None
-    assert len(set(names)) == 2
-
-
 def test_after_the_rollout_all_replicas_have_the_average_under_one_version_above_all_others() -> None:
-    """This replica took up a drafter twice (9), another three times (10), a third trained."""
+    """Versions of the replicas differ: 9 here, 10 and 7 elsewhere."""
     engine, learned = make_engine()
     spot = SpotTrainer(DrafterTrainer(make_model(2), engine.model, PRESETS["hass"]), TrajectoryBuffer(10**6), 48)
     (coordinator,) = make_coordinators(1)
