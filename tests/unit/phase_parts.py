@@ -146,7 +146,7 @@ def make_problems(num: int) -> list[Problem]:
 def generate(phase: RolloutPhase, problems: Sequence[Problem], spot: Any = None) -> tuple[list[Rollout], float, DrafterReport]:
     """The part of a phase in which a replica waits for nobody."""
     drafter = make_side(spot)
-    drafter.begin("rollout")
+    drafter.begin()
     requests = [[Request(problem.problem_id, 0, problem.prompt_ids, PARAMS)] for problem in problems]
     phase.coordinator.begin("rollout", len(problems))
     ended = Ended(problems, phase.receivers, drafter)

@@ -54,7 +54,7 @@ class Training(DrafterSide):
         self.carried, self.step_seconds = 0, 1.0
         self.left = 0.0
 
-    def begin(self, rollout: str) -> None:
+    def begin(self) -> None:
         self.left = self.carried * self.speed.recompute + self._passes(self.carried)
 
     def observe(self, finished: Finished) -> None:

@@ -159,7 +159,7 @@ class Replicas:
         drafter = training if self.variant.trains else DrafterSide()
         engine.stats = type(engine.stats)()
         start = self.time.now
-        drafter.begin(name)
+        drafter.begin()
         coordinator.begin(name, len(requests))
         idle.ahead.begin(SharedAheadQueue(coordinator.store, self.done_ahead))
         work = Work(coordinator, requests)
