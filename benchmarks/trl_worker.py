@@ -181,7 +181,7 @@ def run_tlt(job: Job, clock: Clock) -> None:
     trainer = build_policy_trainer(config, model, world)
     timeline, stored = Timeline(world.rank), load_stored(config.drafter.path, model)
     engine = build_engine(model.config, model.tensors, EngineSettings.of_run(config, "cpu"), stored, on_span=timeline.add)
-    side = watch_drafter(config.drafter, stored, engine, world, timeline, run="bench", seed=0)
+    side = watch_drafter(config.drafter, stored, engine, world, timeline, seed=0)
     coordinator = connect_coordinator(world.store, world.rank, world.world_size, timeout=600.0)
     params = SamplingParams(max_tokens=job.max_tokens, stop_ids=model.stop_ids, seed=42)  # TRL's default seed
     with RewardPool(RewardSpec("countdown"), 1, 5.0) as scorers:
