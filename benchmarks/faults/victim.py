@@ -60,7 +60,7 @@ MOMENTS = {
     "optimizer step": "tlt.rl.update:PolicyTrainer._optimizer_step",
     "publication": "tlt.engine.engine:RolloutEngine.load_policy_parts",
     "record": "tlt.training.loop:record",
-    "evaluation": "tlt.training.evaluate:Evaluations.add",
+    "evaluation": "tlt.training.evaluations:Evaluations.add",
     "checkpoint": "tlt.training.saved.checkpoint:_write_share",
     "manifest": "tlt.training.saved.checkpoint:commit",
     "removing older": "tlt.training.saved.checkpoint:remove_older",

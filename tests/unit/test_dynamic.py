@@ -141,8 +141,8 @@ class Watcher(DrafterSide):
     def __init__(self) -> None:
         self.events: list[str] = []
 
-    def begin(self, rollout: str) -> None:
-        self.events.append(f"begin {rollout}")
+    def begin(self) -> None:
+        self.events.append("begin")
 
     def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> None:
         self.events.append(f"check {len(rollouts)}")
@@ -200,7 +200,7 @@ def test_the_drafter_sees_all_rounds_as_one_step() -> None:
     result = sample(make_engine(POLICY), drafter=watcher)
     num = len(result.rollouts)
     assert num == 2 * len(result.groups) > 8
-    assert watcher.events == ["begin rollout 4", f"check {num}", f"end {num}"]
+    assert watcher.events == ["begin", f"check {num}", f"end {num}"]
     keys = [(rollout.problem_id, rollout.sample_index) for rollout in result.rollouts]
     assert keys == sorted(set(keys))
 
@@ -217,7 +217,7 @@ def test_a_stop_in_a_later_round_breaks_the_whole_step_off() -> None:
     with pytest.raises(StopRequested, match="in step 5"):
         phase.run(PROBLEMS[:4], 2, params, "rollout", 4, watcher, rule(4, PROBLEMS[4:]))
     assert begun == ["rollout 4", "rollout 4, round 1"]
-    assert watcher.events == ["begin rollout 4", "abandon"]
+    assert watcher.events == ["begin", "abandon"]
     assert engine.is_idle
 
 
