@@ -40,7 +40,7 @@ ACCEPTANCE, DEPTH = 0.7, 4
 """The draft that sizes are compared for: a chain of four, each token accepted in 7 of 10 cases if the vocabulary holds it."""
 
 PROMPTS = 0.3
-"""Weight of the prompts' tokens, all together, beside that of all responses' (measured: docs/log.md)."""
+"""Weight of the prompts' tokens, all together, beside that of all responses' (measured: benchmarks/log.md)."""
 
 KEEP = 0.9
 """Weight that a step's tokens have left one step later. Ten steps' worth of tokens count, therefore."""

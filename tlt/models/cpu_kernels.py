@@ -30,7 +30,7 @@ def can_multiply(x_NI: Tensor) -> bool:
 
 class OneDnnProduct(torch.autograd.Function):
     """The product x Wᵀ, whose forward and input gradient run oneDNN's kernel. The weight's gradient, a product of two
-    activations, was not faster there and stays with the BLAS (docs/log.md)."""
+    activations, was not faster there and stays with the BLAS (benchmarks/log.md)."""
 
     @staticmethod
     def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor) -> Tensor:
@@ -53,7 +53,7 @@ def _onednn(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
 
 
 MIN_PRODUCTS = 320_000
-"""Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear (docs/log.md)."""
+"""Multiplications of a product from which oneDNN is faster than the BLAS behind F.linear (benchmarks/log.md)."""
 
 
 FASTEST_ROWS, MIN_REPEATED = 3, 1_500_000

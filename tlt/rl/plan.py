@@ -90,7 +90,7 @@ def sample_flat(responses: Sequence[Response], num_tokens: int) -> list[Response
 
 
 MIN_PROMPT = 1 / 16
-"""Tokens of a prompt for each token of a response from which it is worth sharing: less saves nothing (docs/log.md)."""
+"""Tokens of a prompt for each token of a response from which it is worth sharing: less saves nothing (benchmarks/log.md)."""
 
 
 def families_of(responses: Sequence[Response]) -> list[list[int]]:

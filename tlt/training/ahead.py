@@ -8,7 +8,7 @@ from tlt.training.run import Run
 from tlt.types import Request
 
 MAX_AHEAD = 2
-"""Steps. Eight brought no more (docs/log.md)."""
+"""Steps. Eight brought no more (benchmarks/log.md)."""
 
 
 def ahead_of(run: Run, generates: bool) -> Ahead:

@@ -17,7 +17,7 @@ from tlt.types import DraftTree, Verdict
 from tlt.uploads import upload
 
 DEFAULT_CONFIDENCE_THRESHOLD = 0.4
-"""Drafting a chain stops where the chance that the whole chain is accepted falls below this (measured: docs/log.md)."""
+"""Drafting a chain stops where the chance that the whole chain is accepted falls below this (measured: benchmarks/log.md)."""
 
 _EDGES = (-6.0, -4.0, -3.0, -2.3, -1.6, -1.2, -0.9, -0.65, -0.45, -0.3, -0.18, -0.1, -0.05, -0.02)
 """Borders of the bins of a candidate's raw log-confidence, which is the log-probability that the drafter gives it. They lie

@@ -35,7 +35,7 @@ _PRESETS = (
     # EAGLE, arXiv 2401.15077, section 4.2: features, and 0.1 times the distribution.
     Preset("eagle", "eagle", 1, 1.0, 1.0, 0.1),
     # HASS, arXiv 2408.15766, section 3.2: EAGLE's losses over three steps aligned with drafting. Its top-k loss is left out;
-    # the distribution counts in full, since 0.1 was worse (docs/log.md).
+    # the distribution counts in full, since 0.1 was worse (benchmarks/log.md).
     Preset("hass", "eagle", 3, 1.0, 1.0, 1.0),
     # EAGLE-3, arXiv 2503.01840, section 3.2: the distribution alone, over seven steps; the decay is that of its training code.
     Preset("eagle3", "eagle3", 7, 0.8, 0.0, 1.0),
