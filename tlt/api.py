@@ -227,8 +227,8 @@ class TrainingResult:
     """Says what a run has left.
 
     folder: holds policy/ (and best/, drafter/) as checkpoint folders, metrics.jsonl and evaluations.jsonl.
-    evaluations: the file's lines (`tlt.training.evaluations.Evaluation`); each has `step` (updates done), `solve_rate`, `reward`,
-        `num_unscored`, `seconds`, `by_problem` and `reward_by_problem`.
+    evaluations: the file's lines (`tlt.training.evaluations.Evaluation`); each has `step` (updates done), `solve_rate`,
+        `reward`, `num_unscored`, `seconds`, `by_problem` and `reward_by_problem`.
     is_finished: False where Ctrl-C or SIGTERM ended it; `tlt train --resume FOLDER` goes on.
     """
 
