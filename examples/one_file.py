@@ -578,10 +578,11 @@ def take_step(model: Decoder, optimizer: torch.optim.Optimizer) -> None:
 def train(rank: int, port: int, args: argparse.Namespace) -> None:
     """Trains as one of the ranks. All of them begin with the same weights and take the same steps."""
     torch.set_num_threads(1)  # a core for each rank
-    store = dist.TCPStore("127.0.0.1", port)
-    dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=NUM_RANKS)
     model = load_model(BASE, getattr(torch, args.dtype))
     optimizer = torch.optim.Adam(model.weights.values(), lr=1e-4, betas=(0.9, 0.95))
+    # The group comes after Adam: modules that Adam imports would hold on to it, and gloo might abort at exit.
+    store = dist.TCPStore("127.0.0.1", port)
+    dist.init_process_group("gloo", store=dist.PrefixStore("gloo", store), rank=rank, world_size=NUM_RANKS)
     vocabulary = json.loads((BASE / "tokenizer.json").read_text())["model"]["vocab"]
     tuner = Tuner(random.Random(rank)) if args.speculation == "adaptive" else None
     engine = Engine(model, vocabulary["<eos>"], args.max_tokens, tuner)

@@ -207,8 +207,10 @@ def said_by_the_package(base_prompts: list[list[int]]) -> Tokens:
 def test_the_recipes_model_says_what_it_says_in_the_packages_engine(
     tuner: object, base_prompts: list[list[int]], said_by_the_package: Tokens
 ) -> None:
+    """On 4 rows the later responses to a short puzzle are drafted from finished ones, to their ends."""
     model = one_file.load_model(BASE, torch.float64)
-    tokens, records = roll_out(model, ask(base_prompts, 3), 2, 150, tuner)
+    with patch.object(one_file, "MAX_BATCH_SIZE", 4):
+        tokens, records = roll_out(model, ask(base_prompts, 3), 2, 150, tuner)
     assert tokens == said_by_the_package
     num_verifications = sum(record.batch_size for record in records)
     assert sum(map(len, tokens.values())) > (1.2 if tuner else 0.99) * num_verifications
@@ -308,6 +310,8 @@ def test_the_gradient_of_its_update_is_the_packages(num_ranks: int) -> None:
     rollouts.sort(key=lambda r: (r.problem.problem_id, r.sample_index))
     advantages_R = one_file.group_advantages(torch.tensor(rewards, dtype=torch.float64).view(-1, 4)).flatten()
     assert (advantages_R == 0).sum() == 4
+    _, is_response_BN = one_file.response_logprobs(model, rollouts)
+    assert is_response_BN.sum(1).tolist() == [len(r.token_ids) for r in rollouts]
     with patch.object(one_file.micro_batches, "__defaults__", (300,)):
         for rank in range(num_ranks):
             one_file.policy_gradient(model, rollouts, advantages_R, slice(rank, None, num_ranks))
