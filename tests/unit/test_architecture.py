@@ -23,7 +23,7 @@ ROOT = Path(tlt.__file__).parent
 
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
-        {"types", "kinds", "accounts", "clock", "spans", "config", "extras", "files", "hub", "openmp", "packaged", "plugins"}
+        {"types", "kinds", "accounts", "clock", "spans", "config", "extras", "files", "hub", "loops", "packaged", "plugins"}
     )
     | {"processes", "recipes", "secrets", "streams", "text", "uploads"},
     frozenset({"models", "speculative", "tasks", "data"}),

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tlt import openmp
+from tlt import loops
 from tlt.models import attention
 from tlt.models.attention import Cached, cached, real_tokens
 from tlt.models.decoder import ModelConfig
@@ -128,7 +128,7 @@ def test_threads_change_no_bit(has_openmp: bool, monkeypatch: pytest.MonkeyPatch
     config, lengths = config_of((4, 2, 8)), [70] * 6
     qkv_NSD, outputs = new_tokens(config, 6), []
     if not has_openmp:
-        monkeypatch.setattr(openmp, "_gomp_parallel", lambda: None)
+        monkeypatch.setattr(loops, "_gomp_parallel", lambda: None)
     num_threads = torch.get_num_threads()
     try:
         for threads, worth in ((1, 1), (3, 1), (3, 10**12)):

@@ -21,8 +21,8 @@ from numba import carray, cfunc, njit, types  # type: ignore[attr-defined]  # ca
 from numba.extending import overload
 from torch import Tensor
 
-from tlt import openmp
-from tlt.openmp import float32_at, int64_at, uint16_at
+from tlt import loops
+from tlt.loops import REORDERED, exp_of, float32_at, int64_at, uint16_at
 
 BLOCK = 64
 """Keys that are looked at together."""
@@ -32,18 +32,14 @@ PRODUCTS_PER_THREAD = 100_000
 
 DTYPES = (torch.float32, torch.bfloat16)
 
-_F32, _I32, _U32, _U64 = np.float32, np.int32, np.uint32, np.uint64
+_F32, _U32, _U64 = np.float32, np.uint32, np.uint64
 _1, _2, _3, _4, _64, _128, _BLOCK = _U64(1), _U64(2), _U64(3), _U64(4), _U64(64), _U64(128), _U64(BLOCK)
-_LN2, _LOG2E = _F32(math.log(2)), _F32(1 / math.log(2))
-_NOTHING, _LOWEST = _F32(-math.inf), _F32(-1e30)
-
-_REORDERED = {"nsz", "reassoc", "contract", "arcp"}
-"""What the loops may do: sums are split among the lanes of the processor's vectors. Indices are unsigned, because for signed
-ones Numba asks whether they are negative, and then no vectors are used."""
+"""Indices are unsigned: for signed ones Numba asks whether they are negative, and then no vectors are used."""
+_NOTHING, _LOWEST, _NO_WEIGHT = _F32(-math.inf), _F32(-1e30), _F32(-126 * math.log(2))
 
 _ADDRESSES = ("qkv", "layer", "out", "columns", "rows", "mask")
 _SIZES = ("num_heads", "num_kv_heads", "head_dim", "capacity", "num_new", "mask_length")
-CALL = np.dtype([*openmp.HEAD, *((name, "i8") for name in _ADDRESSES), *((name, "u8") for name in _SIZES)])
+CALL = np.dtype([*loops.HEAD, *((name, "i8") for name in _ADDRESSES), *((name, "u8") for name in _SIZES)])
 """A call for one layer: where its arrays are, and their sizes."""
 
 
@@ -75,7 +71,7 @@ class CompiledAttention:
         sizes = (num_heads, num_kv // 2, head_dim, capacity, columns_BT.shape[1], mask[1])
         self.call = np.array([(0, len(rows) * (num_kv // 2), 0, 0, 0, *addresses, *sizes)], CALL)
         num_products = 2 * sum(t * n for t, n in rows) * num_heads * head_dim
-        self.loop = openmp.Loop(compiled(layers_SKLD[0].dtype), self.call, 1 + num_products // PRODUCTS_PER_THREAD)
+        self.loop = loops.Loop(compiled(layers_SKLD[0].dtype), self.call, 1 + num_products // PRODUCTS_PER_THREAD)
 
     def __call__(self, layer: int, qkv_NSD: Tensor) -> Tensor:
         qkv_NSD = qkv_NSD.contiguous()
@@ -115,7 +111,7 @@ def _attend(data, call, arrays):  # type: ignore
     queries, sums, rest = _zeros(num_rows * call.head_dim), _zeros(num_rows * call.head_dim), _zeros(_4 * call.head_dim)
     scores, largest, totals = _zeros(num_rows * _BLOCK), _zeros(num_rows), _zeros(num_rows)
     while True:
-        item = openmp.take(data)
+        item = loops.take(data)
         if item >= call.num_items:
             return
         sequence, kv_head = _U64(item) // call.num_kv_heads, _U64(item) % call.num_kv_heads
@@ -183,7 +179,7 @@ def _score_all(queries, num_rows, keys, at, count, dim, rest, scores):  # type: 
             _two_by_four(queries, q0, rest, _U64(0), dim, scores, s0 + whole)
 
 
-@njit(nogil=True, forceinline=True, fastmath=_REORDERED)
+@njit(nogil=True, forceinline=True, fastmath=REORDERED)
 def _two_by_four(queries, q0, keys, k0, dim, scores, s0):  # type: ignore
     """Writes the products of two queries and four keys."""
     a0, a1, a2, a3 = _F32(0), _F32(0), _F32(0), _F32(0)
@@ -224,7 +220,7 @@ def _weigh(scores, num_rows, dim, sums, largest, totals):  # type: ignore
         scores[num_rows * _BLOCK + j] = _F32(0)
 
 
-@njit(nogil=True, cache=True, fastmath=_REORDERED)
+@njit(nogil=True, cache=True, fastmath=REORDERED)
 def _largest(scores, at):  # type: ignore
     largest = _LOWEST
     for j in range(_BLOCK):
@@ -232,25 +228,13 @@ def _largest(scores, at):  # type: ignore
     return largest
 
 
-@njit(nogil=True, cache=True, fastmath=_REORDERED)
+@njit(nogil=True, cache=True, fastmath=REORDERED)
 def _to_weights(scores, at, largest):  # type: ignore
-    """Returns the sum of the weights. exp is 2ᵏ times Taylor's seventh degree, within 2⁻²⁴; 0 below 2⁻¹²⁶."""
+    """Replaces scores s by exp(s - largest), 0 below 2⁻¹²⁶; returns their sum."""
     total = _F32(0)
     for j in range(_BLOCK):
-        power = (scores[at + j] - largest) * _LOG2E
-        bounded = _F32(-126) if power < _F32(-126) else power
-        whole = _I32(bounded - _F32(0.5))
-        x = (bounded - _F32(whole)) * _LN2
-        series = _F32(1 / 5040)
-        series = series * x + _F32(1 / 720)
-        series = series * x + _F32(1 / 120)
-        series = series * x + _F32(1 / 24)
-        series = series * x + _F32(1 / 6)
-        series = series * x + _F32(1 / 2)
-        series = series * x + _F32(1)
-        series = series * x + _F32(1)
-        weight = series * _I32(_I32(whole + _I32(127)) << _I32(23)).view(np.float32)
-        weight = _F32(0) if power < _F32(-126) else weight
+        behind = scores[at + j] - largest
+        weight = _F32(0) if behind < _NO_WEIGHT else exp_of(behind)
         scores[at + j] = weight
         total += weight
     return total
@@ -279,7 +263,7 @@ def _add_all(weights, num_rows, values, at, count, dim, rest, sums):  # type: ig
             _add_four(weights, w0 + whole, rest, _U64(0), dim, sums, s0)
 
 
-@njit(nogil=True, forceinline=True, fastmath=_REORDERED)
+@njit(nogil=True, forceinline=True, fastmath=REORDERED)
 def _add_four(weights, w0, values, v0, dim, sums, s0):  # type: ignore
     """Adds four weighed values to the sums of two queries."""
     w1, v1, v2, v3, s1 = w0 + _BLOCK, v0 + dim, v0 + _2 * dim, v0 + _3 * dim, s0 + dim

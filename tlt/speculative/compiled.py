@@ -28,6 +28,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from tlt.loops import REORDERED, exp_of
 from tlt.speculative.params import BatchParams, truncate
 from tlt.types import SamplingParams
 
@@ -40,14 +41,13 @@ VALUES_PER_THREAD = 1 << 16
 _F32, _I32, _U32, _U64 = np.float32, np.int32, np.uint32, np.uint64
 _MULTIPLIER_0, _MULTIPLIER_1 = _U64(0xD2511F53), _U64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = _U32(0x9E3779B9), _U32(0xBB67AE85)
-_LN2, _LOG2E = _F32(math.log(2)), _F32(1 / math.log(2))
+_LN2 = _F32(math.log(2))
 _TO_UNIT = _F32(2.0**-32)
 _LEAST_NOISE = _F32(-math.log(33 * math.log(2)))
-_EXPONENT_BIAS = _I32(127)
 _SQRT_HALF_BITS = _I32(np.float32(math.sqrt(0.5)).view(np.int32))
 
-_REORDERED = {"nsz", "reassoc", "contract", "arcp", "nnan"}
-"""What the loops may do that only bound or approximate: their sums are split among the lanes of the processor's vectors."""
+_UNCHECKED = REORDERED | {"nnan"}
+"""For loops that only bound or approximate, and meet no number that is none."""
 
 
 # ── Python's side ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,7 +171,7 @@ def _draw_row(kept, largest, law, words):  # type: ignore
     return token, best - second
 
 
-@njit(nogil=True, cache=True, fastmath=_REORDERED)
+@njit(nogil=True, cache=True, fastmath=_UNCHECKED)
 def _can_win(logits, inverse, words, needed):  # type: ignore
     """Returns how many tokens may score at least so much."""
     num = _I32(0)
@@ -180,24 +180,12 @@ def _can_win(logits, inverse, words, needed):  # type: ignore
     return num
 
 
-@njit(nogil=True, cache=True, fastmath=_REORDERED - {"nnan"})
+@njit(nogil=True, cache=True, fastmath=REORDERED)
 def _sum_of_exp(logits, inverse, largest):  # type: ignore
-    """Returns Σ exp(logit * inverse - largest): powers of two, and of the rest Taylor's seventh degree, within 2⁻²⁴."""
+    """Returns Σ exp(logit * inverse - largest)."""
     total = _F32(0)
     for i in range(logits.shape[0]):
-        power = (logits[i] * inverse - largest) * _LOG2E
-        power = _F32(-126) if power < _F32(-126) else power
-        whole = _I32(power - _F32(0.5))
-        x = (power - _F32(whole)) * _LN2
-        series = _F32(1 / 5040)
-        series = series * x + _F32(1 / 720)
-        series = series * x + _F32(1 / 120)
-        series = series * x + _F32(1 / 24)
-        series = series * x + _F32(1 / 6)
-        series = series * x + _F32(1 / 2)
-        series = series * x + _F32(1)
-        series = series * x + _F32(1)
-        total += series * _I32(_I32(whole + _EXPONENT_BIAS) << _I32(23)).view(np.float32)
+        total += exp_of(logits[i] * inverse - largest)
     return total
 
 
@@ -234,7 +222,7 @@ def _noise_of_tokens(keys, positions, tokens, noise):  # type: ignore
         noise[i] = _gumbel(word[0])
 
 
-@njit(nogil=True, cache=True, fastmath=_REORDERED, error_model="numpy")
+@njit(nogil=True, cache=True, fastmath=_UNCHECKED, error_model="numpy")
 def _near_noise(words, noise):  # type: ignore
     """Writes the noise of these words, within 2⁻¹⁹."""
     for i in range(noise.shape[0]):
