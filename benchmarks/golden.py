@@ -3,12 +3,15 @@
     python benchmarks/golden.py record before.json --tree ../before      # a clone of the commit to compare with
     python benchmarks/golden.py record after.json
     python benchmarks/golden.py compare before.json after.json           # exit code 1, one line for each difference
+    python benchmarks/golden.py record after.json --real smollm2         # with a real model (tlt init smollm2 DIR)
 
     train      two quickstart steps in float64, drafter as it is      policy, metrics
     generate   off, chains, trees, retrieval, both                    tokens, log-probabilities, how far drafts were accepted
     drafter    one pass over these responses, two presets             tensors
     audit      one verdict                                            e-values
     bench      two paired steps with and without TLT, float64         digests of tokens and rewards, equal weights
+    real       the recipe smollm2: responses off and with drafts, and a step of LoRA in float32
+                                                                      tokens, log-probabilities, adapter, metrics
 
 Records of different processors differ in rounding: compare only what one machine has recorded.
 """
@@ -131,6 +134,37 @@ def record(tree: Tree, folder: Path) -> dict[str, Any]:
     return found
 
 
+def record_real(tree: Tree, model: Path, folder: Path) -> dict[str, Any]:
+    """What the recipe smollm2 does with its real model, which `tlt init smollm2` has written to `model`."""
+    found: dict[str, Any] = {}
+    sums = tree.recipe.parent / "smollm2" / "reasoning.toml"
+    problems = folder / "sums.jsonl"
+    options = json.dumps({"operations": ["+"], "digits": [1, 2], "terms": [2, 5], "steps": "checked"})
+    tree.tlt("task", "arithmetic", "--options", options, "--num", "4", "--seed", "3", "--out", problems)
+    for strategy in ("off", "4x1x4", "3x2x5"):
+        out = folder / f"real-{strategy}.jsonl"
+        words = ["--prompts", problems, "--out", out, "--samples", "2", "--max-tokens", "48", "--chat", "true"]
+        words += ["--adapter", model / "warm-up", "--speculation", strategy]
+        words += [] if strategy == "off" else ["--drafter", model / "drafter"]
+        summary = tree.summary("generate", model / "base", *words)
+        lines = read_lines(out)
+        found[f"generate {strategy}"] = {
+            "tokens": sha256([line["token_ids"] for line in lines]),
+            "logprobs": sha256([line["logprobs"] for line in lines]),
+            "accept_length": summary["accept_length"],
+        }
+    run = folder / "real-run"
+    words = ["--model.path", model / "base", "--model.adapter", model / "warm-up", "--drafter.path", model / "drafter"]
+    words += ["--drafter.train", "false", "--rollout.speculation", "4x1x4", "--evaluation.num_problems", "0"]
+    words += ["--rollout.problems_per_step", "2", "--rollout.samples_per_problem", "4", "--sampling.max_tokens", "64"]
+    tree.tlt("train", sums, *words, "--run.num_steps", "2", "--run.out_dir", run)
+    found["train"] = {
+        "adapter": sha256(run / "adapter" / "adapter_model.safetensors"),
+        "metrics": [{name: line[name] for name in METRICS} for line in read_lines(run / "metrics.jsonl")],
+    }
+    return found
+
+
 def differences(before: Any, after: Any, place: str = "") -> list[str]:
     """One line for each value that is not the same."""
     if isinstance(before, Mapping) and isinstance(after, Mapping):
@@ -148,13 +182,18 @@ def main() -> int:
     recording = commands.add_parser("record", help="run everything and write the record")
     recording.add_argument("out", type=Path)
     recording.add_argument("--tree", type=Path, default=Path(__file__).parents[1], help="the checkout to run")
+    recording.add_argument("--real", type=Path, help="a folder of `tlt init smollm2`, for the part with a real model")
     comparing = commands.add_parser("compare", help="print what differs")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     options = parser.parse_args()
     if options.command == "record":
         with tempfile.TemporaryDirectory(prefix="golden-") as folder:
-            options.out.write_text(json.dumps(record(Tree(options.tree), Path(folder)), indent=1) + "\n")
+            tree, scratch = Tree(options.tree), Path(folder)
+            found = record(tree, scratch)
+            if options.real is not None:
+                found["real"] = record_real(tree, options.real.resolve(), scratch)
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
         return 0
     before, after = (json.loads(path.read_text()) for path in (options.before, options.after))
     lines = differences(before, after)
