@@ -35,6 +35,9 @@ METRICS = (
 )  # fmt: skip
 """What of a step's record follows from the seed alone."""
 
+TOO_SHORT = 3
+"""The exit code of an audit that has seen too few tokens for a verdict: its figures are recorded all the same."""
+
 STRATEGIES = ("off", "4x1x4", "3x2x5", "ngram:8x1x8", "hybrid:6x1x6")
 BENCH = ("num_tokens", "reward_mean", "num_different", "num_steps_with_same_weights")
 
@@ -47,13 +50,13 @@ class Tree:
         self.recipe = self.root / "recipes" / "countdown"
 
     def tlt(self, *words: str | Path) -> str:
-        """Standard output of `tlt WORDS`; another exit code than 0 ends the recording."""
+        """Standard output of `tlt WORDS`; an exit code that says failure ends the recording."""
         has_module = (self.root / "tlt" / "__main__.py").is_file()
         program = ["-m", "tlt"] if has_module else ["-c", "import sys; from tlt.cli import main; sys.exit(main())"]
         command = [sys.executable, *program, *map(str, words)]
         environment = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode:
+        if done.returncode not in (0, TOO_SHORT):
             sys.exit(f"tlt {' '.join(map(str, words))}: exit code {done.returncode}\n{done.stderr}")
         return done.stdout
 
@@ -143,8 +146,8 @@ def record_real(tree: Tree, model: Path, folder: Path) -> dict[str, Any]:
     tree.tlt("task", "arithmetic", "--options", options, "--num", "4", "--seed", "3", "--out", problems)
     for strategy in ("off", "4x1x4", "3x2x5"):
         out = folder / f"real-{strategy}.jsonl"
-        words = ["--prompts", problems, "--out", out, "--samples", "2", "--max-tokens", "48", "--chat", "true"]
-        words += ["--adapter", model / "warm-up", "--speculation", strategy]
+        words: list[str | Path] = ["--prompts", problems, "--out", out, "--samples", "2", "--max-tokens", "48"]
+        words += ["--chat", "true", "--adapter", model / "warm-up", "--speculation", strategy]
         words += [] if strategy == "off" else ["--drafter", model / "drafter"]
         summary = tree.summary("generate", model / "base", *words)
         lines = read_lines(out)

@@ -29,7 +29,7 @@ from tlt.tasks.countdown import TASK
 from tlt.training.live import prompt_name
 from tlt.training.rollout.drafter_side import watch_drafter
 from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.work import Receivers
+from tlt.training.rollout.protocol import Receivers
 from tlt.types import Problem, SamplingParams
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "countdown"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
 
@@ -23,6 +23,10 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length"]
 Purpose = Literal["rollout", "evaluation", "generate"]
+Key = tuple[str, int]
+"""Names a response within a step: (problem id, sample index)."""
+NoiseKey = tuple[int, int, int, int]
+"""Names a response's noise: four 32-bit words, see `Request.key`."""
 
 LAW_VERSION = 1
 """Version of the sampling law. Bump it whenever the same key would give another token."""
@@ -82,7 +86,7 @@ class Request:
     logprobs: tuple[float, ...] = ()
 
     @property
-    def key(self) -> tuple[int, int, int, int]:
+    def key(self) -> NoiseKey:
         """The noise key: 128 bits (four 32-bit words) hashed from (run seed, purpose, policy step, problem id,
         sample index). Distinct tuples give distinct texts, so keys collide only if BLAKE2b does. Numbers and strings of other
         types (NumPy's) count as the Python ones that they equal."""
@@ -105,6 +109,10 @@ class Rollout:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     policy_version: int
+
+
+def key_of(response: Request | Rollout) -> Key:
+    return response.problem_id, response.sample_index
 
 
 @dataclass(frozen=True)
@@ -338,6 +346,12 @@ class Reward:
     @property
     def is_scored(self) -> bool:
         return not self.error
+
+
+def in_order(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[list[Rollout], list[Reward]]:
+    """Returns both in canonical order, by (problem id, sample index)."""
+    pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: key_of(pair[0]))
+    return [rollout for rollout, _ in pairs], [reward for _, reward in pairs]
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -29,10 +29,10 @@ from torch.distributed import HashStore
 from tlt.bench.report import environment
 from tlt.distributed.world import World
 from tlt.report.timeline import Timeline
-from tlt.rl.batch import key_of
+from tlt.training.rollout.protocol import Recalled
 from tlt.training.saved.checkpoint import Saved
-from tlt.training.saved.journal import RUNNING_TOKENS, FileJournal, Recalled
-from tlt.types import Request, Reward, Rollout, SamplingParams
+from tlt.training.saved.journal import RUNNING_TOKENS, FileJournal
+from tlt.types import Request, Reward, Rollout, SamplingParams, key_of
 
 PHASES = ("rollout 0, policy 0", "rollout 0, round 1, policy 0", "evaluation 0, policy 1")
 NUM_PROBLEMS, NUM_SAMPLES = 6, 4

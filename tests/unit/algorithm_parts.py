@@ -15,10 +15,9 @@ from torch import Tensor
 from tlt.config.schema import AlgorithmSection, OptimizerSection, SamplingSection
 from tlt.models.decoder import ModelConfig
 from tlt.rl import update
-from tlt.rl.batch import key_of
 from tlt.rl.plan import Response
 from tlt.rl.update import PolicyTrainer
-from tlt.types import Reward, Rollout
+from tlt.types import Reward, Rollout, key_of
 
 CONFIG = ModelConfig("llama", 61, 32, 48, 2, 4, 2, 8, max_positions=256, tie_embeddings=True)
 MAX_TOKENS = 20

@@ -29,7 +29,8 @@ from tlt.models.packed import PackedTransformer
 from tlt.report.timeline import Timeline
 from tlt.training.rollout.drafter_side import WatchedDrafter
 from tlt.training.rollout.phase import NO_WORK, RolloutPhase
-from tlt.training.rollout.work import Ended, Receivers, Work
+from tlt.training.rollout.protocol import Receivers
+from tlt.training.rollout.work import Ended, Work
 from tlt.tuning.tuner import Fixed
 from tlt.types import Finished, Problem, Request, Reward, Rollout, SamplingParams, Strategy
 

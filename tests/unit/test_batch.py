@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tlt.rl.batch import IncompleteBatch, check_complete
+from tlt.training.rollout.result import IncompleteBatch, check_complete
 
 A, B, C = ("a", 0), ("a", 1), ("b", 0)
 

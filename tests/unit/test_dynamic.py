@@ -19,11 +19,11 @@ from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.training.problems import problems_of_step, spare_problems
-from tlt.training.rollout.drafter_side import DrafterSide
 from tlt.training.rollout.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.training.rollout.phase import RolloutPhase, StopRequested
+from tlt.training.rollout.protocol import DrafterSide, Receivers
 from tlt.training.rollout.result import PhaseResult, ReplicaReport, combine
-from tlt.training.rollout.work import Receivers, Work
+from tlt.training.rollout.work import Work
 from tlt.tuning.tuner import Fixed
 from tlt.types import Problem, Request, Reward, Rollout, SamplingParams, Strategy
 

@@ -23,8 +23,8 @@ from tests.unit.phase_parts import (
 )
 from tlt.engine.engine import RolloutEngine
 from tlt.models.packed import PackedTransformer
-from tlt.training.rollout.drafter_side import DrafterSide
 from tlt.training.rollout.phase import NO_WORK
+from tlt.training.rollout.protocol import DrafterSide
 from tlt.training.rollout.work import Ended, Work, worth_migrating
 from tlt.types import Finished, Request, Rollout, Strategy
 

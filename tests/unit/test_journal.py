@@ -22,10 +22,10 @@ from tlt.report.timeline import Timeline
 from tlt.training.lock import can_go_on, forget_journal
 from tlt.training.rollout.dynamic import DynamicSampling
 from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.protocol import Recalled, Receivers
 from tlt.training.rollout.result import PhaseResult
-from tlt.training.rollout.work import Receivers
 from tlt.training.saved.checkpoint import Saved
-from tlt.training.saved.journal import FileJournal, Recalled, choose, find_phases
+from tlt.training.saved.journal import FileJournal, choose, find_phases
 from tlt.training.saved.journal_file import Record, read_records
 from tlt.types import Problem, Request, Reward, Rollout, SamplingParams
 

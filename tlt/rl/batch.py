@@ -17,8 +17,7 @@ from torch import Tensor
 from tlt.config.algorithm import Algorithm, AlgorithmSection
 from tlt.rl.algorithms import group_advantages, overlong_penalty, rewards_to_go, whitened_advantages
 from tlt.rl.plan import Response
-from tlt.rl.rewards import Key
-from tlt.types import Request, Reward, Rollout
+from tlt.types import Reward, Rollout, key_of
 
 
 def check_batch(rollouts: Sequence[Rollout], rewards: Sequence[Reward], num_minibatches: int, where: str) -> None:
@@ -40,38 +39,6 @@ def check_batch(rollouts: Sequence[Rollout], rewards: Sequence[Reward], num_mini
             raise ValueError(f"{place} has {len(rollout.token_ids)} tokens but {len(rollout.logprobs)} logprobs")
         if not math.isfinite(reward.value):
             raise ValueError(f"{place} has reward {reward.value}; rewards must be finite")
-
-
-class IncompleteBatch(RuntimeError):
-    """Responses that were asked for are not there, or without a reward, or some that nobody asked for are."""
-
-
-def check_complete(asked: Sequence[Key], brought: Sequence[tuple[Sequence[Key], Sequence[Key]]], where: str) -> None:
-    """Raises IncompleteBatch, beginning with `where`, unless the ranks have brought each response asked for, once and with its
-    reward. asked: keys.  brought: by rank, the keys of (responses, rewards)."""
-    responses, rewards = (Counter(key for rank in brought for key in rank[kind]) for kind in (0, 1))
-    wanted = Counter(asked)
-    for what, found in (
-        ("have no response", wanted - responses),
-        ("have no reward", wanted - rewards),
-        ("were answered too often", (responses - wanted) | (rewards - wanted)),
-    ):
-        if found:
-            counts = ", ".join(f"{len(keys)} by rank {rank}" for rank, (keys, _) in enumerate(brought))
-            raise IncompleteBatch(
-                f"{where}: {found.total()} of {len(asked)} requests {what}, such as {min(found)} (responses: {counts}); "
-                "nothing is trained on them"
-            )
-
-
-def key_of(response: Request | Rollout) -> Key:
-    return response.problem_id, response.sample_index
-
-
-def in_order(rollouts: Sequence[Rollout], rewards: Sequence[Reward]) -> tuple[list[Rollout], list[Reward]]:
-    """Returns both in canonical order, by (problem id, sample index)."""
-    pairs = sorted(zip(rollouts, rewards, strict=True), key=lambda pair: key_of(pair[0]))
-    return [rollout for rollout, _ in pairs], [reward for _, reward in pairs]
 
 
 def num_problems(rollouts: Sequence[Rollout]) -> int:

@@ -24,10 +24,7 @@ from typing import Any, NamedTuple
 
 from tlt.rl.reward_worker import Worker, WorkerLost
 from tlt.rl.scoring import Response, RewardSpec, Scorer
-from tlt.types import Reward, UserError
-
-Key = tuple[str, int]
-"""(problem id, sample index)"""
+from tlt.types import Key, Reward, UserError
 
 MAX_LOST_WITH = 2
 """Workers that are lost with a response before it has no score: the first may have been killed by anybody."""

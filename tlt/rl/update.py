@@ -35,13 +35,13 @@ from tlt.models.adam import trained_tensors
 from tlt.models.decoder import Transformer
 from tlt.models.lora import BaseOf, bit_sum
 from tlt.rl.algorithms import importance_ratio, importance_weights, kl_estimate, loss_divisor, loss_weight, policy_loss
-from tlt.rl.batch import check_batch, in_order, key_of, make_responses, num_problems, scored_ones
+from tlt.rl.batch import check_batch, make_responses, num_problems, scored_ones
 from tlt.rl.finite import check_loss, check_rewards, check_weights
 from tlt.rl.gradients import gradients_of
 from tlt.rl.logprobs import response_logprobs
 from tlt.rl.plan import MicroBatch, Response, plan_equal_share, plan_share, sample_flat
 from tlt.rl.schedule import learning_rate
-from tlt.types import Reward, Rollout, UserError
+from tlt.types import Reward, Rollout, UserError, in_order, key_of
 
 SAMPLED_TOKENS = 4096
 """Responses without advantage have a gradient of exactly 0. About so many of their tokens, in whole responses drawn at random,

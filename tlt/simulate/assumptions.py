@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tlt.drafter.drafting.ahead import lead
-from tlt.drafter.drafting.references import Key
 from tlt.simulate.measured import Measured
-from tlt.types import Lead
+from tlt.types import Lead, NoiseKey
 
 GENERAL = (
     "the same response has the same length under the policies of two steps; what is known of lengths orders nothing",
@@ -92,7 +91,7 @@ class Agreement:
         followed = self.of(age)
         return lead(1 - 1 / (followed.stretch if has_differed else followed.first), self.confidence_threshold, num_left)
 
-    def ends(self, key: Key, age: int, length: int) -> list[int]:
+    def ends(self, key: NoiseKey, age: int, length: int) -> list[int]:
         """Returns the positions at which agreement ends, begins, ends, … up to `length`. They belong to the key: wherever the
         response goes on, they are the same."""
         followed, draw = self.of(age), random.Random(f"{key}/{age}")

@@ -13,15 +13,13 @@ from torch.distributed import Store
 
 from tlt.accounts import AheadReport, DrafterReport
 from tlt.distributed.ahead_queue import AheadQueue
-from tlt.drafter.drafting.references import Key as NoiseKey
 from tlt.drafter.training.spot import MicroStepSize
 from tlt.engine.backend import RolloutBackend
-from tlt.rl.rewards import Key
 from tlt.simulate.assumptions import SpotSpeed
 from tlt.simulate.looks import LookingCoordinator
-from tlt.training.rollout.ahead import Ahead, AheadOfPolicy, Found
-from tlt.training.rollout.drafter_side import DrafterSide
-from tlt.types import Finished, Reward
+from tlt.training.rollout.ahead import AheadOfPolicy
+from tlt.training.rollout.protocol import Ahead, DrafterSide, Found
+from tlt.types import Finished, Key, NoiseKey, Reward
 
 _INSTANT = 1e-6
 

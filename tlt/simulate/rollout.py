@@ -21,21 +21,20 @@ from tlt.accounts import DrafterCheck, IdleStretch, IdleUse, TimedStep
 from tlt.distributed.world import World
 from tlt.drafter.drafting.references import References
 from tlt.report.timeline import Timeline
-from tlt.rl.rewards import Key
 from tlt.simulate.assumptions import Assumptions
 from tlt.simulate.engine import SimulatedEngine
 from tlt.simulate.looks import LookingCoordinator, Looks
 from tlt.simulate.replica import AheadLike, NoScorers, NotedAhead, SharedAheadQueue, Training
 from tlt.simulate.virtual import VirtualTime
-from tlt.training.rollout.ahead import NO_AHEAD, Ahead, AheadOfPolicy
-from tlt.training.rollout.drafter_side import DrafterSide
+from tlt.training.rollout.ahead import AheadOfPolicy
 from tlt.training.rollout.idle_time import IdleWork, facts_of
 from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.protocol import NO_AHEAD, Ahead, DrafterSide, Receivers
 from tlt.training.rollout.result import PhaseResult, ReplicaReport
-from tlt.training.rollout.work import Ended, Receivers, Work
+from tlt.training.rollout.work import Ended, Work
 from tlt.tuning.idle_choice import REST_SECONDS, IdleChoice, IdlePlan, Worth
 from tlt.tuning.slowdown import add_up, sums_of
-from tlt.types import Problem, Request, SamplingParams
+from tlt.types import Key, Problem, Request, SamplingParams
 
 _LONGEST = 10.0
 """Seconds after which an idle replica looks for news where there is none."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tlt.training.problems import problems_of_step
-from tlt.training.rollout.ahead import NO_AHEAD, Ahead, AheadOfPolicy
+from tlt.training.rollout.ahead import AheadOfPolicy
+from tlt.training.rollout.protocol import NO_AHEAD, Ahead
 from tlt.training.run import Run
 from tlt.types import Request
 

@@ -34,13 +34,24 @@ from tlt.models.hf_weights import expected_shapes
 from tlt.models.prompts import read_ids
 from tlt.models.tokenizer import check_prompt
 from tlt.report.timeline import Timeline, shared_epoch
-from tlt.rl.rewards import Key
-from tlt.training.rollout.drafter_side import DrafterSide, watch_drafter
+from tlt.training.rollout.drafter_side import watch_drafter
 from tlt.training.rollout.idle_time import IdleWork, facts_of, idle_choice
 from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.protocol import DrafterSide, Receivers
 from tlt.training.rollout.result import PhaseResult
-from tlt.training.rollout.work import Receivers
-from tlt.types import Problem, Purpose, Request, Reward, Rollout, SamplingParams, Strategy, UserError, checked, resolve_dtype
+from tlt.types import (
+    Key,
+    Problem,
+    Purpose,
+    Request,
+    Reward,
+    Rollout,
+    SamplingParams,
+    Strategy,
+    UserError,
+    checked,
+    resolve_dtype,
+)
 
 
 @dataclass(frozen=True)

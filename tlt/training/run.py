@@ -47,15 +47,15 @@ from tlt.spans import SpanName
 from tlt.training.evaluations import Evaluations, is_judged_by_reward
 from tlt.training.lock import FolderLock
 from tlt.training.problems import check_same_problems, load_problems
-from tlt.training.rollout.drafter_side import DrafterSide, watch_drafter
+from tlt.training.rollout.drafter_side import watch_drafter
 from tlt.training.rollout.idle_time import idle_choice
 from tlt.training.rollout.phase import RolloutPhase
+from tlt.training.rollout.protocol import DrafterSide, Journal, Receivers
 from tlt.training.rollout.result import PhaseResult
-from tlt.training.rollout.work import Receivers
 from tlt.training.saved.begun import identify_run
 from tlt.training.saved.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
 from tlt.training.saved.inputs import Inputs
-from tlt.training.saved.journal import FileJournal, Journal
+from tlt.training.saved.journal import FileJournal
 from tlt.training.saved.replay import Prompts, Replay, ReplayOf, prompts_of
 from tlt.training.saved.responses import KeptResponses, forget_responses
 from tlt.tuning.tuner import counters_of, restore_tuner

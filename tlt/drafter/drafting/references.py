@@ -19,9 +19,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from tlt.text import one_line
-
-Key = tuple[int, int, int, int]
-"""As `Request.key` has it."""
+from tlt.types import NoiseKey
 
 REPLAY = "replay"
 """The version of a reference that another run has written: its age is no number of updates."""
@@ -47,12 +45,12 @@ class References:
     def __init__(self, mib: float | None = DEFAULT_MIB) -> None:
         self.max_tokens = sys.maxsize if mib is None else int(mib * 2**20) // array(_TYPE).itemsize
         self.num_tokens = 0
-        self._kept: OrderedDict[Key, Reference] = OrderedDict()
+        self._kept: OrderedDict[NoiseKey, Reference] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def keep(self, key: Key, token_ids: Sequence[int], version: int | str = 0, is_whole: bool = False) -> None:
+    def keep(self, key: NoiseKey, token_ids: Sequence[int], version: int | str = 0, is_whole: bool = False) -> None:
         """Keeps a response, in place of what was kept under its key."""
         self.drop(key)
         self._kept[key] = Reference(array(_TYPE, token_ids), version, is_whole)
@@ -60,7 +58,7 @@ class References:
         while self.num_tokens > self.max_tokens:
             self.drop(next(iter(self._kept)))
 
-    def drop(self, key: Key) -> None:
+    def drop(self, key: NoiseKey) -> None:
         """Forgets what is kept under a key, if anything."""
         if (dropped := self._kept.pop(key, None)) is not None:
             self.num_tokens -= len(dropped.token_ids)
@@ -89,6 +87,6 @@ class References:
         for (*key, version, is_whole, _), text in zip(numbers.tolist(), texts, strict=True):
             self.keep((key[0], key[1], key[2], key[3]), text.tolist(), version, bool(is_whole))
 
-    def get(self, key: Key) -> Reference | None:
+    def get(self, key: NoiseKey) -> Reference | None:
         """Returns what is kept under a key."""
         return self._kept.get(key)

@@ -15,43 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from tlt.accounts import AheadReport
 from tlt.distributed.ahead_queue import AheadQueue
-from tlt.drafter.drafting.references import REPLAY, Key, References
+from tlt.drafter.drafting.references import REPLAY, References
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
-from tlt.types import Request, Rollout
-
-Found = tuple[tuple[int, ...], bool]
-"""Tokens of a response, and whether they are all of it."""
-
-
-class Ahead:
-    """Says what a phase asks of whoever generates ahead, and does nothing.
-
-    num_offered: tokens that were generated ahead for the step that is running now.
-    """
-
-    num_offered = 0
-
-    def begin(self, queue: AheadQueue) -> None:
-        """Prepares for a round, in which the replicas share their requests through this queue."""
-
-    def run(self, should_stop: Callable[[], bool]) -> AheadReport:
-        """Generates until `should_stop`, or until there is nothing left to do; the engine is idle before and after. Seconds are
-        the caller's to measure."""
-        return AheadReport()
-
-    def take_found(self) -> dict[Key, Found]:
-        """Returns what was generated since this was last asked, for all replicas to keep."""
-        return {}
-
-    def keep(self, found: Iterable[Mapping[Key, Found]]) -> None:
-        """Keeps what all replicas have generated."""
-
-    def end(self) -> None:
-        """Ends the phase: its references are of no more use."""
-
-
-NO_AHEAD = Ahead()
+from tlt.training.rollout.protocol import Ahead, Found
+from tlt.types import NoiseKey, Request, Rollout
 
 
 class AheadOfPolicy(Ahead):
@@ -80,7 +48,7 @@ class AheadOfPolicy(Ahead):
             nearest.setdefault((request.problem_id, request.sample_index), request)
         self.requests = sorted(nearest.values(), key=lambda r: (self._is_known(r), r.policy_step, -self._expected(r, lengths)))
         self._number_of = {(r.problem_id, r.sample_index): number for number, r in enumerate(self.requests)}
-        self.found: dict[Key, Found] = {}
+        self.found: dict[NoiseKey, Found] = {}
         self._begun: set[int] = set()
         self._done: list[int] = []
         self._own: deque[Request] = deque()  # begun here, and stopped
@@ -109,11 +77,11 @@ class AheadOfPolicy(Ahead):
             done, self.engine.stats = self.engine.stats, stats
         return AheadReport(done.num_steps, done.num_tokens)
 
-    def take_found(self) -> dict[Key, Found]:
+    def take_found(self) -> dict[NoiseKey, Found]:
         found, self.found = self.found, {}
         return found
 
-    def keep(self, found: Iterable[Mapping[Key, Found]]) -> None:
+    def keep(self, found: Iterable[Mapping[NoiseKey, Found]]) -> None:
         for key, (token_ids, is_whole) in (pair for of_replica in found for pair in of_replica.items()):
             before = self.references.get(key)
             rest = () if before is None or is_whole else before.token_ids[len(token_ids) :]  # it may have come further

@@ -37,67 +37,9 @@ from tlt.drafter.training.spot import SpotTrainer
 from tlt.engine.backend import RolloutBackend
 from tlt.report.timeline import Timeline
 from tlt.spans import SpanName
+from tlt.training.rollout.protocol import DrafterSide
 from tlt.types import Finished, Rollout
 from tlt.vllm.drafter import VllmDrafter
-
-
-class DrafterSide:
-    """Says what a phase asks of whoever looks after the drafter, and does nothing: for evaluations, and for a run without a
-    learned drafter."""
-
-    @property
-    def version(self) -> int:
-        """Counts the drafter's publications."""
-        return 0
-
-    def foresee(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Prepares for the prompts that are answered next, the same on every rank."""
-
-    def begin(self) -> None:
-        """Prepares for a phase."""
-
-    @property
-    def captures(self) -> bool:
-        """Whether the engine is to return what it captured of the responses that end."""
-        return False
-
-    def observe(self, finished: Finished) -> None:
-        """Takes note of a response that has ended here."""
-
-    def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        """Trains until `should_stop`, or until there is nothing to train on."""
-        return DrafterReport()
-
-    def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck | None:
-        """Averages, publishes and measures the drafter, together with all ranks. None: there is none to measure.
-
-        rollouts: all that the phase brought, the same on every rank.  num_tokens: what this rank trained on.
-        """
-        return None
-
-    def end(self, rollouts: Sequence[Rollout], seconds: float) -> None:
-        """Ends the phase, which took so many seconds, and keeps what the next one trains on."""
-
-    def abandon(self) -> None:
-        """Goes back to before the phase, which was broken off."""
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that train, by name: themselves."""
-        return {}
-
-    def counters(self) -> dict[str, Any]:
-        """Returns what else a resumed run needs, the same on all ranks, as JSON."""
-        return {}
-
-    def own_counters(self) -> dict[str, Any]:
-        """Returns what else a resumed rank needs, its own, as JSON."""
-        return {}
-
-    def restore(self, counters: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Takes up what `counters` and `own_counters` returned; the tensors must have been filled."""
-
-    def save(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Writes the drafter for others to load, with facts about it."""
 
 
 class WatchedDrafter(DrafterSide):

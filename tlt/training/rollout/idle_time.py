@@ -16,8 +16,7 @@ from tlt.distributed.world import World, gather_objects
 from tlt.drafter.drafting.references import REPLAY
 from tlt.report.timeline import Timeline
 from tlt.spans import SpanName
-from tlt.training.rollout.ahead import NO_AHEAD, Ahead
-from tlt.training.rollout.drafter_side import DrafterSide
+from tlt.training.rollout.protocol import NO_AHEAD, Ahead, DrafterSide
 from tlt.training.rollout.result import PhaseResult
 from tlt.tuning.idle_choice import IdleChoice, IdleFacts, IdlePlan
 

@@ -24,15 +24,14 @@ from tlt.distributed.world import World, any_rank, gather_objects
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
-from tlt.rl.batch import check_complete, in_order, key_of
 from tlt.spans import SpanName
-from tlt.training.rollout.drafter_side import DrafterSide
 from tlt.training.rollout.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.training.rollout.idle_time import IdleTime, IdleWork
-from tlt.training.rollout.result import PhaseResult, ReplicaReport, combine
-from tlt.training.rollout.work import Ended, Receivers, Work
+from tlt.training.rollout.protocol import DrafterSide, Receivers
+from tlt.training.rollout.result import PhaseResult, ReplicaReport, check_complete, combine
+from tlt.training.rollout.work import Ended, Work
 from tlt.tuning.slowdown import SlowdownSums, add_up, sums_of
-from tlt.types import Problem, Purpose, Request, SamplingParams
+from tlt.types import Problem, Purpose, Request, SamplingParams, in_order, key_of
 
 NO_DRAFTER = DrafterSide()
 NO_WORK = IdleWork()
@@ -139,8 +138,17 @@ class RolloutPhase:
         replica = replicas[self.world.rank]
         check = drafter.check(rollouts, replica.drafter.num_tokens, temperature)
         kept = groups if sampling is None else sampling.select(groups)
-        counts = (len(rounds), self._recalled_tokens)
-        result = PhaseResult(rollouts, rewards, replicas, check, groups, kept, *counts, self._slowdown)
+        result = PhaseResult(
+            rollouts,
+            rewards,
+            replicas,
+            check=check,
+            groups=groups,
+            kept=kept,
+            num_rounds=len(rounds),
+            recalled_tokens=self._recalled_tokens,
+            slowdown=self._slowdown,
+        )
         drafter.end(rollouts, result.seconds)
         if (seconds := replica.preemption_seconds(result.last_token)) is not None:
             last_token = result.last_token - self.timeline.epoch.to_rank_0
@@ -178,10 +186,19 @@ class RolloutPhase:
         with self.timeline.span(SpanName.SCORE):
             ended.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
         end = self.timeline.clock()
-        idle_time = (spare.ahead_report, tuple(spare.stretches), self.timeline.epoch.machine)
-        gaps = (work.gap_seconds, work.gap_training)
-        of_replica = (self.engine.stats, spare.drafter_report, *gaps, work.num_received, *idle_time)
-        replica = ReplicaReport(start, last_token, end, *of_replica).shifted(self.timeline.epoch.to_rank_0)
+        replica = ReplicaReport(
+            start,
+            last_token,
+            end,
+            stats=self.engine.stats,
+            drafter=spare.drafter_report,
+            gap_seconds=work.gap_seconds,
+            gap_training=work.gap_training,
+            num_migrated=work.num_received,
+            ahead=spare.ahead_report,
+            idle=tuple(spare.stretches),
+            machine=self.timeline.epoch.machine,
+        ).shifted(self.timeline.epoch.to_rank_0)
         with self.timeline.span(SpanName.WAIT):
             gathered = gather_objects(self.world, (ended.rollouts, ended.rewards, replica, idle.ahead.take_found()))
         idle.ahead.keep(found for *_, found in gathered)

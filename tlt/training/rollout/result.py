@@ -3,6 +3,7 @@ queue."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -10,7 +11,7 @@ from tlt.accounts import AheadReport, DrafterCheck, DrafterReport, IdleStretch
 from tlt.engine.stats import EngineStats
 from tlt.training.rollout.dynamic import Group, flatten
 from tlt.tuning.slowdown import SlowdownSums
-from tlt.types import Reward, Rollout
+from tlt.types import Key, Reward, Rollout
 
 
 @dataclass(frozen=True)
@@ -140,3 +141,25 @@ def combine(rounds: Sequence[Sequence[ReplicaReport]]) -> list[ReplicaReport]:
         last_token = max(replica.last_token for replica in replicas)
         replicas = [replica.then(report, last_token) for replica, report in zip(replicas, later, strict=True)]
     return replicas
+
+
+class IncompleteBatch(RuntimeError):
+    """Responses that were asked for are not there, or without a reward, or some that nobody asked for are."""
+
+
+def check_complete(asked: Sequence[Key], brought: Sequence[tuple[Sequence[Key], Sequence[Key]]], where: str) -> None:
+    """Raises IncompleteBatch, beginning with `where`, unless the ranks have brought each response asked for, once and with its
+    reward. asked: keys.  brought: by rank, the keys of (responses, rewards)."""
+    responses, rewards = (Counter(key for rank in brought for key in rank[kind]) for kind in (0, 1))
+    wanted = Counter(asked)
+    for what, found in (
+        ("have no response", wanted - responses),
+        ("have no reward", wanted - rewards),
+        ("were answered too often", (responses - wanted) | (rewards - wanted)),
+    ):
+        if found:
+            counts = ", ".join(f"{len(keys)} by rank {rank}" for rank, (keys, _) in enumerate(brought))
+            raise IncompleteBatch(
+                f"{where}: {found.total()} of {len(asked)} requests {what}, such as {min(found)} (responses: {counts}); "
+                "nothing is trained on them"
+            )

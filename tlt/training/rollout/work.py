@@ -5,18 +5,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
-from typing import Any, Protocol
 
 from tlt.distributed.work_queue import Coordinator
 from tlt.engine.backend import RolloutBackend
-from tlt.rl.batch import key_of
-from tlt.rl.rewards import Key
-from tlt.training.rollout.drafter_side import DrafterSide
-from tlt.training.saved.journal import Journal, Recalled
-from tlt.types import Finished, Problem, Request, Reward, Rollout
+from tlt.training.rollout.protocol import DrafterSide, Recalled, Receivers
+from tlt.types import Finished, Key, Problem, Request, Reward, Rollout, key_of
 
 
 class Work:
@@ -82,33 +78,6 @@ class Work:
         problem_id, sample_index, token_ids, logprobs = json.loads(part)
         request = self._request_of[problem_id, sample_index]
         return replace(request, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
-
-
-class Scorers(Protocol):
-    """Scores responses while others are generated; `RewardPool` does so in processes."""
-
-    def submit(self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int) -> None:
-        """Takes a response in, without waiting. step: updates behind the policy that wrote it."""
-
-    def collect(self) -> dict[Key, Reward]:
-        """Returns the rewards that are there now and were not returned before."""
-        ...
-
-    def drain(self, patience: float) -> dict[Key, Reward]:
-        """Returns the rewards of all that was submitted and not returned before."""
-        ...
-
-    def abandon(self) -> None:
-        """Forgets all that was submitted."""
-
-
-@dataclass(frozen=True)
-class Receivers:
-    """Where responses go that have ended. decode: response tokens → text, which is scored.  journal: keeps them on disk."""
-
-    scorers: Scorers
-    decode: Callable[[Sequence[int]], str]
-    journal: Journal = field(default_factory=Journal)
 
 
 class Ended:

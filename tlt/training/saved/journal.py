@@ -19,7 +19,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,13 @@ import numpy as np
 from tlt.distributed.world import World, tell, tell_bytes
 from tlt.engine.backend import Unfinished
 from tlt.report.timeline import Timeline
-from tlt.rl.batch import key_of
-from tlt.rl.rewards import Key
 from tlt.spans import SpanName
+from tlt.training.rollout.protocol import Journal, Recalled
 from tlt.training.saved.checkpoint import Saved
 from tlt.training.saved.inputs import NO_INPUTS, Inputs
 from tlt.training.saved.journal_file import Record, read_record, read_records
 from tlt.training.saved.manifest import folder_of
-from tlt.types import LAW_VERSION, Request, Reward, Rollout
+from tlt.types import LAW_VERSION, Key, Request, Reward, Rollout, key_of
 
 FORMAT = 2
 RUNNING_TOKENS = 1000
@@ -45,46 +44,6 @@ RUNNING_TOKENS = 1000
 _NAME = re.compile(r"replica-(\d{5})\.(\d+)", re.ASCII)
 _STEPS = 32
 """Engine steps between two looks at what runs."""
-
-
-@dataclass(frozen=True)
-class Recalled:
-    """What is left to do of a phase, and what an earlier attempt has done of it.
-
-    requests: by unit, as they were asked for; those that were running have the tokens that they had then.
-    rollouts: the responses that are finished.  rewards: of those among them that are scored.
-    """
-
-    requests: Sequence[Sequence[Request]]
-    rollouts: Sequence[Rollout] = ()
-    rewards: Mapping[Key, Reward] = field(default_factory=dict)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens that are not generated again."""
-        running = sum(len(request.token_ids) for unit in self.requests for request in unit)
-        return running + sum(len(rollout.token_ids) for rollout in self.rollouts)
-
-
-class Journal:
-    """Says what a phase asks of a journal, and keeps none."""
-
-    def begin(self, phase: str, requests: Sequence[Sequence[Request]]) -> Recalled:
-        """Enters a phase, whose name no other phase of the run has, and returns what is left to do of these requests. Every
-        rank calls it with the same arguments."""
-        return Recalled(requests)
-
-    def note_running(self, responses: Sequence[Unfinished], at_once: bool = False) -> None:
-        """Takes note of the responses in the making, after every engine step. at_once: of each new token of them."""
-
-    def note_finished(self, rollout: Rollout) -> None:
-        """Takes note of a response that has ended here."""
-
-    def note_rewards(self, rewards: Mapping[Key, Reward]) -> None:
-        """Takes note of the rewards of responses that have ended here."""
-
-    def close(self) -> None:
-        """Ends the journal's file."""
 
 
 class FileJournal(Journal):
