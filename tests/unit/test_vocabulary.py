@@ -23,14 +23,14 @@ from tests.unit.watch_parts import Parts, make_rollouts
 from tlt.build.cost_prior import cost_prior
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.formats.export import Target, export_drafter, lacks_counts, with_vocabulary
-from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
+from tlt.drafter.formats.folder import COUNTS, StoredDrafter, load_drafter, save_drafter
 from tlt.drafter.growth import grow_drafter
 from tlt.drafter.measure import Measurement, engine_logits, read, trainer_logits
 from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
 from tlt.drafter.service import check_arrival
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.trainer import DrafterTrainer
-from tlt.drafter.vocabulary import COUNTS, KEEP, RESIZE_ABOVE, DraftCosts, DraftVocabulary, check_wanted, ranked, sizes_of
+from tlt.drafter.vocabulary import KEEP, RESIZE_ABOVE, DraftCosts, DraftVocabulary, check_wanted, ranked, sizes_of
 from tlt.engine.engine import RolloutEngine
 from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig, Transformer

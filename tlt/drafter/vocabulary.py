@@ -12,10 +12,8 @@ token outside can be sampled as before, only not drafted. Knows no ranks and no 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,11 +22,7 @@ from torch import Tensor
 from tlt.drafter.model import DrafterShape
 from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf_files import read_json
 from tlt.types import Rollout, UserError
-
-COUNTS = "token_counts.json"
-"""The file in a drafter's folder that says how often each token was sampled."""
 
 HEAD_SHARE = 0.1
 """Part of a forward's numbers from which on `auto` reduces the head."""
@@ -227,27 +221,6 @@ def check_wanted(wanted: DraftVocab, shape: DrafterShape) -> None:
     if not shape.can_choose:
         own = "a head of its own" if shape.owns_head else f"a vocabulary of its own, of {shape.draft_vocab_size} tokens"
         raise UserError(f"draft vocabulary: {wanted} tokens cannot be chosen, for the drafter has {own}; leave it out")
-
-
-def write_counts(path: Path, counts_V: Tensor) -> None:
-    """Writes what was counted beside a drafter's weights."""
-    ids, counts = to_pairs(counts_V.cpu())
-    path.write_text(json.dumps({"token_ids": ids, "counts": [round(count, 2) for count in counts]}) + "\n")
-
-
-def read_counts(path: Path, vocab_size: int) -> Tensor | None:
-    """Returns what `write_counts` wrote; None where no file is. UserError where it is none of these, or another model's."""
-    if not path.is_file():
-        return None
-    described = read_json(path)
-    try:
-        counts_V = from_pairs([described["token_ids"], described["counts"]], vocab_size)
-        is_sound = bool(counts_V.isfinite().all()) and float(counts_V.min()) >= 0
-    except (KeyError, TypeError, ValueError, IndexError, RuntimeError):
-        is_sound = False
-    if not is_sound:
-        raise UserError(f"{path}: does not hold token_ids below {vocab_size} and their counts; remove it, or copy it again")
-    return counts_V
 
 
 def to_pairs(counts_V: Tensor) -> list[list[float]]:

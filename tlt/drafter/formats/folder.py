@@ -16,7 +16,7 @@ from torch import Tensor
 from tlt.drafter.formats.foreign import drop_repeated, read_folder
 from tlt.drafter.model import DrafterShape, DraftModel, Method, drafter_shape, find_mismatch
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS, Preset
-from tlt.drafter.vocabulary import COUNTS, read_counts, write_counts
+from tlt.drafter.vocabulary import from_pairs, to_pairs
 from tlt.files import replace_folder
 from tlt.models.decoder import ModelConfig
 from tlt.models.hf_config import config_to_hf, parse_config
@@ -25,6 +25,9 @@ from tlt.models.hf_weights import save_tensors
 from tlt.types import UserError
 
 ARCHITECTURES: dict[str, Method] = {"EagleLlamaForCausalLM": "eagle", "LlamaForCausalLMEagle3": "eagle3"}
+
+COUNTS = "token_counts.json"
+"""The file in a drafter's folder that says how often each token was sampled."""
 
 
 @dataclass(frozen=True)
@@ -166,3 +169,24 @@ def read_config(path: Path, described: Mapping[str, Any], target: ModelConfig, t
         owns_head="lm_head.weight" in tensors,
         has_bias="fc.bias" in tensors,
     )
+
+
+def write_counts(path: Path, counts_V: Tensor) -> None:
+    """Writes what was counted beside a drafter's weights."""
+    ids, counts = to_pairs(counts_V.cpu())
+    path.write_text(json.dumps({"token_ids": ids, "counts": [round(count, 2) for count in counts]}) + "\n")
+
+
+def read_counts(path: Path, vocab_size: int) -> Tensor | None:
+    """Returns what `write_counts` wrote; None where no file is. UserError where it is none of these, or another model's."""
+    if not path.is_file():
+        return None
+    described = read_json(path)
+    try:
+        counts_V = from_pairs([described["token_ids"], described["counts"]], vocab_size)
+        is_sound = bool(counts_V.isfinite().all()) and float(counts_V.min()) >= 0
+    except (KeyError, TypeError, ValueError, IndexError, RuntimeError):
+        is_sound = False
+    if not is_sound:
+        raise UserError(f"{path}: does not hold token_ids below {vocab_size} and their counts; remove it, or copy it again")
+    return counts_V
