@@ -17,7 +17,7 @@ from typing import Any
 
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
-from tlt.types import BatchState, Request, StepOutcome, Strategy
+from tlt.types import BatchState, Request, StepOutcome, Strategy, StrategyTuner
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,8 @@ class ArmCosts:
         return costs
 
 
-class BestArms:
+class BestArms(StrategyTuner):
     """A tuner with hindsight: at every batch size it takes the arm that was best at the nearest recorded one."""
-
-    predicted_speed = speed_otherwise = None
 
     def __init__(self, costs: Sequence[ArmCosts]) -> None:
         self.best = {c.batch_size: c.best for c in costs}
@@ -77,14 +75,9 @@ class BestArms:
         nearest = min(self.best, key=lambda size: abs(size - batch.num_running) / min(size, batch.num_running))
         return self.best[nearest]
 
-    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
-        """Nothing to learn."""
 
-
-class Turns:
+class Turns(StrategyTuner):
     """A tuner that gives every arm its turn and writes down what happened."""
-
-    predicted_speed = speed_otherwise = None
 
     def __init__(self, arms: Sequence[Strategy], batch_size: int, temperature: float, turn: int, seed: int = 0) -> None:
         self.arms, self.turn, self.random = list(arms), turn, random.Random(seed)

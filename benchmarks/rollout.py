@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,7 @@ from benchmarks.arms import ArmCosts, BestArms, record_arms
 from benchmarks.longtail import Workload, hash_model, read_workload
 from benchmarks.peers import PeerResult, run_transformers, run_vllm, setup_vllm
 from benchmarks.plots import check_plots, plot_longtail, plot_regret
-from benchmarks.replay import RecordedCosts, Replay, replay
+from benchmarks.replay import RecordedCosts, replay
 from benchmarks.traces import Trace, side_by_side
 from tlt.bench.measure import Ratio
 from tlt.bench.report import header, open_report, over_off, ratio_text, table, write_report
@@ -39,8 +38,8 @@ from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.files import check_output_file
 from tlt.training.start import preflight
 from tlt.tuning.cost_model import CostModel
-from tlt.tuning.tuner import BegMab, default_arms, default_groups, make_tuner
-from tlt.types import Strategy, StrategyTuner, UserError
+from tlt.tuning.tuner import default_arms, make_tuner
+from tlt.types import Strategy, UserError
 
 PARTS = ("longtail", "arms")
 PEERS = ("transformers", "vllm", "vllm-eager", "vllm-ngram")
@@ -50,7 +49,7 @@ PEERS = ("transformers", "vllm", "vllm-eager", "vllm-ngram")
 class Options:
     """How much to measure of each part.
 
-    variants: besides off: adaptive, beg-mab, fixed strategies.  batches, temperatures: of arms.  rounds: of the long tail.
+    variants: besides off: adaptive, fixed strategies.  batches, temperatures: of arms.  rounds: of the long tail.
     arm_rounds: turns of every arm at batch 1 (fewer at larger batches, where a step says more).
     recorded: an earlier report whose arms serve as the best in hindsight.  workload: the long-tail file.
     """
@@ -100,15 +99,9 @@ def arms_report(costs: ArmCosts, ranking: str) -> dict[str, Any]:
 
 
 def regrets(recorded: Sequence[ArmCosts], lengths: Sequence[int], max_batch: int, out: Path) -> dict[str, Any]:
-    """Both tuners against the same recorded costs, ten rollouts of each; the plot goes to `out`."""
+    """Returns how the cost model fares with the recorded costs, in ten rollouts; the plot goes to `out`."""
     costs = RecordedCosts(recorded)
-    makers: dict[str, Callable[[int], StrategyTuner]] = {
-        "cost model": lambda seed: CostModel(costs.arms),
-        "BEG-MAB": lambda seed: BegMab(default_groups(costs.arms), rng=random.Random(seed)),
-    }
-    replays: dict[str, list[Replay]] = {
-        name: [replay(make(seed), costs, lengths, max_batch, seed) for seed in range(10)] for name, make in makers.items()
-    }
+    replays = {"cost model": [replay(CostModel(costs.arms), costs, lengths, max_batch, seed) for seed in range(10)]}
     plot_regret(replays, out)
     return {
         "kind": "replay",
@@ -295,7 +288,7 @@ def parse(arguments: Sequence[str]) -> tuple[Config, Options]:
         "--variants",
         type=_words,
         default=("adaptive",),
-        help="of the long tail, besides off: adaptive, beg-mab, fixed strategies such as 4x1x4",
+        help="of the long tail, besides off: adaptive, fixed strategies such as 4x1x4",
     )
     parser.add_argument("--batches", type=_numbers(int), default=(1, 2, 4, 8, 16, 32), help="batch sizes of arms")
     parser.add_argument("--rounds", type=_positive, default=8, help="rollouts of every variant on the long tail")
@@ -334,8 +327,7 @@ def check(config: Config, options: Options) -> None:
     if options.recorded is not None and not options.recorded.is_file():
         raise UserError(f"--recorded: {options.recorded} does not exist; give the OUT.json of a run with --parts arms")
     for variant in options.variants:
-        if variant != "beg-mab":
-            make_tuner(variant, drafter_kinds(config.drafter.path is not None))
+        make_tuner(variant, drafter_kinds(config.drafter.path is not None))
     preflight(config)
     if "longtail" in options.parts:
         check_plots()

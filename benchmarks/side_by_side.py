@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from tlt.audit.referee import Referee, law
 from tlt.engine.backend import RolloutBackend
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
-from tlt.types import BatchState, Request, Rollout, StepOutcome, Strategy
+from tlt.types import BatchState, Request, Rollout, Strategy, StrategyTuner
 
 NEAR_TIE = 1e-3
 """Difference of two tokens' scores up to which rounding in float32 may have decided between them."""
@@ -47,10 +47,8 @@ def interpret_triton() -> None:
     backends["cpu"] = Backend()
 
 
-class RandomLengths:
+class RandomLengths(StrategyTuner):
     """Chooses a draft length from 0 to `max_depth` at random, at every step."""
-
-    predicted_speed = speed_otherwise = None
 
     def __init__(self, kind: str, max_depth: int, seed: int) -> None:
         self.kind, self.max_depth, self.random = kind, max_depth, random.Random(seed)
@@ -58,13 +56,6 @@ class RandomLengths:
     def choose(self, batch: BatchState) -> Strategy:
         depth = self.random.randint(0, self.max_depth)
         return Strategy(self.kind, depth, 1, depth) if depth else Strategy.OFF
-
-    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None: ...
-
-    def counters(self) -> dict[str, Any]:
-        return {}
-
-    def restore(self, counters: Mapping[str, Any]) -> None: ...
 
 
 def answers(engine: RolloutBackend, requests: Sequence[Request]) -> Responses:

@@ -60,9 +60,7 @@ def seconds_of_a_choice(batch_size: int, num_steps: int = 300) -> float:
     tuner = cold_tuner(machine)
     spent, steps = 0.0, list[float]()
 
-    class Timed:
-        predicted_speed = speed_otherwise = None
-
+    class Timed(StrategyTuner):
         def choose(self, batch: Any) -> Strategy:
             nonlocal spent
             start = time.perf_counter()

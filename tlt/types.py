@@ -13,7 +13,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from tlt.kinds import MaxTokens, MinP, Seed, StopIds, StopTexts, Temperature, TopK, TopP, convert, kinds_of
 
@@ -302,20 +302,26 @@ class StepOutcome:
     followed: tuple[bool, ...] = ()
 
 
-class StrategyTuner(Protocol):
-    """Chooses a strategy for every engine step, and learns from what it brought and cost."""
+class StrategyTuner:
+    """Chooses a strategy for every engine step, and may learn from what it brought and cost: this base learns nothing."""
 
-    @property
-    def predicted_speed(self) -> float | None:
-        """Tokens per second expected of the latest choice; None where nothing is predicted."""
+    predicted_speed: float | None = None
+    """Tokens per second expected of the latest choice; None where nothing is predicted."""
+    speed_otherwise: float | None = None
+    """Tokens per second expected of the best strategy that follows no reference, where the latest choice follows some."""
 
-    @property
-    def speed_otherwise(self) -> float | None:
-        """Tokens per second expected of the best strategy that follows no reference, where the latest choice follows some."""
+    def choose(self, batch: BatchState) -> Strategy:
+        raise NotImplementedError
 
-    def choose(self, batch: BatchState) -> Strategy: ...
+    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
+        """Learns from a step that ran."""
 
-    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None: ...
+    def counters(self) -> dict[str, Any]:
+        """Returns what was learned, as JSON."""
+        return {}
+
+    def restore(self, counters: Mapping[str, Any]) -> None:
+        """Takes up what `counters` returned."""
 
 
 @dataclass(frozen=True)

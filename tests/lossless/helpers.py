@@ -22,7 +22,7 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculative.params import BatchParams, truncate
 from tlt.speculative.protocol import DraftContext, DraftNoise, Proposal
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
-from tlt.types import BatchState, DraftTree, Request, Rollout, SamplingParams, StepOutcome, Strategy, StrategyTuner, Verdict
+from tlt.types import BatchState, DraftTree, Request, Rollout, SamplingParams, Strategy, StrategyTuner, Verdict
 
 VOCAB, STOP = 61, 7
 CONFIG = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=160)
@@ -168,18 +168,14 @@ class ArtificialDrafter:
         return Proposal(DraftTree(torch.tensor(tokens), torch.tensor(parents)))
 
 
-class Switching:
+class Switching(StrategyTuner):
     """Another strategy, off included, at every step."""
-
-    predicted_speed = speed_otherwise = None
 
     def __init__(self, strategies: Sequence[Strategy], seed: int) -> None:
         self.strategies, self.random = list(strategies), random.Random(seed)
 
     def choose(self, batch: BatchState) -> Strategy:
         return self.random.choice(self.strategies)
-
-    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None: ...
 
 
 PARAMS = (

@@ -92,12 +92,11 @@ def test_chains_that_stop_when_they_become_unlikely_change_no_token(kind: str, t
     assert is_ragged == (max_batch_size > 1)
 
 
-@pytest.mark.parametrize("name", ["cost-model", "beg-mab"])
 @pytest.mark.parametrize("drafter", ["learned", "ngram"])
-def test_the_tuners_own_choices_change_no_token(name: str, drafter: str) -> None:
+def test_the_tuners_own_choices_change_no_token(drafter: str) -> None:
     """They depend on clocks, here on one that says anything: the tuner switches often, and the tokens stay the same."""
     kinds = HybridDrafter.kinds if drafter == "learned" else NgramDrafter.kinds
-    tuner = make_tuner("adaptive", kinds, name)
+    tuner = make_tuner("adaptive", kinds)
     assert tuner is not None
     observe, rng = tuner.observe, random.Random(0)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import statistics
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from benchmarks.rollout import main
 from benchmarks.traces import side_by_side, trace
 from tests.lossless.helpers import CONFIG, make_engine, make_policy
 from tlt.tuning.cost_model import CostModel
-from tlt.tuning.tuner import BegMab, Fixed, default_groups
+from tlt.tuning.tuner import Fixed
 from tlt.types import BatchState, Request, SamplingParams, StepOutcome, Strategy
 
 OFF, SHORT, LONG = Strategy.OFF, Strategy("learned", 2, 1, 2), Strategy("learned", 6, 1, 6)
@@ -89,17 +88,6 @@ def test_between_recorded_batch_sizes_costs_are_interpolated_in_logarithms() -> 
     assert costs.speed(LONG, 8) == pytest.approx(expected)
     assert costs.draw(LONG, 8, random.Random(0)).seconds == pytest.approx(math.sqrt((0.014 + 0.016) * (0.014 + 0.064)))
     assert costs.draw(OFF, 200, random.Random(0)).num_tokens == 200, "beyond the largest: as at the largest"
-
-
-def test_on_the_same_recorded_costs_the_cost_model_regrets_less_than_the_bandit() -> None:
-    costs = make_costs()
-    lengths = [150] * 24 + [900, 1500]
-    arms = [OFF, SHORT, LONG]
-    ours = [replay(CostModel(arms), costs, lengths, 16, seed).regrets[-1] for seed in range(5)]
-    groups = [(1, arms), (5, arms), (21, [OFF, SHORT])]
-    theirs = [replay(BegMab(groups, rng=random.Random(seed)), costs, lengths, 16, seed).regrets[-1] for seed in range(5)]
-    assert statistics.mean(ours) < statistics.mean(theirs)
-    assert default_groups(arms)
 
 
 def test_whole_rollouts_side_by_side_do_the_same_work() -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.lossless.helpers import make_engine, make_policy
 from tlt.drafter.drafting.history import FeatureHistory
 from tlt.tuning.tuner import Fixed
-from tlt.types import Request, SamplingParams, Strategy
+from tlt.types import Request, SamplingParams, Strategy, StrategyTuner
 
 
 @settings(max_examples=100, deadline=None)
@@ -95,17 +95,13 @@ def test_a_step_with_off_chosen_runs_exactly_the_operations_of_an_engine_without
 def test_switching_on_costs_one_catch_up_of_the_drafter_and_no_forward_of_the_target() -> None:
     policy = make_policy()
 
-    class OnFrom:
-        predicted_speed = speed_otherwise = None
-
+    class OnFrom(StrategyTuner):
         def __init__(self, step: int) -> None:
             self.step, self.count = step, 0
 
         def choose(self, batch: object) -> Strategy:
             self.count += 1
             return Strategy.OFF if self.count <= self.step else Strategy("learned", 2, 1, 2)
-
-        def observe(self, *_: object) -> None: ...
 
     engine = make_engine(policy, OnFrom(30))
     target_rows: list[int] = []

@@ -6,7 +6,6 @@ import json
 import random
 from typing import Any
 
-import pytest
 import torch
 
 from tests.unit.test_ngram import CHAIN, propose, request, rollout_of, whole_drafts
@@ -14,7 +13,7 @@ from tests.unit.test_tuner import ARMS, Machine, play
 from tests.unit.watch_parts import Parts
 from tlt.drafter.drafting.ngram import NgramDrafter
 from tlt.drafter.drafting.suffix_index import _MAX_TEXTS
-from tlt.tuning.tuner import Fixed, counters_of, make_tuner, restore_tuner
+from tlt.tuning.tuner import Fixed, make_tuner
 from tlt.types import BatchState, Strategy, StrategyTuner
 
 
@@ -22,17 +21,16 @@ def through_json(value: Any) -> Any:
     return json.loads(json.dumps(value, allow_nan=False))
 
 
-@pytest.mark.parametrize("name", ["cost-model", "beg-mab"])
-def test_a_restored_tuner_chooses_as_the_one_before_would_have(name: str) -> None:
+def test_a_restored_tuner_chooses_as_the_one_before_would_have() -> None:
     def made() -> StrategyTuner:
-        tuner = make_tuner("adaptive", ("learned", "ngram", "hybrid"), name)
+        tuner = make_tuner("adaptive", ("learned", "ngram", "hybrid"))
         assert tuner is not None
         return tuner
 
     machine, before, again, fresh = Machine({"learned": 0.8, "ngram": 0.5, "hybrid": 0.7}, 16.0), made(), made(), made()
     play(before, machine, [32, 8, 3, 1] * 40)
-    restore_tuner(again, through_json(counters_of(before)))
-    assert counters_of(again) == counters_of(before) != counters_of(fresh)
+    again.restore(through_json(before.counters()))
+    assert again.counters() == before.counters() != fresh.counters()
     rng = random.Random(1)
     sizes = [rng.choice((1, 2, 7, 30)) for _ in range(60)]
     chosen = [
@@ -44,9 +42,9 @@ def test_a_restored_tuner_chooses_as_the_one_before_would_have(name: str) -> Non
 
 
 def test_a_tuner_that_learns_nothing_keeps_nothing() -> None:
-    for tuner in (None, Fixed(ARMS[1])):
-        assert counters_of(tuner) == {}
-        restore_tuner(tuner, {})
+    tuner = Fixed(ARMS[1])
+    assert tuner.counters() == {}
+    tuner.restore({})
 
 
 def taught(texts: dict[str, list[list[int]]], max_tokens: int = 10**6) -> NgramDrafter:

@@ -20,7 +20,7 @@ from tlt.tuning import step_costs
 from tlt.tuning.acceptance import Acceptance, Curve
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.step_costs import CostPrior, StepCosts, Work
-from tlt.tuning.tuner import BegMab, Fixed, default_arms, default_groups, make_tuner
+from tlt.tuning.tuner import Fixed, default_arms, make_tuner
 from tlt.types import BatchState, Hindsight, Lead, Reading, StepOutcome, Strategy, StrategyTuner, UserError
 
 ALL = ("learned", "ngram", "hybrid")
@@ -151,16 +151,14 @@ def test_with_a_useless_drafter_the_cost_model_is_soon_at_off(size: int, num_ste
         assert share_of_best(machine, chosen, [size] * 600, ARMS) > 0.95, "finding it out has cost less than 5 %"
 
 
-@pytest.mark.parametrize("make", [lambda: CostModel(ARMS), lambda: BegMab(default_groups(ARMS), window=10)])
-def test_when_the_drafter_goes_bad_the_mind_is_changed_and_changed_back(make: Callable[[], StrategyTuner]) -> None:
-    tuner = make()
+def test_when_the_drafter_goes_bad_the_mind_is_changed_and_changed_back() -> None:
+    tuner = CostModel(ARMS)
     good, bad = {"learned": 0.9, "ngram": 0.1, "hybrid": 0.1}, {"learned": 0.0, "ngram": 0.1, "hybrid": 0.1}
     for period, hazard in enumerate((good, bad, good)):
         machine = Machine(hazard, 25.0, period)
         chosen = play(tuner, machine, [8] * 1500, lambda _, period=period: (period, period))
         late = chosen[-200:]
-        arms = tuner.groups[tuner.bucket(BatchState(8, 1.0, 0, 0))][1] if isinstance(tuner, BegMab) else ARMS
-        assert share_of_best(machine, late, [8] * 200, arms) > (0.8 if isinstance(tuner, BegMab) else 0.95)
+        assert share_of_best(machine, late, [8] * 200, ARMS) > 0.95
 
 
 def work(arm: Strategy, batch_size: int, **beside: Any) -> Work:
@@ -343,33 +341,6 @@ def test_a_decision_is_a_pure_function_of_the_statistics() -> None:
     play(tuner, Machine({"learned": 0.8, "ngram": 0.4, "hybrid": 0.8}, 25.0), [4] * 50)
     batch = BatchState(4, 200.0, 0, 0)
     assert len({tuner.decide(batch).strategy for _ in range(5)}) == 1
-    mab = BegMab(default_groups(ARMS))
-    play(mab, Machine({"learned": 0.8, "ngram": 0.4, "hybrid": 0.8}, 25.0), [4] * 300)
-    assert len({mab.decide(1, 0.5, 0.1) for _ in range(5)}) == 1
-    assert {mab.decide(1, 0.0, pick / 50) for pick in range(50)} == set(mab.groups[1][1]), "exploring reaches every arm"
-
-
-def test_the_bandit_prefers_the_best_median_of_its_own_bucket() -> None:
-    a, b = Strategy("learned", 4, 1, 4), Strategy("learned", 8, 1, 8)
-    mab = BegMab([(1, [a, b]), (5, [Strategy.OFF, a])], epsilon=0.0, window=5)
-    batch = BatchState(2, 10.0, 0, 0)
-    for reward_a, reward_b in ((3, 2), (3, 2), (1, 90), (3, 2), (3, 2)):  # one lucky step of b changes no median
-        for arm, reward in ((a, reward_a), (b, reward_b)):
-            mab.observe(arm, batch, StepOutcome(4, (reward, reward), (4, 4), 1.0))
-    assert mab.choose(batch) == a
-    for _ in range(3):
-        mab.observe(a, batch, StepOutcome(4, (0, 0), (4, 4), 1.0))
-    assert mab.choose(batch) == b
-    assert mab.choose(BatchState(7, 10.0, 0, 0)) == Strategy.OFF, "the other bucket has seen nothing yet"
-
-
-def test_buckets_hold_several_arms_and_larger_batches_verify_fewer_tokens() -> None:
-    for kinds in (("ngram",), ALL):
-        groups = default_groups(default_arms(kinds))
-        assert [threshold for threshold, _ in groups] == [1, 2, 5, 21]
-        assert all(len(arms) > 1 for _, arms in groups)
-        largest = [max(arm.budget for arm in arms) for _, arms in groups]
-        assert largest == sorted(largest, reverse=True)
 
 
 def test_the_step_that_switches_on_does_not_count_as_the_arms_cost() -> None:
@@ -462,7 +433,6 @@ def test_the_size_of_the_drafter_is_the_prior_of_what_it_costs() -> None:
 def test_the_users_word_becomes_a_tuner_or_one_line() -> None:
     assert make_tuner("off", ALL) is None
     assert isinstance(make_tuner("adaptive", ALL), CostModel)
-    assert isinstance(make_tuner("adaptive", ALL, "beg-mab"), BegMab)
     fixed = make_tuner("hybrid:4x1x4", ALL)
     assert isinstance(fixed, Fixed)
     assert fixed.strategy == Strategy("hybrid", 4, 1, 4)

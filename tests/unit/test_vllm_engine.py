@@ -21,7 +21,7 @@ from tests.lossless.helpers import STOP, VOCAB, Switching, make_requests
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.tuning.tuner import Fixed
-from tlt.types import BatchState, Request, Rollout, SamplingParams, StepOutcome, Strategy, UserError
+from tlt.types import BatchState, Request, Rollout, SamplingParams, StepOutcome, Strategy, StrategyTuner, UserError
 from tlt.vllm.check import check_law, probes
 from tlt.vllm.engine import Speculation, VllmEngine
 from tlt.vllm.inside.law import LawTable, RowLaw
@@ -158,10 +158,8 @@ class PretendLink:
         return kept or []
 
 
-class Told:
+class Told(StrategyTuner):
     """A strategy at random at every choice; keeps what it is told."""
-
-    predicted_speed = speed_otherwise = None
 
     def __init__(self, kinds: Sequence[Strategy], seed: int = 0) -> None:
         self.inner, self.told = Switching(kinds, seed), list[tuple[Strategy, StepOutcome]]()

@@ -37,9 +37,8 @@ class Subject:
         self.params = sampling_params(config, self.model.stop_ids)
 
     def engine(self, variant: str, max_batch_size: int) -> RolloutBackend:
-        """Returns a fresh engine. variant: off, adaptive (the cost model), beg-mab, or a fixed strategy."""
-        speculation, tuner = ("adaptive", "beg-mab") if variant == "beg-mab" else (variant, "cost-model")
-        settings = dataclasses.replace(self.settings, speculation=speculation, tuner=tuner, max_batch_size=max_batch_size)
+        """Returns a fresh engine. variant: off, adaptive (by `rollout.tuner`), or a fixed strategy."""
+        settings = dataclasses.replace(self.settings, speculation=variant, max_batch_size=max_batch_size)
         drafter = None if variant == "off" else self.drafter
         if settings.engine == "vllm":
             return build_backend(self.model, settings, drafter)

@@ -43,7 +43,7 @@ class BenchRollout(WithOverrides):
     """What to measure: constant (batches that stay at one size), workload (the configuration's own phases); left out, both, and
     constant alone with --geometry."""
     variants: Names = ("adaptive",)
-    """What to compare with off: adaptive, beg-mab, fixed strategies such as 4x1x4 or ngram:8x1x8."""
+    """What to compare with off: adaptive, fixed strategies such as 4x1x4 or ngram:8x1x8."""
     batches: Numbers = (1, 2, 4, 8, 16, 32)
     """Batch sizes to measure in the part called constant."""
     rounds: PositiveInt = 8
@@ -94,8 +94,7 @@ def rollout(options: BenchRollout) -> Record:
     if "workload" in parts and config.rollout.speculation == "off":
         raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive, or leave workload out")
     for variant in options.variants:
-        if variant != "beg-mab":
-            make_tuner(variant, drafter_kinds(config.drafter.path is not None))
+        make_tuner(variant, drafter_kinds(config.drafter.path is not None))
     measurements: list[Record] = []
     config = pin(config)
     num_engines = len(options.variants) + 1 if "constant" in parts else 0

@@ -58,7 +58,6 @@ from tlt.training.saved.inputs import Inputs
 from tlt.training.saved.journal import FileJournal
 from tlt.training.saved.replay import Prompts, Replay, ReplayOf, prompts_of
 from tlt.training.saved.responses import KeptResponses, forget_responses
-from tlt.tuning.tuner import counters_of, restore_tuner
 from tlt.types import Purpose, Rollout, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -178,7 +177,8 @@ class Run:
         self.drafter.restore(manifest.counters["drafter"], own[0]["drafter"])
         if idle := manifest.counters.get("idle"):  # an older checkpoint says nothing of it
             self.idle.restore(idle)
-        restore_tuner(self.engine.tuner, own[0]["tuner"])
+        if self.engine.tuner is not None:
+            self.engine.tuner.restore(own[0]["tuner"])
         if self.engine.drafter is not None:
             self.engine.drafter.restore([known["drafting"] for known in own])
         self._recall_references()
@@ -267,7 +267,8 @@ class Run:
             own_state = {"policy": self.trainer.counters(), "drafter": self.drafter.counters(), "idle": self.idle.counters()}
             counters = {**own_state, "follows": self._saved().digest}
             drafting = {} if self.engine.drafter is None else self.engine.drafter.counters()
-            own = {"drafter": self.drafter.own_counters(), "tuner": counters_of(self.engine.tuner), "drafting": drafting}
+            tuner = {} if self.engine.tuner is None else self.engine.tuner.counters()
+            own = {"drafter": self.drafter.own_counters(), "tuner": tuner, "drafting": drafting}
             self.checkpoints.save(Checkpoint(self.step, self.id, self._tensors(), counters, own, self.inputs))
 
     def check_folder(self) -> None:

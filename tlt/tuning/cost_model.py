@@ -28,7 +28,7 @@ import numpy as np
 
 from tlt.tuning.acceptance import Acceptance
 from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, Work, drafters_of
-from tlt.types import BatchState, Hindsight, Reading, StepOutcome, Strategy
+from tlt.types import BatchState, Hindsight, Reading, StepOutcome, Strategy, StrategyTuner
 
 TRIALS = 2.0
 """Steps that a trial is taken to need, after its first one's extra seconds."""
@@ -65,7 +65,7 @@ class Prediction:
     once: float
 
 
-class CostModel:
+class CostModel(StrategyTuner):
     """Chooses the arm with the best prediction, and tries others while that pays.
 
     prior: the drafter's size beside the target's.  acceptance: what was recorded of the drafter; None: nothing.
@@ -89,8 +89,6 @@ class CostModel:
         self._arms_without_references = tuple(arm for arm in arms if not arm.follows)
         self.explores, self.has_hindsight, self.decide_every = explores, has_hindsight, decide_every
         self.acceptance, self.costs = Acceptance(acceptance), StepCosts(prior)
-        self.predicted_speed: float | None = None
-        self.speed_otherwise: float | None = None
         self._choice = Strategy.OFF
         self._chosen_for: tuple[int, bool] | None = None
         """The batch size of the last decision, and whether references were there. None: decide anew."""
@@ -206,7 +204,6 @@ class CostModel:
         return {"acceptance": self.acceptance.counters(), "costs": self.costs.counters(), "versions": versions}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned."""
         self.acceptance.restore(counters["acceptance"])
         self.costs.restore(counters["costs"])
         self._versions = None if counters["versions"] is None else tuple(counters["versions"])

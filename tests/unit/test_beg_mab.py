@@ -1,0 +1,86 @@
+"""The bandit of the TLT paper, behind `rollout.tuner = "beg-mab"`."""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+
+from benchmarks.replay import replay
+from tests.lossless.helpers import make_engine
+from tests.unit.test_benchmarks import LONG, OFF, POLICY, SHORT, make_costs, requests
+from tests.unit.test_tuner import ALL, ARMS, Machine, play, share_of_best
+from tlt.tuning.beg_mab import BegMab, groups_of
+from tlt.tuning.cost_model import CostModel
+from tlt.tuning.tuner import default_arms, make_tuner
+from tlt.types import BatchState, StepOutcome, Strategy
+
+GOOD = {"learned": 0.8, "ngram": 0.4, "hybrid": 0.8}
+
+
+def test_it_prefers_the_best_median_of_its_own_bucket() -> None:
+    a, b = Strategy("learned", 4, 1, 4), Strategy("learned", 8, 1, 8)
+    mab = BegMab([(1, [a, b]), (5, [Strategy.OFF, a])], epsilon=0.0, window=5)
+    batch = BatchState(2, 10.0, 0, 0)
+    for reward_a, reward_b in ((3, 2), (3, 2), (1, 90), (3, 2), (3, 2)):  # one lucky step of b changes no median
+        for arm, reward in ((a, reward_a), (b, reward_b)):
+            mab.observe(arm, batch, StepOutcome(4, (reward, reward), (4, 4), 1.0))
+    assert mab.choose(batch) == a
+    for _ in range(3):
+        mab.observe(a, batch, StepOutcome(4, (0, 0), (4, 4), 1.0))
+    assert mab.choose(batch) == b
+    assert mab.choose(BatchState(7, 10.0, 0, 0)) == Strategy.OFF, "the other bucket has seen nothing yet"
+
+
+def test_buckets_hold_several_arms_and_larger_batches_verify_fewer_tokens() -> None:
+    for kinds in (("ngram",), ALL):
+        groups = groups_of(default_arms(kinds))
+        assert [smallest for smallest, _ in groups] == [1, 2, 5, 21]
+        assert all(len(arms) > 1 for _, arms in groups)
+        largest = [max(arm.budget for arm in arms) for _, arms in groups]
+        assert largest == sorted(largest, reverse=True)
+
+
+def test_a_decision_is_a_pure_function_of_the_rewards() -> None:
+    mab = BegMab(groups_of(ARMS))
+    play(mab, Machine(GOOD, 25.0), [4] * 300)
+    assert len({mab.decide(1, 0.5, 0.1) for _ in range(5)}) == 1
+    assert {mab.decide(1, 0.0, pick / 50) for pick in range(50)} == set(mab.groups[1][1]), "exploring reaches every arm"
+
+
+def test_when_the_drafter_goes_bad_the_mind_is_changed_and_changed_back() -> None:
+    mab = BegMab(groups_of(ARMS), window=10)
+    for period, rate in enumerate((0.9, 0.0, 0.9)):
+        machine = Machine({"learned": rate, "ngram": 0.1, "hybrid": 0.1}, 25.0, period)
+        late = play(mab, machine, [8] * 1500)[-200:]
+        assert share_of_best(machine, late, [8] * 200, mab.groups[2][1]) > 0.8
+
+
+def test_restored_it_chooses_as_before() -> None:
+    before, again = (make_tuner("adaptive", ALL, "beg-mab") for _ in range(2))
+    assert isinstance(before, BegMab)
+    assert isinstance(again, BegMab)
+    play(before, Machine(GOOD, 16.0), [32, 8, 3, 1] * 40)
+    again.restore(json.loads(json.dumps(before.counters(), allow_nan=False)))
+    assert again.counters() == before.counters()
+    sizes = [1, 2, 7, 30] * 15
+    chosen = [[tuner.choose(BatchState(size, 128.0, 3, 2)) for size in sizes] for tuner in (before, again)]
+    assert chosen[0] == chosen[1]
+    assert len({*chosen[0]}) > 1
+
+
+def test_on_the_same_recorded_costs_it_regrets_more_than_the_cost_model() -> None:
+    costs, lengths, arms = make_costs(), [150] * 24 + [900, 1500], [OFF, SHORT, LONG]
+    groups = [(1, arms), (5, arms), (21, [OFF, SHORT])]
+    ours = [replay(CostModel(arms), costs, lengths, 16, seed).regrets[-1] for seed in range(5)]
+    theirs = [replay(BegMab(groups, rng=random.Random(seed)), costs, lengths, 16, seed).regrets[-1] for seed in range(5)]
+    assert statistics.mean(ours) < statistics.mean(theirs)
+
+
+def test_its_choices_change_no_token() -> None:
+    texts = []
+    for tuner in (None, BegMab(groups_of(default_arms(ALL)), epsilon=0.5)):
+        engine = make_engine(POLICY, tuner, max_batch_size=5)
+        texts.append({(r.problem_id, r.sample_index): r.token_ids for r in engine.generate(requests(0, 6))})
+    assert len(engine.stats.by_strategy) > 2
+    assert texts[0] == texts[1]
