@@ -15,12 +15,12 @@ from tlt.accounts import AheadReport, DrafterReport, IdleUse
 from tlt.engine.stats import EngineStats
 from tlt.report.timeline import Timeline
 from tlt.spans import Span
+from tlt.training.rollout import idle_choice as module
+from tlt.training.rollout.idle_choice import IdleChoice, IdleFacts, IdlePlan
 from tlt.training.rollout.idle_time import IdleTime, IdleWork, facts_of
 from tlt.training.rollout.protocol import Ahead, DrafterSide
 from tlt.training.rollout.result import PhaseResult, ReplicaReport
-from tlt.tuning import idle_choice as module
-from tlt.tuning.idle_choice import IdleChoice, IdleFacts, IdlePlan
-from tlt.tuning.slowdown import SlowdownSums
+from tlt.training.rollout.slowdown import SlowdownSums
 from tlt.types import StepOutcome
 
 AHEAD, TRAIN, REST = IdleUse.AHEAD, IdleUse.TRAIN, IdleUse.REST

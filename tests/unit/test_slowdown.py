@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tlt.accounts import IdleStretch, IdleUse, TimedStep
-from tlt.tuning.slowdown import Slowdown, SlowdownSums, add_up, sums_of
+from tlt.training.rollout.slowdown import Slowdown, SlowdownSums, add_up, sums_of
 
 COSTS = {IdleUse.AHEAD: 0.12, IdleUse.TRAIN: 0.3, IdleUse.REST: 0.0}
 SIZES = {1: 0.004, 2: 0.005, 4: 0.007}

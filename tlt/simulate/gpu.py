@@ -13,8 +13,8 @@ from tlt.config.schema import Config
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, LogNormalLengths, SpotSpeed
 from tlt.simulate.measured import Measured
+from tlt.training.rollout.idle_choice import HORIZON
 from tlt.tuning.cost_model import CostModel
-from tlt.tuning.idle_choice import HORIZON
 from tlt.tuning.step_costs import Work
 from tlt.types import Strategy
 
@@ -27,7 +27,7 @@ _CHAIN_RATE = 0.8
 """Chance that a token of a drafter's chain is kept if all before it are."""
 _CHANGE = math.log(6.53 / 4.59)
 """What training in RL has done to the accept length, as third parties quote the paper: as much is taken to be lost within
-tlt.tuning.idle_choice.HORIZON steps without it."""
+tlt.training.rollout.idle_choice.HORIZON steps without it."""
 _DRAFTING, _PER_DEPTH, _PER_VERIFIED = 0.42, 0.067, 0.0026
 _PER_HOST = 8
 _FOLLOWED = (32, 64, 128, 256)

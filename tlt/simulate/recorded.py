@@ -26,9 +26,9 @@ from tlt.report.metrics import StepRecord, read_metrics
 from tlt.simulate.assumptions import Agreement, Assumptions, Followed, Lengths, LogNormalLengths, RecordedLengths, SpotSpeed
 from tlt.simulate.gpu import AGREEMENT, describe_agreement, describe_change
 from tlt.simulate.measured import FittedSeconds, Measured
+from tlt.training.rollout.idle_choice import HORIZON
 from tlt.training.saved.manifest import latest_checkpoint, read_manifest, verify
 from tlt.tuning.cost_model import CostModel
-from tlt.tuning.idle_choice import HORIZON
 from tlt.tuning.tuner import default_arms
 from tlt.types import Strategy, UserError
 
@@ -197,7 +197,7 @@ def spot_of(run: RecordedRun) -> tuple[SpotSpeed, str]:
 
 def change_of(run: RecordedRun) -> float:
     """Returns the change of 1 + acceptance by a step's training, as a share of it: of what the run's choice took a second of it
-    to be worth (tuning/idle_choice.py)."""
+    to be worth (training/rollout/idle_choice.py)."""
     seconds = statistics.mean(step.idle_seconds_by_use.get(IdleUse.TRAIN.value, 0.0) for step in run.steps)
     rollout = statistics.mean(step.rollout_seconds for step in run.steps)
     return float(run.steps[-1].idle_gain.get(IdleUse.TRAIN.value, 0.0) * seconds / (rollout * HORIZON))

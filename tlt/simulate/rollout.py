@@ -27,13 +27,13 @@ from tlt.simulate.looks import LookingCoordinator, Looks
 from tlt.simulate.replica import AheadLike, NoScorers, NotedAhead, SharedAheadQueue, Training
 from tlt.simulate.virtual import VirtualTime
 from tlt.training.rollout.ahead import AheadOfPolicy
+from tlt.training.rollout.idle_choice import REST_SECONDS, IdleChoice, IdlePlan, Worth
 from tlt.training.rollout.idle_time import IdleWork, facts_of
 from tlt.training.rollout.phase import RolloutPhase
 from tlt.training.rollout.protocol import NO_AHEAD, Ahead, DrafterSide, Receivers
 from tlt.training.rollout.result import PhaseResult, ReplicaReport
+from tlt.training.rollout.slowdown import add_up, sums_of
 from tlt.training.rollout.work import Ended, Work
-from tlt.tuning.idle_choice import REST_SECONDS, IdleChoice, IdlePlan, Worth
-from tlt.tuning.slowdown import add_up, sums_of
 from tlt.types import Key, Problem, Request, SamplingParams
 
 _LONGEST = 10.0

@@ -13,8 +13,8 @@ from tlt.report.tracking import step_values
 from tlt.rl.rewards import summarize
 from tlt.rl.update import UpdateMetrics
 from tlt.spans import SpanName
+from tlt.training.rollout.idle_choice import Worth
 from tlt.training.rollout.result import PhaseResult
-from tlt.tuning.idle_choice import Worth
 
 if TYPE_CHECKING:
     from tlt.training.run import Run

@@ -1,5 +1,5 @@
 """The idle time of a rank in a phase: it is spent on what the plan puts first, with rests in between by which is measured what
-it costs the others. Knows neither the queue of real work nor how the plan was made (tlt/tuning/idle_choice.py).
+it costs the others. Knows neither the queue of real work nor how the plan was made (tlt/training/rollout/idle_choice.py).
 
     idle ─▶ generate ahead ─▶ train the drafter ─▶ nothing to do          at any time: real work, or the phase's end
               └─── rest for a moment, now and then ───┘
@@ -16,9 +16,9 @@ from tlt.distributed.world import World, gather_objects
 from tlt.drafter.drafting.references import REPLAY
 from tlt.report.timeline import Timeline
 from tlt.spans import SpanName
+from tlt.training.rollout.idle_choice import IdleChoice, IdleFacts, IdlePlan
 from tlt.training.rollout.protocol import NO_AHEAD, Ahead, DrafterSide
 from tlt.training.rollout.result import PhaseResult
-from tlt.tuning.idle_choice import IdleChoice, IdleFacts, IdlePlan
 
 _SPANS = {IdleUse.AHEAD: SpanName.AHEAD, IdleUse.REST: SpanName.WAIT}
 """What stretches are called in the timeline; the trainer records its own, one per micro-step."""

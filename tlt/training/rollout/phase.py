@@ -29,8 +29,8 @@ from tlt.training.rollout.dynamic import Draw, DynamicSampling, Group, flatten
 from tlt.training.rollout.idle_time import IdleTime, IdleWork
 from tlt.training.rollout.protocol import DrafterSide, Receivers
 from tlt.training.rollout.result import PhaseResult, ReplicaReport, check_complete, combine
+from tlt.training.rollout.slowdown import SlowdownSums, add_up, sums_of
 from tlt.training.rollout.work import Ended, Work
-from tlt.tuning.slowdown import SlowdownSums, add_up, sums_of
 from tlt.types import Problem, Purpose, Request, SamplingParams, in_order, key_of
 
 NO_DRAFTER = DrafterSide()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from tlt.accounts import AheadReport, DrafterCheck, DrafterReport, IdleStretch
 from tlt.engine.stats import EngineStats
 from tlt.training.rollout.dynamic import Group, flatten
-from tlt.tuning.slowdown import SlowdownSums
+from tlt.training.rollout.slowdown import SlowdownSums
 from tlt.types import Key, Reward, Rollout
 
 

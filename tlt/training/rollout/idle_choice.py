@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tlt.accounts import IdleUse
-from tlt.tuning.slowdown import Slowdown, SlowdownSums
+from tlt.training.rollout.slowdown import Slowdown, SlowdownSums
 
 REST_SECONDS = 0.2
 """Length of a rest: some tens of engine steps of a small model, a few of a large one."""

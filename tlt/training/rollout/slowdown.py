@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tlt.accounts import IdleStretch, IdleUse, TimedStep
-from tlt.tuning.expectation import Array
 
+Array = NDArray[np.float64]
 USES = (IdleUse.AHEAD, IdleUse.TRAIN)
 
 _PRIOR = 0.2
