@@ -10,7 +10,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.scale.rectangles import PagedMemory, generate, simulate
 from tests.lossless.helpers import CONFIG, PARAMS, STOP, VOCAB, Switching, make_engine, make_policy, tokens_of
 from tlt.drafter.drafting import history
 from tlt.engine import memory
@@ -89,21 +88,6 @@ def test_a_budget_that_forces_preemption_changes_no_token(strategy: Strategy, nu
     assert found == AMPLE
     assert engine.stats.num_preemptions > 0
     assert engine.stats.num_reread_tokens >= engine.stats.num_preemptions
-
-
-@pytest.mark.parametrize("block", [None, BLOCK, 1])
-def test_caches_in_pages_would_say_the_same_and_both_are_counted_without_a_model(block: int | None) -> None:
-    """benchmarks/scale/rectangles.py compares the two by such counts."""
-    engine = limited(None, 3.0)
-    budget = engine.memory._cache_bytes()
-    assert budget is not None
-    if block is not None:
-        engine.memory = PagedMemory(engine.memory, engine.scheduler, block)
-    found, course = generate(engine, REQUESTS)
-    assert found == AMPLE
-    assert course.num_preemptions > 0
-    prompts, lengths = zip(*((len(r.prompt_ids), r.params.max_tokens) for r in REQUESTS), strict=True)
-    assert simulate(CONFIG, torch.float64, prompts, lengths, budget, block) == course
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
