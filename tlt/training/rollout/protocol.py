@@ -23,160 +23,166 @@ if TYPE_CHECKING:
 
 
 class Scorers(Protocol):
-    """Scores responses while others are generated; `RewardPool` does so in processes."""
+    """Scores responses while others are generated. `RewardPool` is the one that runs in processes."""
 
     def submit(self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int], step: int) -> None:
-        """Takes a response in, without waiting. step: updates behind the policy that wrote it."""
+        """Queues a response for scoring and returns at once.
+
+        step: policy updates before the policy that wrote the response.
+        """
 
     def collect(self) -> dict[Key, Reward]:
-        """Returns the rewards that are there now and were not returned before."""
+        """Returns the new rewards since the last call."""
         ...
 
     def drain(self, patience: float) -> dict[Key, Reward]:
-        """Returns the rewards of all that was submitted and not returned before."""
+        """Waits for all rewards that are still missing, at most `patience` seconds, and returns them."""
         ...
 
     def abandon(self) -> None:
-        """Forgets all that was submitted."""
+        """Drops all responses that are queued."""
 
 
 @dataclass(frozen=True)
 class Recalled:
-    """What is left to do of a phase, and what an earlier attempt has done of it.
-
-    requests: by unit, as they were asked for; those that were running have the tokens that they had then.
-    rollouts: the responses that are finished.  rewards: of those among them that are scored.
-    """
+    """What an earlier attempt at a phase has done, and what is left to do."""
 
     requests: Sequence[Sequence[Request]]
+    """What is left, by unit. Unfinished responses carry the tokens that they had."""
     rollouts: Sequence[Rollout] = ()
+    """The finished responses."""
     rewards: Mapping[Key, Reward] = field(default_factory=dict)
+    """The rewards of the finished responses that were scored."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are not generated again."""
+        """Tokens that need not be generated again."""
         running = sum(len(request.token_ids) for unit in self.requests for request in unit)
         return running + sum(len(rollout.token_ids) for rollout in self.rollouts)
 
 
 class Journal:
-    """Says what a phase asks of a journal, and keeps none."""
+    """Records responses and rewards, so that a restarted run does not generate them again. This base keeps nothing."""
 
     def begin(self, phase: str, requests: Sequence[Sequence[Request]]) -> Recalled:
-        """Enters a phase, whose name no other phase of the run has, and returns what is left to do of these requests. Every
-        rank calls it with the same arguments."""
+        """Begins a phase, and returns what is left to do. Every rank calls it with the same arguments.
+
+        phase: a name that no other phase of the run has.
+        """
         return Recalled(requests)
 
     def note_running(self, responses: Sequence[Unfinished], at_once: bool = False) -> None:
-        """Takes note of the responses in the making, after every engine step. at_once: of each new token of them."""
+        """Records the unfinished responses after an engine step. at_once: writes every new token now."""
 
     def note_finished(self, rollout: Rollout) -> None:
-        """Takes note of a response that has ended here."""
+        """Records a finished response."""
 
     def note_rewards(self, rewards: Mapping[Key, Reward]) -> None:
-        """Takes note of the rewards of responses that have ended here."""
+        """Records rewards."""
 
     def close(self) -> None:
-        """Ends the journal's file."""
+        """Closes the journal's file."""
 
 
 @dataclass(frozen=True)
 class Receivers:
-    """Where responses go that have ended. decode: response tokens → text, which is scored.  journal: keeps them on disk."""
+    """Where finished responses go."""
 
     scorers: Scorers
     decode: Callable[[Sequence[int]], str]
+    """Response tokens → the text that is scored."""
     journal: Journal = field(default_factory=Journal)
 
 
 class DrafterSide:
-    """Says what a phase asks of whoever looks after the drafter, and does nothing: for evaluations, and for a run without a
+    """Trains and measures the drafter during a phase. This base does nothing: it serves evaluations, and runs that have no
     learned drafter."""
 
     @property
     def version(self) -> int:
-        """Counts the drafter's publications."""
+        """How often the drafter was published."""
         return 0
 
     def foresee(self, prompts: Iterable[Sequence[int]]) -> None:
-        """Prepares for the prompts that are answered next, the same on every rank."""
+        """Prepares for the prompts of the next phase. Every rank passes the same ones."""
 
     def begin(self) -> None:
-        """Prepares for a phase."""
+        """Begins a phase."""
 
     @property
     def captures(self) -> bool:
-        """Whether the engine is to return what it captured of the responses that end."""
+        """Whether the engine should return the target's features with finished responses."""
         return False
 
     def observe(self, finished: Finished) -> None:
-        """Takes note of a response that has ended here."""
+        """Takes a finished response as training data."""
 
     def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        """Trains until `should_stop`, or until there is nothing to train on."""
+        """Trains until `should_stop` or until there is no data left."""
         return DrafterReport()
 
     def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck | None:
-        """Averages, publishes and measures the drafter, together with all ranks. None: there is none to measure.
+        """Averages the ranks' drafters, publishes the result and measures it. A collective; None without a drafter.
 
-        rollouts: all that the phase brought, the same on every rank.  num_tokens: what this rank trained on.
+        rollouts: all responses of the phase, the same on every rank.
+        num_tokens: tokens that this rank trained on.
         """
         return None
 
     def end(self, rollouts: Sequence[Rollout], seconds: float) -> None:
-        """Ends the phase, which took so many seconds, and keeps what the next one trains on."""
+        """Ends a phase of this many seconds, and keeps the data that the next one trains on."""
 
     def abandon(self) -> None:
-        """Goes back to before the phase, which was broken off."""
+        """Undoes a phase that was interrupted."""
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns the tensors that train, by name: themselves."""
+        """Returns the trained tensors by name, not copies."""
         return {}
 
     def counters(self) -> dict[str, Any]:
-        """Returns what else a resumed run needs, the same on all ranks, as JSON."""
+        """Returns the state besides tensors that all ranks share, as JSON."""
         return {}
 
     def own_counters(self) -> dict[str, Any]:
-        """Returns what else a resumed rank needs, its own, as JSON."""
+        """Returns this rank's own state besides tensors, as JSON."""
         return {}
 
     def restore(self, counters: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Takes up what `counters` and `own_counters` returned; the tensors must have been filled."""
+        """Restores the state of `counters` and `own_counters`, after the tensors have been filled."""
 
     def save(self, folder: Path, about: Mapping[str, Any]) -> None:
-        """Writes the drafter for others to load, with facts about it."""
+        """Writes the drafter's folder, with facts about its origin."""
 
 
 Found = tuple[tuple[int, ...], bool]
-"""Tokens of a response, and whether they are all of it."""
+"""A response generated ahead: its tokens, and whether it is finished."""
 
 
 class Ahead:
-    """Says what a phase asks of whoever generates ahead, and does nothing.
+    """Generates responses of later steps in idle time. This base does nothing.
 
-    num_offered: tokens that were generated ahead for the step that is running now.
+    num_offered: tokens generated ahead for the current step.
     """
 
     num_offered = 0
 
     def begin(self, queue: AheadQueue) -> None:
-        """Prepares for a round, in which the replicas share their requests through this queue."""
+        """Begins a round, in which the replicas divide the requests by this queue."""
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
-        """Generates until `should_stop`, or until there is nothing left to do; the engine is idle before and after. Seconds are
-        the caller's to measure."""
+        """Generates until `should_stop` or until nothing is left. The engine is idle before and after. The caller measures
+        the seconds."""
         return AheadReport()
 
     def take_found(self) -> dict[NoiseKey, Found]:
-        """Returns what was generated since this was last asked, for all replicas to keep."""
+        """Returns the responses since the last call, for all replicas to keep."""
         return {}
 
     def keep(self, found: Iterable[Mapping[NoiseKey, Found]]) -> None:
-        """Keeps what all replicas have generated."""
+        """Keeps the responses of all replicas as references."""
 
     def end(self) -> None:
-        """Ends the phase: its references are of no more use."""
+        """Ends the phase, and drops its references."""
 
 
 NO_AHEAD = Ahead()
