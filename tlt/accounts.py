@@ -87,7 +87,6 @@ class DrafterCheck:
     publish_seconds: in which what was trained was averaged over the ranks, given to the engines, and seen to have arrived; of
         the slowest rank.
     training: "trained", "trained; max_passes reached", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
-    set_aside: why retrieval drafts in its place; empty: it drafts.  has_switched: that is new since the last check.
     vocabulary: tokens that it could propose in the step; 0: not known.  coverage: the part of the step's tokens among them.
     """
 
@@ -95,12 +94,14 @@ class DrafterCheck:
     acceptance: float
     retrieval: float
     training: str
-    set_aside: str
-    has_switched: bool
     before: float = math.nan
     publish_seconds: float = 0.0
     vocabulary: int = 0
     coverage: float = math.nan
+
+    @property
+    def is_undone(self) -> bool:
+        return self.training.startswith("undone: ")
 
 
 @dataclass(frozen=True)

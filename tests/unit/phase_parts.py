@@ -137,7 +137,7 @@ def make_watch(
 
     trainer = spot.trainer
     subject = Subject(trainer.model, learned.model, engine.model, lambda group, counts: 0)
-    return DrafterWatch(subject, trainer, learned, lambda aside: None, Ranks(0, gather, average))
+    return DrafterWatch(subject, trainer, learned, Ranks(0, gather, average))
 
 
 def make_problems(num: int) -> list[Problem]:

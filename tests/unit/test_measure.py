@@ -12,7 +12,7 @@ import torch
 from tests.lossless.helpers import CONFIG
 from tests.unit.watch_parts import POLICY, TARGET, Parts, make_rollouts
 from tlt.drafter.drafting.suffix_index import count_retrieved
-from tlt.drafter.measure import distribution, draw, engine_logits, judge, read, trainer_logits
+from tlt.drafter.measure import distribution, draw, engine_logits, read, trainer_logits
 from tlt.models.attention import PackedCausal
 from tlt.types import Rollout
 
@@ -90,9 +90,3 @@ def test_retrieval_is_counted_where_a_response_or_its_sibling_has_said_the_words
     ahead = [rollout(0, words), rollout(1, (30, 31, 32, *words))]  # three tokens behind its sibling
     assert count_retrieved(ahead, [0, 15]) == 8
     assert count_retrieved(ahead, [12, 0]) == 0
-
-
-def test_outputs_that_are_not_finite_are_never_good_enough() -> None:
-    assert judge(math.nan, 0.0)
-    assert judge(0.3, 0.31)
-    assert not judge(0.31, 0.31)

@@ -38,7 +38,7 @@ def test_a_trained_drafter_is_published_measured_and_stamped() -> None:
     parts = Parts()
     checks = [parts.step(seed) for seed in range(3)]
     assert [check.version for check in checks] == [1, 2, 3]
-    assert all(check.training == "trained" and not check.set_aside for check in checks)
+    assert all(check.training == "trained" for check in checks)
     assert all(0 < check.acceptance < 1 for check in checks)
     assert parts.step(trains=False).training == "no idle time"
     assert parts.learned.version == 3
@@ -123,7 +123,7 @@ def test_acceptance_is_measured_every_so_many_steps_all_else_in_each_and_a_resta
     checks = [parts.step(seed) for seed in range(5)]
     assert [is_measured(check) for check in checks] == [True, False, False, True, False]
     assert [check.version for check in checks] == [1, 2, 3, 4, 5]
-    assert all(check.training == "trained" and not check.set_aside for check in checks)
+    assert all(check.training == "trained" for check in checks)
     assert calls == ["RankState", "average", "Tally"] * 5
     again.watch.restore(parts.watch.counters())
     assert [is_measured(again.step(seed)) for seed in range(3)] == [False, True, False]
@@ -182,38 +182,28 @@ def test_publication_takes_as_long_as_on_the_slowest_rank_on_all_of_them() -> No
     assert parts.step(0).publish_seconds == 77.0
 
 
-def test_a_drafter_that_turns_nan_between_measurements_is_undone_at_once_and_back_after_the_next() -> None:
+def test_a_drafter_that_turns_nan_between_measurements_is_undone_at_once() -> None:
     parts = Parts(check_every=3)
     parts.step(0)
     weights, step = content_hash(parts.model.state_dict()), parts.trainer.step
     poisoned(parts, "weights")
     check = parts.step(1)
-    assert (check.training[:7], check.version, check.has_switched) == ("undone:", 1, True)
+    assert (check.is_undone, check.version) == (True, 1)
     assert content_hash(parts.model.state_dict()) == weights
     parts.trainer.step = step
     checks = [parts.step(seed) for seed in (2, 3)]
     assert [check.training for check in checks] == ["trained", "trained"]
-    assert [check.set_aside for check in checks] == [check.set_aside, ""]
-    assert [check.has_switched for check in checks] == [False, True]
 
 
 def test_outputs_that_are_not_finite_are_seen_between_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = Parts(check_every=3, gate=1.0)
-    assert not parts.step(0).set_aside
+    parts.step(0)
+    assert not parts.watch.trains
     for name in ("engine_logits", "trainer_logits"):
         monkeypatch.setattr(f"tlt.drafter.measure.{name}", lambda drafter, target, sample, *_: sample.target_RV * math.nan)
     check = parts.step(1)
-    assert check.set_aside == "its outputs are not finite"
-    assert parts.watch.trains, "a drafter set aside is trained"
-
-
-def test_what_a_measurement_decides_of_the_drafter_holds_until_the_next() -> None:
-    parts = Parts(retrieved_share=1.0, check_every=2)
-    assert parts.step(0).set_aside
-    parts.retrieved_share = 0.0
-    checks = [parts.step(1), parts.step(2)]
-    assert [bool(check.set_aside) for check in checks] == [True, False]
-    assert [check.has_switched for check in checks] == [False, True]
+    assert math.isnan(check.acceptance)
+    assert parts.watch.trains, "whatever the gate says"
 
 
 def test_the_gate_compares_only_what_was_measured() -> None:
@@ -253,23 +243,21 @@ def poisoned(parts: Parts, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["loss", "weights"])
-def test_a_drafter_that_turns_nan_is_undone_set_aside_and_comes_back(where: str) -> None:
+def test_a_drafter_that_turns_nan_is_undone_and_trained_again(where: str) -> None:
     parts = Parts()
     parts.step(0)
     weights, step = content_hash(parts.model.state_dict()), parts.trainer.step
     moments = [tensor.clone() for tensor in parts.trainer.shared_tensors()]
     poisoned(parts, where)
     check = parts.step(1)
-    assert check.training.startswith("undone: ")
-    assert check.set_aside
-    assert check.has_switched
+    assert check.is_undone
     assert check.version == 1
     assert math.isfinite(check.acceptance), "what is measured is the version that the engine still has"
     assert content_hash(parts.model.state_dict()) == weights
     assert all(torch.equal(a, b) for a, b in zip(parts.trainer.shared_tensors(), moments, strict=True))
     parts.trainer.step = step
     check = parts.step(2)
-    assert (check.training, check.set_aside, check.has_switched, check.version) == ("trained", "", True, 2)
+    assert (check.training, check.version) == ("trained", 2)
 
 
 def test_a_failure_on_one_rank_undoes_the_update_of_all() -> None:
@@ -281,32 +269,17 @@ def test_a_failure_on_one_rank_undoes_the_update_of_all() -> None:
     assert content_hash(parts.model.state_dict()) == before
 
 
-def test_a_drafter_worse_than_retrieval_is_set_aside_trained_on_and_taken_back() -> None:
-    parts = Parts(retrieved_share=1.0)
-    check = parts.step(0)
-    assert "below retrieval's" in check.set_aside
-    assert check.training == "trained"
-    assert check.version == 1, "it is trained on"
-    again = parts.step(1)
-    assert again.set_aside
-    assert not again.has_switched, "said once"
-    parts.retrieved_share = 0.0
-    assert parts.step(2).set_aside == ""
-
-
-def test_while_it_is_set_aside_retrieval_answers_for_it_and_tokens_stay_the_same() -> None:
+@pytest.mark.parametrize("speculation", ["learned:3x1x3", "learned:3x2x5", "hybrid:3x1x3"])
+def test_a_drafter_whose_outputs_are_not_finite_changes_no_token(speculation: str) -> None:
     requests = [Request("p", i, (3, 5, 8), SamplingParams(max_tokens=30)) for i in range(3)]
     texts = []
-    for is_aside in (False, True):
-        engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 2, 5)))
+    for is_broken in (False, True):
+        engine = make_engine(POLICY, Fixed(Strategy.parse(speculation)))
         assert isinstance(engine.drafter, HybridDrafter)
-        engine.drafter.set_aside(is_aside)
-        assert engine.drafter.version == is_aside, "statistics of the other state age"
-        calls: list[int] = []
-        propose = engine.drafter.learned.propose
-        engine.drafter.learned.propose = lambda *a, p=propose, c=calls: c.append(1) or p(*a)
+        if is_broken:
+            tensors = DraftModel(drafter_shape(CONFIG)).state_dict()
+            engine.drafter.learned.load({name: tensor * math.nan for name, tensor in tensors.items()}, 1)
         texts.append({(r.sample_index, r.token_ids) for r in engine.generate(requests)})
-        assert bool(calls) != is_aside
     assert texts[0] == texts[1]
 
 
@@ -323,18 +296,11 @@ def test_training_is_skipped_while_acceptance_has_not_fallen_and_resumed_when_it
     assert Parts().watch.trains
 
 
-def test_a_drafter_set_aside_is_trained_whatever_the_gate_says() -> None:
-    parts = Parts(gate=1.0, retrieved_share=1.0)
-    parts.step(0)
-    assert parts.watch.trains
-
-
 def test_what_the_watch_knows_survives_a_restart_and_a_broken_off_step_leaves_no_trace() -> None:
-    parts, again = Parts(gate=0.05, retrieved_share=1.0), Parts(gate=0.05)
+    parts, again = Parts(gate=0.05), Parts(gate=0.05)
     parts.step(0)
     again.watch.restore(parts.watch.counters())
     assert again.watch.counters() == parts.watch.counters()
-    assert again.hybrid.version == 1, "set aside again"
     before = content_hash(parts.model.state_dict())
     left = iter([False] * 6 + [True])
     parts.spot.run(lambda: next(left))

@@ -98,7 +98,7 @@ def test_figures_have_the_names_of_the_file_in_groups_and_those_of_vllm() -> Non
         "time/preemption_seconds_2": 0.002,
     }
     assert {name: values[name] for name in expected} == expected
-    assert not {"train/step", "train/finished_at", "drafter/training", "drafter/set_aside"} & values.keys()
+    assert not {"train/step", "train/finished_at", "drafter/training"} & values.keys()
 
 
 def test_no_two_numbers_of_a_record_share_a_name_and_none_is_lost() -> None:

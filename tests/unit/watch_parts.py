@@ -39,7 +39,6 @@ class Parts:
     def __init__(
         self,
         gate: float | None = None,
-        retrieved_share: float = 0.0,
         check_every: int = 1,
         max_passes: float | None = None,
     ) -> None:
@@ -49,12 +48,10 @@ class Parts:
         self.hybrid = HybridDrafter(self.learned, NgramDrafter(4))
         self.trainer = DrafterTrainer(self.model, TARGET, PRESETS["hass"], 1e-3)
         self.spot = SpotTrainer(self.trainer, TrajectoryBuffer(10**7), 64, max_passes=max_passes)
-        self.retrieved_share = retrieved_share
         self.watch = DrafterWatch(
-            Subject(self.model, packed, TARGET, lambda group, counts: round(self.retrieved_share * sum(counts))),
+            Subject(self.model, packed, TARGET, lambda group, counts: 0),
             self.trainer,
             self.learned,
-            self.hybrid.set_aside,
             Ranks(0, lambda value: [value], lambda tensors, weight: weight),
             gate,
             check_every,

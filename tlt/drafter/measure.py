@@ -169,15 +169,6 @@ def _num_retrieved(rollouts: Sequence[Rollout], counts: dict[int, int], retrieve
     return sum(retrieve([rollout for rollout, _ in group], [count for _, count in group]) for group in drawn)
 
 
-def judge(acceptance: float, retrieval: float) -> str:
-    """Returns why a drafter with this acceptance must not draft; empty: it may."""
-    if not math.isfinite(acceptance):
-        return "its outputs are not finite"
-    if acceptance < retrieval:
-        return f"its acceptance {acceptance:.3f} is below retrieval's {retrieval:.3f}"
-    return ""
-
-
 def draw(rollouts: Sequence[Rollout], max_tokens: int, rng: random.Random) -> dict[int, int]:
     """Returns the index of each chosen response → how many of its tokens count.
 

@@ -1,15 +1,13 @@
-"""The learned drafter in service: steps end with a publication and a check, and what fails the check is set aside.
+"""The learned drafter in service: every step ends with a publication and a check.
 
-    this step's update ── finite on every rank? ── no ─▶ undone: back to the last finite version ─┐
-                                │ yes                                                             │ set aside: retrieval
-                            published ─▶ the engine's copy on this step's responses               │ drafts until a
-                                             ├ differs from the trainer's copy ─▶ error           │ measurement is passed
-                                             ├ below retrieval on the same positions ─────────────┘
-                                             └ passed ─▶ drafts in the next step
+    this step's update ── finite on every rank? ── no ─▶ undone: back to the last finite version
+                                │ yes
+                            published ─▶ the engine's copy on this step's responses ── not the trainer's? ─▶ error
+                                             └▶ acceptance: does the next step train?
 
-measure.py says how good a drafter is. All decisions follow from numbers gathered from all ranks, so all ranks decide alike.
-Where steps are so short that measuring is dear, acceptance is measured every so many steps, and all else checked in each.
-Knows neither worlds nor engines: what it needs of them are arguments.
+measure.py says how good a drafter is; that a bad one drafts little is the tuner's doing. All ranks decide
+alike, because they decide by numbers gathered from all. Where steps are so short that measuring is dear,
+acceptance is measured every so many steps, and all else checked in each.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ import torch
 from torch import Tensor
 
 from tlt.accounts import DrafterCheck, DrafterReport
-from tlt.drafter.measure import Measured, Measurement, Subject, Tally, judge
+from tlt.drafter.measure import Measured, Measurement, Subject, Tally
 from tlt.drafter.model import PackedDrafter
 from tlt.drafter.training.trainer import DrafterTrainer
 from tlt.types import Rollout
@@ -124,12 +122,11 @@ class Publisher:
 
 
 class DrafterWatch:
-    """Decides at the end of every step whether the drafter drafts in the next one, and whether it is trained.
+    """Publishes and measures the drafter at the end of every step, and decides whether the next one trains it.
 
     subject: the drafter's two copies and what they are measured with.
     trainer: trains `subject.model`; None: the drafter stays as it is.
     served: the engine's side of `subject.packed`.
-    set_aside: the switch that makes the engine draft without the learned drafter.
     gate: training is skipped in the step after one whose acceptance is not lower than after the last training by more than
         this; None: never skipped.
     check_every: steps between two measurements of acceptance, the first step's included; their decisions hold in between.
@@ -140,16 +137,13 @@ class DrafterWatch:
         subject: Subject,
         trainer: DrafterTrainer | None,
         served: Served,
-        set_aside: Callable[[bool], None],
         ranks: Ranks,
         gate: float | None = None,
         check_every: int = 1,
     ) -> None:
         self.subject, self.served, self.ranks = subject, served, ranks
         self.publisher = Publisher(trainer, served, ranks.average) if trainer is not None else None
-        self._set_aside = set_aside
         self.gate, self.check_every = gate, check_every
-        self.reason_aside = ""  # why the drafter is set aside; empty: it is in service
         self.reason_skipped = ""  # why the next step does not train; empty: it does
         self.level: float | None = None  # acceptance first measured after the latest training; NaN: not yet
         self._failure = ""  # of this rank's training in this step
@@ -190,12 +184,12 @@ class DrafterWatch:
         Every rank calls this with the same responses, all that the step brought, and the tokens it trained on itself.
         RuntimeError where the drafter did not arrive in an engine, or not the same on all ranks.
         """
-        was_aside, is_due = bool(self.reason_aside), self._num_checks % self.check_every == 0
+        is_due = self._num_checks % self.check_every == 0
         states = self._exchange_states(num_tokens)
         if not is_due and not any(state.has_trained for state in states):
             self._num_checks += 1
             training = self._outcome(Update(), is_limited=False)
-            return DrafterCheck(self.served.version, math.nan, math.nan, training, self.reason_aside, has_switched=False)
+            return DrafterCheck(self.served.version, math.nan, math.nan, training)
         begun = time.perf_counter()
         measurement = self._choose_responses(rollouts, temperature, is_due)
         if self.trains:
@@ -204,18 +198,14 @@ class DrafterWatch:
             begun = time.perf_counter()  # what came before would have been done without training, too
         update = self._publish_or_undo(states, num_tokens)
         measured = self._measure(measurement, begun if update.is_published else math.inf)
-        self._decide_drafting(measured, update)
         training = self._outcome(update, any(state.is_limited for state in states))
         self._decide_training(measured, update, is_due)
         self._num_checks += 1
-        has_switched = bool(self.reason_aside) != was_aside
         return DrafterCheck(
             self.served.version,
             measured.acceptance,
             measured.retrieval,
             training,
-            self.reason_aside,
-            has_switched,
             measured.before if update.is_published else math.nan,
             measured.publish_seconds,
         )
@@ -252,14 +242,6 @@ class DrafterWatch:
         check_arrival(tallies, self.served.version, TOLERANCE[self.subject.packed.dtype])
         return Measured.of(tallies)
 
-    def _decide_drafting(self, measured: Measured, update: Update) -> None:
-        """Sets the drafter aside after a failed update or a bad measurement; a good measurement brings it back."""
-        if update.failure:
-            self.reason_aside = update.failure
-        elif measured.num_positions:
-            self.reason_aside = judge(measured.acceptance, measured.retrieval)
-        self._set_aside(bool(self.reason_aside))
-
     def _outcome(self, update: Update, is_limited: bool) -> str:
         """Returns what the step's training came to, as the metrics say it (`DrafterCheck.training`)."""
         if self.publisher is None:
@@ -281,7 +263,7 @@ class DrafterWatch:
 
     def _gate(self, acceptance: float) -> str:
         """Returns why the next step need not train; empty: it trains."""
-        if self.gate is None or self.level is None or self.reason_aside or not acceptance >= self.level - self.gate:
+        if self.gate is None or self.level is None or not acceptance >= self.level - self.gate:
             return ""
         return f"acceptance {acceptance:.3f} has not fallen by more than {self.gate:g} from {self.level:.3f}"
 
@@ -290,14 +272,13 @@ class DrafterWatch:
     def counters(self) -> dict[str, Any]:
         """Returns what the decisions rest on, as JSON. level: "unmeasured" after a training whose acceptance is not known."""
         level = "unmeasured" if self.level is not None and math.isnan(self.level) else self.level
-        return {"aside": self.reason_aside, "skipped": self.reason_skipped, "level": level, "checks": self._num_checks}
+        return {"skipped": self.reason_skipped, "level": level, "checks": self._num_checks}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Takes up what `counters` returned; model and trainer must have been restored before."""
-        self.reason_aside, self.reason_skipped = counters["aside"], counters["skipped"]
+        self.reason_skipped = counters["skipped"]
         self.level = math.nan if counters["level"] == "unmeasured" else counters["level"]
         self._num_checks = counters["checks"]
-        self._set_aside(bool(self.reason_aside))
         if self.publisher is not None:
             self.publisher.keep()
 

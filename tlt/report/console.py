@@ -28,7 +28,7 @@ from rich.table import Column as GridColumn
 from rich.table import Table
 from rich.text import Text
 
-from tlt.accounts import DrafterCheck, IdleUse
+from tlt.accounts import IdleUse
 from tlt.report.metrics import StepRecord
 from tlt.streams import forgive
 from tlt.text import visible
@@ -213,13 +213,6 @@ class Console:
         if is_best:
             line.append("  best so far", style="yellow")
         self._print(line)
-
-    def drafter(self, step: int, check: DrafterCheck) -> None:
-        """Says that the learned drafter has been set aside, or has come back, after `step` steps."""
-        if check.set_aside:
-            self.note(f"after step {step}: drafter set aside, {check.set_aside}; drafting by retrieval until it is good again")
-        else:
-            self.note(f"after step {step}: drafter back in service, acceptance {check.acceptance:.3f}")
 
     def _print(self, text: Text) -> None:
         self._rich.print(text, soft_wrap=True)

@@ -89,7 +89,6 @@ class StepRecord:
     retrieval_acceptance: share of the same tokens that retrieval would have drafted.
     drafter_training: "trained", "trained; max_passes reached" (idle time was left), "no idle time", "off", or "skipped: …",
         "undone: …" with the reason.
-    drafter_set_aside: why retrieval drafts in the next step instead of the drafter; empty: it does not.
     drafter_vocabulary: tokens that the drafter could propose in this step; 0: there is no drafter, or its head is its own.
     drafter_coverage: the part of the step's response tokens among them; the others could be sampled, but not drafted.
     finished_at: Unix time.
@@ -146,7 +145,6 @@ class StepRecord:
     drafter_acceptance: Number = NAN
     retrieval_acceptance: Number = NAN
     drafter_training: str = "off"
-    drafter_set_aside: str = ""
     drafter_vocabulary: int = 0
     drafter_coverage: Number = NAN
     draft_acceptance_rate: Number = NAN
@@ -180,7 +178,7 @@ class StepRecord:
 
 
 _STEP_RECORD = TypeAdapter(StepRecord)
-_RETIRED = ("drafter_refreshes",)
+_RETIRED = ("drafter_refreshes", "drafter_set_aside")
 """Fields that older records have."""
 
 

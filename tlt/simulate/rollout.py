@@ -215,7 +215,7 @@ class Replicas:
         if not any(report.drafter.seconds for report in reports):
             return None
         before = _ACCEPTANCE - self.assumed.spot.change * (1 + _ACCEPTANCE)
-        return DrafterCheck(0, _ACCEPTANCE, math.nan, "trained", "", False, before)
+        return DrafterCheck(0, _ACCEPTANCE, math.nan, "trained", before)
 
     def _idle_beside(self, index: int, reports: Sequence[ReplicaReport]) -> list[tuple[IdleStretch, ...]]:
         """Returns what the others of a replica's host did in their idle time."""

@@ -35,8 +35,8 @@ def record(run: Run, phase: PhaseResult, update: UpdateMetrics, started: float, 
         num_steps = run.config.algorithm.epochs * run.config.algorithm.minibatches
         skipped = f"{update.num_skipped} of {num_steps} optimizer steps are not taken"
         run.console.note(f"step {run.step + 1}: {skipped}, for no response counts in them")
-    if phase.check is not None and phase.check.has_switched:
-        run.console.drafter(run.step + 1, phase.check)
+    if phase.check is not None and phase.check.is_undone:
+        run.console.note(f"step {run.step + 1}: the drafter's training was {phase.check.training}")
     run.timeline.flush()
 
 
@@ -121,7 +121,6 @@ def step_record(
         drafter_acceptance=check.acceptance if check is not None else NAN,
         retrieval_acceptance=check.retrieval if check is not None else NAN,
         drafter_training=check.training if check is not None else "off",
-        drafter_set_aside=check.set_aside if check is not None else "",
         drafter_vocabulary=check.vocabulary if check is not None else 0,
         drafter_coverage=check.coverage if check is not None else NAN,
         reward_errors=rewards.num_errors,

@@ -34,7 +34,6 @@ class VllmDrafter:
 
     def __init__(self, model: PackedDrafter, stored: StoredDrafter, push: Push, head: str) -> None:
         self.model, self.push = model, push
-        self.is_aside, self._num_switches = False, 0
         shape = stored.config
         self._head = head if shape.method == "eagle3" and not shape.owns_head else None
         self._token_ids = draft_token_ids(stored.tensors["d2t"]) if self._head and shape.is_reduced else None
@@ -48,20 +47,10 @@ class VllmDrafter:
     def version(self) -> int:
         return self.model.version
 
-    @property
-    def drafting_version(self) -> int:
-        """Counts what changes the drafts: new weights, and being set aside."""
-        return self.version + self._num_switches
-
     def load(self, tensors: dict[str, Tensor], version: int) -> None:
         """New weights, also while requests run."""
         self.model.load(tensors, version)
         self.push({name: tensor.detach() for name, tensor in tensors.items() if name not in _OF_THE_TARGET})
-
-    def set_aside(self, is_aside: bool) -> None:
-        """Whether it is set aside; nothing is drafted then."""
-        self._num_switches += is_aside != self.is_aside
-        self.is_aside = is_aside
 
     def note(self, part: Mapping[str, Tensor]) -> None:
         """Looks for the head in a part of a new policy, whose rows the drafter uses."""

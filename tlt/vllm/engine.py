@@ -233,7 +233,7 @@ class VllmEngine:
     def _batch_state(self) -> BatchState:
         running = self._running.values()
         mean_length = sum(len(sequence.tokens) for sequence in running) / len(running)
-        version = 0 if self.drafter is None else self.drafter.drafting_version
+        version = 0 if self.drafter is None else self.drafter.version
         leads = () if self.following is None else self.following.leads(self._running)
         num_left = self._lengths.left(running, self._waiting)
         return BatchState(len(running), mean_length, self.policy_version, version, self._num_admitted, leads, num_left=num_left)
@@ -244,9 +244,7 @@ class VllmEngine:
         they are looked up no earlier than they are verified."""
         if self.tuner is None:
             return
-        if self.drafter is not None and self.drafter.is_aside:
-            self._strategy = Strategy.OFF
-        elif self._verified_by == self._strategy:
+        if self._verified_by == self._strategy:
             self._strategy = self.tuner.choose(batch)
             self._otherwise[self._strategy] = self.tuner.speed_otherwise
         own = self._strategy.elsewhere if self._strategy.follows else self._strategy

@@ -1,8 +1,7 @@
 """Retrieval first, the learned drafter else: one drafter to the engine, three kinds to a strategy.
 
 `ngram` and `learned` use one of the two alone. `hybrid` decides row by row: the retrieved draft where it is expected to be
-accepted further than a learned one; when that holds for all rows, the learned drafter does not run at all. A learned
-drafter that is set aside is replaced by retrieval throughout.
+accepted further than a learned one; when that holds for all rows, the learned drafter does not run at all.
 """
 
 from __future__ import annotations
@@ -59,16 +58,10 @@ class HybridDrafter:
     def __init__(self, learned: LearnedDrafter, ngram: NgramDrafter) -> None:
         self.learned, self.ngram = learned, ngram
         self.learned_accepted = 1.0  # running mean of drafted tokens accepted per learned draft
-        self._is_aside, self._num_switches = False, 0
 
     @property
     def version(self) -> int:
-        return self.learned.version + self._num_switches
-
-    def set_aside(self, is_aside: bool) -> None:
-        """Whether the learned drafter is set aside. It stays informed, so that its return costs one catch-up at most."""
-        self._num_switches += is_aside != self._is_aside
-        self._is_aside = is_aside
+        return self.learned.version
 
     @property
     def capture(self) -> tuple[int, ...]:
@@ -135,7 +128,7 @@ class HybridDrafter:
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
     ) -> HybridProposal:
         num_rows = len(context.tokens)
-        match "ngram" if self._is_aside else strategy.drafter:
+        match strategy.drafter:
             case "learned":
                 learned = self.learned.propose(context, strategy, noise, unwanted)
                 return HybridProposal(learned.tree, tuple(row in unwanted for row in range(num_rows)), learned=learned)

@@ -186,7 +186,6 @@ def watch_drafter(
         Subject(model, learned.model, target, count_retrieved),
         spot.trainer if spot is not None else None,
         learned,
-        drafter.set_aside,
         Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world)),
         settings.gate,
         settings.check_every,
