@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -20,9 +20,9 @@ from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.params import BatchParams, truncate
-from tlt.speculative.protocol import DraftContext, DraftNoise, Proposal
+from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
-from tlt.types import BatchState, DraftTree, Request, Rollout, SamplingParams, Strategy, StrategyTuner, Verdict
+from tlt.types import BatchState, DraftTree, Request, SamplingParams, Strategy, StrategyTuner
 
 VOCAB, STOP = 61, 7
 CONFIG = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=160)
@@ -101,47 +101,14 @@ class Given:
         return [self.noise_BDV[place].item() for place in places]
 
 
-class ArtificialDrafter:
+class ArtificialDrafter(Drafter[Proposal]):
     """Random trees of random shapes; candidates are random ("random"), always the same wrong-headed guess
     ("adversarial"), or what the target is known to say ("oracle", from `answers`)."""
 
     kinds = ("artificial",)
-    version = 0
-    capture = ()
 
     def __init__(self, kind: str, seed: int = 0, answers: dict[tuple[str, int], Sequence[int]] | None = None) -> None:
         self.kind, self.random, self.answers = kind, random.Random(seed), answers or {}
-
-    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[()]:
-        return ()
-
-    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[()]:
-        return ()
-
-    def admit(self, slot: int, request: Request) -> None: ...
-
-    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None: ...
-
-    def observe(self, proposal: Proposal, verdicts: Sequence[Verdict]) -> None: ...
-
-    def slot_bytes(self, length: int) -> int:
-        return 0
-
-    def reserve(self, num_slots: int, length: int) -> None: ...
-
-    def release(self) -> None: ...
-
-    def move(self, source: int, target: int) -> None: ...
-
-    def recall(self, slot: int, num_positions: int) -> None: ...
-
-    def finish(self, slot: int, rollout: Rollout) -> None: ...
-
-    def withdraw(self, slot: int) -> None: ...
-
-    def counters(self) -> dict[str, Any]: ...
-
-    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None: ...
 
     def propose(self, context: DraftContext, strategy: Strategy, noise: DraftNoise) -> Proposal:
         num_nodes = 1 + self.random.randint(1, strategy.budget)

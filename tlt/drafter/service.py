@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from tlt.accounts import DrafterCheck, DrafterReport
+from tlt.drafter.drafting.choice import VocabularyChoice
 from tlt.drafter.measure import Measured, Measurement, Subject, Tally
 from tlt.drafter.model import PackedDrafter
 from tlt.drafter.training.trainer import DrafterTrainer
@@ -33,7 +34,13 @@ TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 class Served(Protocol):
-    """The learned drafter as the engine has it."""
+    """The learned drafter as the engine has it.
+
+    choice: chooses the tokens that it proposes; None: they are fixed.
+    """
+
+    @property
+    def choice(self) -> VocabularyChoice | None: ...
 
     @property
     def model(self) -> PackedDrafter: ...

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
+from tlt.speculative.protocol import Drafting
 from tlt.types import Finished, Request, Rollout, StrategyTuner
 
 
@@ -64,14 +65,6 @@ class Unfinished(Protocol):
     def to_request(self) -> Request:
         """Returns the request with the tokens that it has so far: another engine goes on from there."""
         ...
-
-
-class Drafting(Protocol):
-    """A drafter, as those see it who keep what it has learned while it drafted."""
-
-    def counters(self) -> dict[str, Any]: ...
-
-    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None: ...
 
 
 class RolloutBackend(Protocol):

@@ -1,14 +1,19 @@
-"""The promise of a drafter to the engine: candidates for the next tokens, as a tree. How it finds them is its own affair.
+"""The bases of drafters, which propose candidates for the next tokens as a tree; how they find them is theirs.
 
 The engine keeps its sequences in slots 0..B-1. A drafter with state per slot is told when a sequence enters, moves or
 has grown; it learns the target's features of committed tokens if it wants them.
+
+    Drafting          what an engine drafts with, as those see it who train it and keep what it has learned
+     └─ Drafter           drafts for our engine: says its kinds, proposes, and overrides what concerns it
+         └─ WrappingDrafter   asks other drafters, and keeps all of them informed
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -63,55 +68,81 @@ class Proposal:
 P = TypeVar("P", bound=Proposal)
 
 
-class Drafter(Protocol[P]):
+class Drafting:
+    """Holds what an engine drafts with, for those who train it and keep what it has learned."""
+
     @property
-    def kinds(self) -> tuple[str, ...]:
-        """The names that `Strategy.drafter` may have."""
-        ...
+    def learned(self) -> Any:
+        """The learned drafter in it (`Served` in drafter/service.py), for `set_aside`; None: there is none."""
+        return None
+
+    def counters(self) -> dict[str, Any]:
+        """Returns what was learned while drafting, as JSON. Without it drafts are worse for a while, never wrong."""
+        return {}
+
+    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
+        """Takes up what `counters` returned before a restart: first of the drafter that this one goes on for, then
+        of others whose ranks are no more. It is called before anything is admitted."""
+
+
+class Drafter(Drafting, ABC, Generic[P]):
+    """Drafts for the engine. Everything but `propose` is optional, and does nothing by default.
+
+    kinds: the names that `Strategy.drafter` may have.
+    """
+
+    kinds: tuple[str, ...] = ()
 
     @property
     def version(self) -> int:
         """Counts the drafter's own updates; statistics about older versions age."""
-        ...
+        return 0
 
     @property
     def capture(self) -> tuple[int, ...]:
         """Says what `remember` is to receive of the target at every position: the inputs of these layers, or (the number of
         layers) the features; () where it does not matter."""
-        ...
+        return ()
+
+    @abstractmethod
+    def propose(
+        self,
+        context: DraftContext,
+        strategy: Strategy,
+        noise: DraftNoise,
+        unwanted: Sequence[int] = (),
+    ) -> P:
+        """Returns a tree for each sequence. Candidates may be ranked with the noise; ignoring it costs speed alone.
+
+        unwanted: rows that will draft otherwise; what they hold is of no use, and nothing is learned from it.
+        """
+
+    def observe(self, proposal: P, verdicts: Sequence[Verdict]) -> None:
+        """Takes note of what became of a proposal, row by row; it may tell how far the drafter can trust itself."""
+
+    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
+        """Says how far these sequences, by slot, can be drafted from references: responses drawn before with their noise."""
+        return ()
+
+    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
+        """Returns the chains that retrieval would have drafted, one after the other, for some of these sequences while it was
+        not asked to: each once, as soon as what came tells how much of it was right. (): none, or nothing retrieves."""
+        return ()
 
     def admit(self, slot: int, request: Request) -> None:
         """A new sequence starts in this slot; whatever the slot held is forgotten."""
 
     def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        """Takes note of what was captured of the target at T positions from starts[b] on. Rejected drafts may be among them:
-        they lie beyond the committed tokens and are overwritten before anything reads them."""
-
-    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
-        """Says how far these sequences, by slot, can be drafted from references: responses drawn before with their noise."""
-        ...
-
-    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        """Returns the chains that retrieval would have drafted, one after the other, for some of these sequences while it was
-        not asked to: each once, as soon as what came tells how much of it was right. (): none, or nothing retrieves."""
-        ...
-
-    def propose(self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()) -> P:
-        """Returns a tree for each sequence. Candidates may be ranked with the noise; ignoring it costs speed, never truth.
-
-        unwanted: rows that will draft otherwise; what they hold is of no use."""
-        ...
-
-    def observe(self, proposal: P, verdicts: Sequence[Verdict]) -> None:
-        """Tells what became of a proposal, row by row: a drafter may learn from it how far to trust itself."""
-
-    def move(self, source: int, target: int) -> None:
-        """The sequence of one slot continues in another."""
+        """Takes note of what was captured of the target at T positions from starts[b] on. Rejected drafts may be
+        among them: they lie beyond the committed tokens and are overwritten before anything reads them."""
 
     def recall(self, slot: int, num_positions: int) -> Tensor | None:
         """Returns what `remember` received of the first `num_positions` positions of this slot, [T, F]; None where the drafter
         does not hold all of it."""
-        ...
+        return None
+
+    def move(self, source: int, target: int) -> None:
+        """The sequence of one slot continues in another."""
 
     def finish(self, slot: int, rollout: Rollout) -> None:
         """The response in this slot has ended."""
@@ -121,7 +152,7 @@ class Drafter(Protocol[P]):
 
     def slot_bytes(self, length: int) -> int:
         """Returns the bytes that its caches take on the device for a sequence with room for `length` tokens."""
-        ...
+        return 0
 
     def reserve(self, num_slots: int, length: int) -> None:
         """The engine has room for so many sequences of so many tokens from now on. Caches of its own may grow to that, but no
@@ -130,10 +161,62 @@ class Drafter(Protocol[P]):
     def release(self) -> None:
         """Nothing is running any more: memory of running sequences may be given back."""
 
-    def counters(self) -> dict[str, Any]:
-        """Returns what was learned while drafting, as JSON. Without it a drafter drafts worse for a while, never wrongly."""
-        ...
 
-    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
-        """Takes up what `counters` returned before a restart: first of the drafter that this one goes on for, then of others
-        whose ranks are no more. It is called before anything is admitted."""
+class WrappingDrafter(Drafter[P]):
+    """Drafts with other drafters, its `parts`: forwards all but proposals and verdicts to every part."""
+
+    def __init__(self, *parts: Drafter[Any]) -> None:
+        self.parts = parts
+
+    @property
+    def learned(self) -> Any:
+        return next((part.learned for part in self.parts if part.learned is not None), None)
+
+    @property
+    def version(self) -> int:
+        return sum(part.version for part in self.parts)
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return tuple(layer for part in self.parts for layer in part.capture)
+
+    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
+        return tuple(lead for part in self.parts for lead in part.leads(tokens))
+
+    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
+        return tuple(one for part in self.parts for one in part.hindsight(tokens))
+
+    def admit(self, slot: int, request: Request) -> None:
+        for part in self.parts:
+            part.admit(slot, request)
+
+    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
+        for part in self.parts:
+            part.remember(slots, starts, features_BTF)
+
+    def recall(self, slot: int, num_positions: int) -> Tensor | None:
+        found = (part.recall(slot, num_positions) for part in self.parts)
+        return next((captured_TF for captured_TF in found if captured_TF is not None), None)
+
+    def move(self, source: int, target: int) -> None:
+        for part in self.parts:
+            part.move(source, target)
+
+    def finish(self, slot: int, rollout: Rollout) -> None:
+        for part in self.parts:
+            part.finish(slot, rollout)
+
+    def withdraw(self, slot: int) -> None:
+        for part in self.parts:
+            part.withdraw(slot)
+
+    def slot_bytes(self, length: int) -> int:
+        return sum(part.slot_bytes(length) for part in self.parts)
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        for part in self.parts:
+            part.reserve(num_slots, length)
+
+    def release(self) -> None:
+        for part in self.parts:
+            part.release()

@@ -8,9 +8,8 @@ Knows neither training nor when it is due.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from tlt.drafter.formats.export import FORMATS, Target, export_drafter
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.model import DrafterShape, PackedDrafter, draft_token_ids
 from tlt.models.packed import HEAD
+from tlt.speculative.protocol import Drafting
 
 Push = Callable[[Mapping[str, Tensor]], None]
 
@@ -25,12 +25,14 @@ _OF_THE_TARGET = ("d2t", "t2d")
 """Tensors that never change while a drafter is trained."""
 
 
-class VllmDrafter:
+class VllmDrafter(Drafting):
     """Takes new weights to vLLM.
 
     model: the copy in our layout.  push: hands tensors to vLLM's drafter, by the names that vLLM reads.
     head: name of the target's head, or of the embedding where the two are one.
     """
+
+    choice = None
 
     def __init__(self, model: PackedDrafter, stored: StoredDrafter, push: Push, head: str) -> None:
         self.model, self.push = model, push
@@ -38,6 +40,10 @@ class VllmDrafter:
         self._head = head if shape.method == "eagle3" and not shape.owns_head else None
         self._token_ids = draft_token_ids(stored.tensors["d2t"]) if self._head and shape.is_reduced else None
         self._rows: Tensor | None = None
+
+    @property
+    def learned(self) -> VllmDrafter:
+        return self
 
     @property
     def shape(self) -> DrafterShape:
@@ -63,13 +69,6 @@ class VllmDrafter:
         if self._rows is not None:
             self.push({HEAD: self._rows})
             self._rows = None
-
-    def counters(self) -> dict[str, Any]:
-        """Returns what was learned while drafting: nothing."""
-        return {}
-
-    def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
-        """Takes up what `counters` returned."""
 
 
 def export_for_vllm(stored: StoredDrafter, target: Target, folder: Path) -> Mapping[str, object]:

@@ -17,16 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.drafter.drafting.continuations import match_bucket
 from tlt.drafter.drafting.hybrid import choose_rows
 from tlt.drafter.drafting.references import Reference, References
 from tlt.drafter.drafting.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
-from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
+from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal, WrappingDrafter
 from tlt.speculative.tree import chain
-from tlt.types import Hindsight, Lead, Request, Rollout, Strategy, UserError, Verdict
+from tlt.types import Lead, Request, Rollout, Strategy, UserError, Verdict
 from tlt.uploads import upload
 
 AHEAD = "ahead"
@@ -165,7 +163,7 @@ class AheadProposal(Proposal):
     inner: Any = None
 
 
-class AheadDrafter:
+class AheadDrafter(WrappingDrafter[AheadProposal]):
     """Puts references before another drafter (`inner`), which it keeps informed. confidence_threshold: Leading's."""
 
     def __init__(
@@ -175,60 +173,35 @@ class AheadDrafter:
         max_slots: int,
         confidence_threshold: float = DEFAULT_CONFIDENCE_THRESHOLD,
     ) -> None:
+        super().__init__(inner)
         self.inner, self.references = inner, references
         self.leading = Leading(confidence_threshold)
         self.kinds = ahead_kinds(inner.kinds)
         self.followers: list[Follower | None] = [None] * max_slots
-
-    @property
-    def version(self) -> int:
-        return self.inner.version
-
-    @property
-    def capture(self) -> tuple[int, ...]:
-        return self.inner.capture
 
     def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
         self._read(tokens)
         found = [self.leading.lead(follower) for follower in self.followers if follower is not None]
         return tuple(lead for lead in found if lead.length > 0)
 
-    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        return self.inner.hindsight(tokens)
-
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def admit(self, slot: int, request: Request) -> None:
-        self.inner.admit(slot, request)
+        super().admit(slot, request)
         reference = self.references.get(request.key)
         self.followers[slot] = None if reference is None else Follower(reference, len(request.prompt_ids))
 
-    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        self.inner.remember(slots, starts, features_BTF)
-
     def move(self, source: int, target: int) -> None:
-        self.inner.move(source, target)
+        super().move(source, target)
         self.followers[target], self.followers[source] = self.followers[source], None
 
-    def recall(self, slot: int, num_positions: int) -> Tensor | None:
-        return self.inner.recall(slot, num_positions)
-
     def finish(self, slot: int, rollout: Rollout) -> None:
-        self.inner.finish(slot, rollout)
+        super().finish(slot, rollout)
         self.followers[slot] = None
 
     def withdraw(self, slot: int) -> None:
-        self.inner.withdraw(slot)
+        super().withdraw(slot)
         self.followers[slot] = None
-
-    def slot_bytes(self, length: int) -> int:
-        return self.inner.slot_bytes(length)
-
-    def reserve(self, num_slots: int, length: int) -> None:
-        self.inner.reserve(num_slots, length)
-
-    def release(self) -> None:
-        self.inner.release()
 
     def counters(self) -> dict[str, Any]:
         return {**self.inner.counters(), AHEAD: self.leading.hits}

@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal
 from tlt.drafter.drafting.ngram import DEFAULT_MAX_TOKENS, NgramDrafter, NgramProposal
-from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
+from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal, WrappingDrafter
 from tlt.speculative.tree import chain
-from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Strategy, Verdict
 from tlt.uploads import upload
 
 
@@ -50,60 +49,19 @@ class HybridProposal(Proposal):
     retrieved: NgramProposal | None = None
 
 
-class HybridDrafter:
+class HybridDrafter(WrappingDrafter[HybridProposal]):
     """Keeps both drafters informed, and lets the strategy say which of them drafts."""
 
     kinds = ("learned", "ngram", "hybrid")
 
     def __init__(self, learned: LearnedDrafter, ngram: NgramDrafter) -> None:
-        self.learned, self.ngram = learned, ngram
+        super().__init__(learned, ngram)
+        self._learned, self.ngram = learned, ngram
         self.learned_accepted = 1.0  # running mean of drafted tokens accepted per learned draft
 
     @property
-    def version(self) -> int:
-        return self.learned.version
-
-    @property
-    def capture(self) -> tuple[int, ...]:
-        return self.learned.capture
-
-    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
-        return ()
-
-    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        return self.ngram.hindsight(tokens)
-
-    def admit(self, slot: int, request: Request) -> None:
-        self.learned.admit(slot, request)
-        self.ngram.admit(slot, request)
-
-    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        self.learned.remember(slots, starts, features_BTF)
-
-    def move(self, source: int, target: int) -> None:
-        self.learned.move(source, target)
-        self.ngram.move(source, target)
-
-    def recall(self, slot: int, num_positions: int) -> Tensor | None:
-        return self.learned.recall(slot, num_positions)
-
-    def finish(self, slot: int, rollout: Rollout) -> None:
-        self.learned.finish(slot, rollout)
-        self.ngram.finish(slot, rollout)
-
-    def withdraw(self, slot: int) -> None:
-        self.learned.withdraw(slot)
-        self.ngram.withdraw(slot)
-
-    def slot_bytes(self, length: int) -> int:
-        return self.learned.slot_bytes(length)
-
-    def reserve(self, num_slots: int, length: int) -> None:
-        self.learned.reserve(num_slots, length)
-
-    def release(self) -> None:
-        self.learned.release()
-        self.ngram.release()
+    def learned(self) -> LearnedDrafter:
+        return self._learned
 
     def observe(self, proposal: HybridProposal, verdicts: Sequence[Verdict]) -> None:
         if proposal.retrieved is not None:

@@ -25,9 +25,9 @@ from tlt.drafter.drafting.pool import best_nodes, select
 from tlt.drafter.model import PackedDrafter, training_capture
 from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.packed import PackedTransformer
-from tlt.speculative.protocol import DraftContext, DraftNoise, Proposal
+from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculative.tree import chain, chain_mask, tree_mask
-from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
 from tlt.uploads import upload
 
 _MAX_LOG_CONFIDENCE = -1e-4
@@ -100,7 +100,7 @@ class _Front:
     unwanted: Sequence[int]
 
 
-class LearnedDrafter:
+class LearnedDrafter(Drafter[LearnedProposal]):
     """Drafts with a one-layer model that shares the target's embedding and head.
 
     on_verdicts: watches it; None: nobody does.  vocabulary: the tokens to propose; None: all, or those that its folder fixes.
@@ -122,14 +122,18 @@ class LearnedDrafter:
         self.is_coupled = settings.ranking == "coupled"
         self.tau_search = TauSearch(settings.tau)
         self.calibration = Calibration(model.device) if settings.calibrate else None
-        captured = training_capture(model.config, target.config.num_layers) if settings.keep_targets else model.config.capture
-        self.capture = captured
-        size = len(captured) * target.config.hidden_size
+        trained = training_capture(model.config, target.config.num_layers)
+        self._capture = trained if settings.keep_targets else model.config.capture
+        size = len(self._capture) * target.config.hidden_size
         self.pairs = PairCache(model, target, size, settings.window, max_slots)
 
     @property
     def version(self) -> int:
         return self.model.version
+
+    @property
+    def capture(self) -> tuple[int, ...]:
+        return self._capture
 
     @property
     def tau(self) -> float:
@@ -149,12 +153,6 @@ class LearnedDrafter:
         self.pairs.forget()
         if self.calibration is not None:
             self.calibration.age()
-
-    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
-        return ()
-
-    def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
-        return ()
 
     def admit(self, slot: int, request: Request) -> None:
         self.pairs.admit(slot)
@@ -176,9 +174,6 @@ class LearnedDrafter:
         """The slot's next sequence starts anew; only the draft vocabulary learns from this one."""
         if self.choice is not None:
             self.choice.finish(rollout)
-
-    def withdraw(self, slot: int) -> None:
-        """Nothing to do: the slot's next sequence starts anew."""
 
     def slot_bytes(self, length: int) -> int:
         return self.pairs.slot_bytes(length)
@@ -209,13 +204,8 @@ class LearnedDrafter:
     # ── drafting ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def propose(
-        self,
-        context: DraftContext,
-        strategy: Strategy,
-        noise: DraftNoise,
-        unwanted: Sequence[int] = (),
+        self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
     ) -> LearnedProposal:
-        """unwanted: rows that will draft otherwise; what they hold here is of no use, and nothing is learned from it."""
         if self.choice is not None:
             self.choice.look(context)
         room = strategy.depth if strategy.width == 1 else strategy.depth * strategy.width

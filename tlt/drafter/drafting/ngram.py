@@ -15,14 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.drafter.drafting.continuations import Branch, Retrieved, branch_out, grow, match_bucket, walk
 from tlt.drafter.drafting.suffix_index import MAX_MATCH, SuffixIndex
-from tlt.speculative.protocol import DraftContext, DraftNoise, Proposal
+from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculative.tree import chain
-from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Hindsight, Request, Rollout, Strategy, Verdict
 from tlt.uploads import upload
 
 _KEEP = 0.99
@@ -51,7 +49,7 @@ class NgramProposal(Proposal):
     retrieved: tuple[Retrieved, ...]
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter[NgramProposal]):
     """Retrieval over a problem's own responses. Of use from the first response on, before any drafter is trained.
 
     Candidates are ranked by log(weight share) / tau + the law's noise, like those of a learned drafter (continuations.py). How
@@ -61,8 +59,6 @@ class NgramDrafter:
     """
 
     kinds = ("ngram",)
-    version = 0
-    capture = ()
 
     def __init__(
         self,
@@ -82,9 +78,6 @@ class NgramDrafter:
         return sum(index.num_tokens for index in self.problems.values())
 
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
-        return ()
 
     def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
         """Watches the sequence in the first slot alone, while neither retrieval nor the hybrid drafts. Where sources disagree,
@@ -121,14 +114,8 @@ class NgramDrafter:
         self.problems.move_to_end(request.problem_id)
         self.slots[slot] = (index, index.open(0 if is_new else len(request.prompt_ids)))
 
-    def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        """Features mean nothing here."""
-
     def move(self, source: int, target: int) -> None:
         self.slots[target], self.slots[source] = self.slots[source], None
-
-    def recall(self, slot: int, num_positions: int) -> None:
-        """Retrieval remembers no feature."""
 
     def finish(self, slot: int, rollout: Rollout) -> None:
         place = self.slots[slot]
@@ -153,16 +140,6 @@ class NgramDrafter:
         index.close(text)
         self.slots[slot] = None
         self.watched = self.watched if slot else None
-
-    def slot_bytes(self, length: int) -> int:
-        """Returns 0: what retrieval keeps does not lie on the device."""
-        return 0
-
-    def reserve(self, num_slots: int, length: int) -> None:
-        """Nothing to do."""
-
-    def release(self) -> None:
-        """Nothing to do: what has ended is what retrieval reads."""
 
     def observe(self, proposal: NgramProposal, verdicts: Sequence[Verdict]) -> None:
         """Learns from what the target said, whether or not it was asked about what was retrieved."""

@@ -25,9 +25,6 @@ from tlt.accounts import DrafterCheck, DrafterReport
 from tlt.build.drafter import build_draft_model, build_spot_trainer
 from tlt.config.drafter import DrafterSection
 from tlt.distributed.world import World, average_weighted, gather_objects
-from tlt.drafter.drafting.ahead import AheadDrafter
-from tlt.drafter.drafting.hybrid import HybridDrafter
-from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.drafting.suffix_index import count_retrieved
 from tlt.drafter.formats.folder import StoredDrafter, save_drafter
 from tlt.drafter.measure import Subject
@@ -39,7 +36,6 @@ from tlt.report.timeline import Timeline
 from tlt.spans import SpanName
 from tlt.training.rollout.protocol import DrafterSide
 from tlt.types import Finished, Rollout
-from tlt.vllm.drafter import VllmDrafter
 
 
 class WatchedDrafter(DrafterSide):
@@ -61,7 +57,7 @@ class WatchedDrafter(DrafterSide):
     ) -> None:
         self.model, self.learned, self.watch, self.spot = model, learned, watch, spot
         self.timeline, self.share = timeline, share
-        self.choice = learned.choice if isinstance(learned, LearnedDrafter) else None
+        self.choice = learned.choice
         if self.choice is not None:
             self.choice.is_led = True
             self._train_what_is_proposed()
@@ -171,23 +167,20 @@ def watch_drafter(
     share: see WatchedDrafter.
     """
     drafter, target = engine.drafter, engine.target
-    if isinstance(drafter, AheadDrafter):
-        drafter = drafter.inner
-    if stored is None or not isinstance(drafter, HybridDrafter | VllmDrafter):
+    if stored is None or drafter is None or drafter.learned is None:
         return DrafterSide()
     assert target is not None, "whoever has a learned drafter keeps the policy for it"
     model = build_draft_model(stored, world.device)
-    learned = drafter.learned if isinstance(drafter, HybridDrafter) else drafter
     spot = None
     if settings.train:
         seed = seed * world.world_size + world.rank
         spot = build_spot_trainer(settings, stored, model, target, seed, timeline.add)
     watch = DrafterWatch(
-        Subject(model, learned.model, target, count_retrieved),
+        Subject(model, drafter.learned.model, target, count_retrieved),
         spot.trainer if spot is not None else None,
-        learned,
+        drafter.learned,
         Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world)),
         settings.gate,
         settings.check_every,
     )
-    return WatchedDrafter(model, learned, watch, spot, timeline, share)
+    return WatchedDrafter(model, drafter.learned, watch, spot, timeline, share)
