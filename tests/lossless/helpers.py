@@ -110,7 +110,13 @@ class ArtificialDrafter(Drafter[Proposal]):
     def __init__(self, kind: str, seed: int = 0, answers: dict[tuple[str, int], Sequence[int]] | None = None) -> None:
         self.kind, self.random, self.answers = kind, random.Random(seed), answers or {}
 
-    def propose(self, context: DraftContext, strategy: Strategy, noise: DraftNoise) -> Proposal:
+    def propose(
+        self,
+        context: DraftContext,
+        strategy: Strategy,
+        noise: DraftNoise,
+        unwanted: Sequence[int] = (),
+    ) -> Proposal:
         num_nodes = 1 + self.random.randint(1, strategy.budget)
         tokens, parents = [], []
         for committed, request in zip(context.tokens, context.requests, strict=True):

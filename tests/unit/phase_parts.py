@@ -120,7 +120,8 @@ def make_phase(engine: Any, coordinator: Any) -> RolloutPhase:
 
 
 def make_side(spot: Any, learned: Any = None, watch: Any = None) -> WatchedDrafter:
-    return WatchedDrafter(None, learned or SimpleNamespace(), watch or Unwatched(), spot, Timeline(0))
+    learned, watch = learned or SimpleNamespace(choice=None), watch or Unwatched()
+    return WatchedDrafter(None, learned, watch, spot, Timeline(0))
 
 
 def make_watch(

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, make_engine, make_policy, make_requests, tokens_of
-from tlt.engine.backend import Capabilities, RolloutBackend
+from tlt.engine.backend import RolloutBackend
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
@@ -98,12 +98,12 @@ def test_without_speculation_nothing_is_allocated_for_drafting() -> None:
         engine.load_drafter(make_engine(POLICY, Fixed(Strategy("learned", 2, 1, 2))).drafter)
 
 
-def test_our_engine_is_a_rollout_backend_and_says_what_it_can_do() -> None:
-    backend: RolloutBackend = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
-    assert backend.capabilities.drafter_kinds == ("learned", "ngram", "hybrid")
-    assert backend.capabilities.captures
-    plain: RolloutBackend = make_engine(POLICY)
-    assert plain.capabilities == Capabilities((), trees=True, max_depth=0, captures=False, hands_over=True, sleeps=True)
+def test_our_engine_is_a_rollout_backend_and_says_what_it_drafts_with() -> None:
+    engine, plain = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3))), make_engine(POLICY)
+    assert isinstance(engine, RolloutBackend)
+    assert engine.drafter.kinds == ("learned", "ngram", "hybrid")
+    assert engine.drafter.capture
+    assert plain.drafter is None
 
 
 def test_a_response_ends_at_a_stop_token_at_its_limit_or_at_the_window() -> None:

@@ -178,7 +178,7 @@ CHAINS = [Strategy.OFF, *(Strategy("ngram", depth, 1, depth) for depth in (1, 2,
 
 
 def engine_over(link: Any, tuner: Any = None, **options: Any) -> VllmEngine:
-    speculation = Speculation(("ngram",), tuner) if tuner is not None else Speculation()
+    speculation = Speculation(tuner)
     return VllmEngine(link, max_batch_size=SLOTS, window=WINDOW, speculation=speculation, **options)
 
 

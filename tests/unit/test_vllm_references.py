@@ -35,7 +35,7 @@ NGRAM = Strategy.parse("ngram:4x1x4")
 
 
 def engine_with(references: References, tuner: Any, link: PretendLink | None = None) -> VllmEngine:
-    speculation = Speculation(ahead_kinds(("ngram",)), tuner, following=Following(references, VOCAB))
+    speculation = Speculation(tuner, following=Following(references, VOCAB))
     return VllmEngine(link or PretendLink(), max_batch_size=SLOTS, window=WINDOW, speculation=speculation)  # type: ignore[arg-type]  # the pretend one
 
 

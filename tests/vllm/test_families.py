@@ -69,7 +69,7 @@ def test_two_workers_share_a_model_and_its_eagle3_drafter(tmp_path: Path) -> Non
     try:
         assert_equal(REQUESTS, own, answers(engine, REQUESTS), model)
         assert_equal(REQUESTS, own, step_by_step(engine, REQUESTS, random_lengths(DEPTH, 1)), model)
-        assert not engine.capabilities.captures
+        assert not engine.link.captures
         assert engine.stats.num_drafted_tokens > 0
         check_pushes(engine, own, tmp_path, "llama-tied")
     finally:

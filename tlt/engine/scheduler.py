@@ -7,10 +7,9 @@ prefilled once. The running sequences fill slots 0..B-1 without holes.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from tlt.engine.lengths import Lengths
 from tlt.engine.sequence import Decode, Sequence
 from tlt.types import Request
 
@@ -24,23 +23,20 @@ class Admission:
 
 
 class Scheduler:
-    def __init__(self, max_slots: int, window: int, decode: Decode | None = None) -> None:
-        self.max_slots, self.window, self.decode = max_slots, window, decode
-        self.waiting: deque[Request] = deque()
+    """Starts waiting requests in slots.
+
+    waiting: the engine's queue.  window: positions that the model has.
+    """
+
+    def __init__(
+        self,
+        waiting: deque[Request],
+        max_slots: int,
+        window: int,
+        decode: Decode | None = None,
+    ) -> None:
+        self.waiting, self.max_slots, self.window, self.decode = waiting, max_slots, window, decode
         self.running: list[Sequence] = []
-        self.lengths = Lengths()
-
-    @property
-    def room(self) -> int:
-        """The number of requests that could start at once."""
-        return max(self.max_slots - len(self.running) - len(self.waiting), 0)
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.running and not self.waiting
-
-    def add(self, requests: Iterable[Request]) -> None:
-        self.waiting.extend(requests)
 
     @property
     def longest(self) -> int:
@@ -77,7 +73,3 @@ class Scheduler:
             return None
         self.running[slot] = last
         return len(self.running)
-
-    def clear(self) -> None:
-        self.waiting.clear()
-        self.running.clear()

@@ -7,9 +7,9 @@ It keeps the promise of engine/backend.py, so the real phase runs on it. Tokens 
 
 from __future__ import annotations
 
+import sys
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -19,12 +19,11 @@ from torch import Tensor
 
 from tlt.accounts import TimedStep
 from tlt.drafter.drafting.references import References
-from tlt.engine.backend import Capabilities
-from tlt.engine.stats import EngineStats
+from tlt.engine.backend import RolloutBackend
 from tlt.simulate.assumptions import Agreement
 from tlt.simulate.measured import Ints, Measured
 from tlt.simulate.virtual import VirtualTime
-from tlt.types import BatchState, Finished, Lead, Request, Rollout, StepOutcome, Strategy, StrategyTuner
+from tlt.types import BatchState, Finished, Lead, Request, Rollout, StepOutcome, Strategy
 
 _MAX_STEPS, _MAX_GROWTH = 40, 1 / 20
 """Steps that are simulated together: so many, or as many as this share of the mean length, which costs and choices follow."""
@@ -74,7 +73,7 @@ class Response:
         return num
 
 
-class SimulatedEngine:
+class SimulatedEngine(RolloutBackend):
     """measured: what steps cost and bring.  length_of: a request's response.  speculates: else all steps are plain.
     references: None: nothing is followed.  agreement: how far those lead.  slowdown: how much longer a step takes just now.
     sleep_steps: sleeps through up to so many steps of so many seconds each, and returns how many.
@@ -93,70 +92,37 @@ class SimulatedEngine:
         seed: int,
     ) -> None:
         self.time, self.measured, self.length_of = time, measured, length_of
-        self.max_batch_size, self.read_seconds = max_batch_size, read_seconds
-        self.speculates = speculates
+        super().__init__(max_batch_size, sys.maxsize)
+        self.read_seconds, self.speculates = read_seconds, speculates
         self.rng = np.random.default_rng(seed)
         self.references: References | None = None
         self.agreement: Agreement | None = None
         self.slowdown: Callable[[], float] = lambda: 1.0
         self.sleep_steps: Callable[[float, int], int] = self._sleep_steps
         self.max_steps: int | None = None
-        self.running: list[Response] = []
-        self.waiting: deque[Request] = deque()
-        self.stats, self.policy_version = EngineStats(), 0
+        self._running: list[Response] = []
 
-    tuner: StrategyTuner | None = None
-    drafter = target = None
+    policy_version = 0
     device = torch.device("cpu")
-    capabilities = Capabilities((), trees=True, max_depth=Strategy.MAX_DEPTH, captures=False, hands_over=True, sleeps=True)
 
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def room(self) -> int:
-        return max(self.max_batch_size - len(self.running) - len(self.waiting), 0)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self.waiting)
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.running and not self.waiting
-
-    def load_policy(self, tensors: Mapping[str, Tensor], version: int = 0) -> None:
-        self.policy_version = version
+    def running(self) -> list[Response]:
+        return self._running
 
     def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
         self.policy_version = version
 
-    def add(self, requests: Iterable[Request]) -> None:
-        self.waiting.extend(requests)
+    def check(self, request: Request) -> None:
+        """Answers every request."""
 
-    def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
-        self.add(requests)
-        while not self.is_idle:
-            yield from (finished.rollout for finished in self.step())
-
-    def withdraw(self, slots: Iterable[int]) -> list[Request]:
-        taken = []
-        for slot in sorted(slots, reverse=True):
-            taken.append(self.running[slot].to_request())
+    def _drop(self, slots: Sequence[int]) -> None:
+        for slot in slots:
             self._vacate(slot)
-        return taken
-
-    def withdraw_waiting(self, num: int) -> list[Request]:
-        return [self.waiting.pop() for _ in range(num)]
-
-    def abort(self) -> None:
-        self.running.clear()
-        self.waiting.clear()
 
     def release(self) -> None:
         """Has no memory to give back."""
-
-    def close(self) -> None:
-        """Has started no processes."""
 
     # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
 

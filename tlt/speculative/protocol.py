@@ -1,4 +1,4 @@
-"""The bases of drafters, which propose candidates for the next tokens as a tree; how they find them is theirs.
+"""The bases of drafters, which propose candidates for the next tokens as a tree; how is theirs.
 
 The engine keeps its sequences in slots 0..B-1. A drafter with state per slot is told when a sequence enters, moves or
 has grown; it learns the target's features of committed tokens if it wants them.
@@ -73,16 +73,16 @@ class Drafting:
 
     @property
     def learned(self) -> Any:
-        """The learned drafter in it (`Served` in drafter/service.py), for `set_aside`; None: there is none."""
+        """The learned drafter in it (`Served` in drafter/service.py); None: there is none."""
         return None
 
     def counters(self) -> dict[str, Any]:
-        """Returns what was learned while drafting, as JSON. Without it drafts are worse for a while, never wrong."""
+        """Returns what was learned while drafting, as JSON. Without it drafts are only worse for a while."""
         return {}
 
     def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
-        """Takes up what `counters` returned before a restart: first of the drafter that this one goes on for, then
-        of others whose ranks are no more. It is called before anything is admitted."""
+        """Takes up what `counters` returned before a restart: first of the drafter that this one goes on for,
+        then of others whose ranks are no more. It is called before anything is admitted."""
 
 
 class Drafter(Drafting, ABC, Generic[P]):
@@ -112,13 +112,13 @@ class Drafter(Drafting, ABC, Generic[P]):
         noise: DraftNoise,
         unwanted: Sequence[int] = (),
     ) -> P:
-        """Returns a tree for each sequence. Candidates may be ranked with the noise; ignoring it costs speed alone.
+        """Returns a tree for each sequence. Candidates may be ranked with the noise, for speed alone.
 
         unwanted: rows that will draft otherwise; what they hold is of no use, and nothing is learned from it.
         """
 
     def observe(self, proposal: P, verdicts: Sequence[Verdict]) -> None:
-        """Takes note of what became of a proposal, row by row; it may tell how far the drafter can trust itself."""
+        """Takes note of what became of a proposal, row by row: how far the drafter can trust itself."""
 
     def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
         """Says how far these sequences, by slot, can be drafted from references: responses drawn before with their noise."""
@@ -133,8 +133,8 @@ class Drafter(Drafting, ABC, Generic[P]):
         """A new sequence starts in this slot; whatever the slot held is forgotten."""
 
     def remember(self, slots: Sequence[int], starts: Sequence[int], features_BTF: Tensor) -> None:
-        """Takes note of what was captured of the target at T positions from starts[b] on. Rejected drafts may be
-        among them: they lie beyond the committed tokens and are overwritten before anything reads them."""
+        """Takes note of what was captured of the target at T positions from starts[b] on. Rejected drafts may
+        be among them: they lie beyond the committed tokens and are overwritten before anything reads them."""
 
     def recall(self, slot: int, num_positions: int) -> Tensor | None:
         """Returns what `remember` received of the first `num_positions` positions of this slot, [T, F]; None where the drafter

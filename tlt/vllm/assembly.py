@@ -118,7 +118,8 @@ def build_vllm(
         has_hindsight=False,
         acceptance=None if learned is None else learned.stored.acceptance,
     )
-    speculation = Speculation(kinds, tuner, drafter, copy, None if references is None else Following(references, vocab_size))
+    following = None if references is None else Following(references, vocab_size)
+    speculation = Speculation(tuner, drafter, copy, following)
     slots, window = settings.max_batch_size, settings.window
     engine = VllmEngine(link, max_batch_size=slots, window=window, speculation=speculation, on_span=on_span, decode=decode)
     if policy:

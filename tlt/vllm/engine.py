@@ -14,20 +14,17 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as Slots
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from tlt.accounts import TimedStep
 from tlt.distributed.sharding import layer_by_layer
-from tlt.engine.backend import Capabilities
-from tlt.engine.lengths import Lengths
-from tlt.engine.sequence import Decode, Sequence, broken_policy, check_request
-from tlt.engine.stats import EngineStats
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.sequence import Decode, Sequence, broken_policy
 from tlt.models.packed import PackedTransformer
-from tlt.spans import Span, SpanName
-from tlt.types import BatchState, Finished, Request, Rollout, StepOutcome, Strategy, StrategyTuner
+from tlt.spans import Span
+from tlt.types import BatchState, Finished, StepOutcome, Strategy, StrategyTuner
 from tlt.vllm.drafter import VllmDrafter
 from tlt.vllm.follow import Following
 from tlt.vllm.inside.law import RowLaw
@@ -38,23 +35,21 @@ from tlt.vllm.link import Link
 class Speculation:
     """How drafts are made and chosen; by default they are not.
 
-    kinds: names that a strategy's drafter may have; () without one.  drafter: the learned one; None: there is none.
+    drafter: the learned one; None: there is none.
     target: a copy of the policy in our own layout, for those who train and measure the drafter; None: nobody does.
     following: the references that may be drafted from; None: none are.
     """
 
-    kinds: tuple[str, ...] = ()
     tuner: StrategyTuner | None = None
     drafter: VllmDrafter | None = None
     target: PackedTransformer | None = None
     following: Following | None = None
 
 
-class VllmEngine:
-    """Generates responses for requests. `link` holds vLLM.
+class VllmEngine(RolloutBackend):
+    """Generates responses with vLLM, which `link` holds."""
 
-    max_batch_size: sequences that vLLM runs at a time.  window: positions that it has room for.
-    """
+    policy_version = 0
 
     def __init__(
         self,
@@ -66,31 +61,17 @@ class VllmEngine:
         on_span: Callable[[Span], None] | None = None,
         decode: Decode | None = None,
     ) -> None:
-        self.link, self.max_batch_size, self.window = link, max_batch_size, window
-        self.kinds, self.tuner = speculation.kinds, speculation.tuner
-        self.drafter, self.target = speculation.drafter, speculation.target
-        self.following, self.on_span, self.decode = speculation.following, on_span, decode
-        self.stats = EngineStats()
-        self.policy_version = 0
-        self._waiting: deque[Request] = deque()
+        super().__init__(max_batch_size, window, tuner=speculation.tuner, on_span=on_span, decode=decode)
+        self.link, self.device = link, link.device
+        self.drafter: VllmDrafter | None = speculation.drafter
+        self.target, self.following = speculation.target, speculation.following
         self._running: dict[str, Sequence] = {}
-        self._lengths = Lengths()
         self._internal_id: dict[str, str] = {}
         self._reading: set[str] = set()  # those whose prompt vLLM has not read to its end
         self._numbers = itertools.count()
         self._num_admitted = 0
         self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
         self._otherwise: dict[Strategy, float | None] = {}  # what was expected without it when it was chosen last
-
-    @property
-    def device(self) -> torch.device:
-        return self.link.device
-
-    @property
-    def capabilities(self) -> Capabilities:
-        depth = self.link.max_depth if self.kinds else 0
-        return Capabilities(self.kinds, trees=False, max_depth=depth, captures=self.link.captures, hands_over=True,
-                            sleeps=self.link.sleeps)  # fmt: skip
 
     # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -99,7 +80,7 @@ class VllmEngine:
         self.load_policy_parts(layer_by_layer(tensors), version)
 
     def load_policy_parts(self, parts: Iterable[Mapping[str, Tensor]], version: int) -> None:
-        """Publishes it part by part (engine/backend.py), to vLLM and to the copy beside it."""
+        """Publishes a policy part by part, to vLLM and to the copy beside it."""
         assert self.is_idle, "a policy cannot change under running responses"
         with self.link.weights.loading_policy() as load:
             passing = self._hand_on(parts, load)
@@ -123,54 +104,18 @@ class VllmEngine:
     # ── requests ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property
-    def room(self) -> int:
-        return max(self.max_batch_size - len(self._running) - len(self._waiting), 0)
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
     def running(self) -> list[Sequence]:
         return list(self._running.values())
 
-    @property
-    def is_idle(self) -> bool:
-        return not self._running and not self._waiting
-
-    def add(self, requests: Iterable[Request]) -> None:
-        """Queues requests, also those that `withdraw` took out of another engine with the same policy."""
-        requests = list(requests)
-        for request in requests:
-            check_request(request, self.window, self.decode is not None)
-        self._waiting.extend(requests)
-
-    def withdraw(self, slots: Iterable[int]) -> list[Request]:
-        """Takes these running sequences out in the middle of their responses, between two steps."""
+    def _drop(self, slots: Slots[int]) -> None:
         names = list(self._running)
-        taken = [names[slot] for slot in sorted(slots, reverse=True)]
-        requests = [self._running[name].to_request() for name in taken]
-        self._leave(taken)
-        return requests
-
-    def withdraw_waiting(self, num: int) -> list[Request]:
-        """Takes the last `num` out that have not been admitted yet."""
-        return [self._waiting.pop() for _ in range(num)]
-
-    def generate(self, requests: Iterable[Request]) -> Iterator[Rollout]:
-        """Yields each response as it finishes, in no particular order."""
-        self.add(requests)
-        while not self.is_idle:
-            yield from (finished.rollout for finished in self.step())
+        self._leave([names[slot] for slot in slots])
 
     def abort(self) -> None:
-        """Forgets everything that runs or waits. Because of the law, asking again gives the same tokens."""
-        self._waiting.clear()
-        self._leave(list(self._running))
+        super().abort()
         self._strategy = self._drafted_by = self._verified_by = Strategy.OFF
 
     def release(self) -> None:
-        """Gives the caches' memory back where vLLM can; only when idle."""
         assert self.is_idle
         self.link.release()
 
@@ -181,10 +126,6 @@ class VllmEngine:
     # ── one step ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def step(self, captures: bool = False) -> list[Finished]:
-        """Advances the running sequences, each by a token at least once its prompt has been read; returns those that ended.
-
-        captures: whether what the target captured at their tokens is wanted, for drafter training.
-        """
         ended = self._admit()
         if not self._running:
             return ended
@@ -213,8 +154,8 @@ class VllmEngine:
     def _admit(self) -> list[Finished]:
         """Hands waiting requests to vLLM while there is room; returns those that were over when they came."""
         self._num_admitted, ended = 0, []
-        while self._waiting and len(self._running) < self.max_batch_size:
-            request, name = self._waiting.popleft(), f"tlt-{next(self._numbers)}"
+        while self.waiting and len(self._running) < self.max_batch_size:
+            request, name = self.waiting.popleft(), f"tlt-{next(self._numbers)}"
             sequence = Sequence.start(request, self.window, self.decode)
             if sequence.finish_reason is not None:
                 ended.append(Finished(sequence.to_rollout(self.policy_version)))
@@ -235,7 +176,7 @@ class VllmEngine:
         mean_length = sum(len(sequence.tokens) for sequence in running) / len(running)
         version = 0 if self.drafter is None else self.drafter.version
         leads = () if self.following is None else self.following.leads(self._running)
-        num_left = self._lengths.left(running, self._waiting)
+        num_left = self.lengths.left(running, self.waiting)
         return BatchState(len(running), mean_length, self.policy_version, version, self._num_admitted, leads, num_left=num_left)
 
     def _choose(self, batch: BatchState) -> None:
@@ -272,22 +213,18 @@ class VllmEngine:
         that read no prompts, which takes longer than all else."""
         is_steady = strategy == self._strategy and outcome.num_tokens > 0 and not read_prompts
         predicted = self.tuner.predicted_speed if self.tuner is not None and is_steady else None
-        self.stats.record_step(str(strategy), outcome, predicted, self._otherwise.get(strategy))
+        otherwise = self._otherwise.get(strategy)
+        self._count_step(strategy, batch, outcome, start, predicted=predicted, otherwise=otherwise)
         self.stats.num_preemptions += self.link.take_preemptions()
-        timed = TimedStep(str(strategy), batch.num_running, start, start + outcome.seconds)
-        self.stats.latest = timed if outcome.num_tokens and not batch.num_admitted else None
         if self.tuner is not None and is_steady:
             self.tuner.observe(strategy, batch, outcome)
-        if self.on_span is not None:
-            name = SpanName.SPECULATE if outcome.accepted else SpanName.DECODE if outcome.num_tokens else SpanName.PREFILL
-            self.on_span(Span(name, start, start + outcome.seconds))
 
     def _finish(self, captures: bool) -> list[Finished]:
         ended = [name for name, sequence in self._running.items() if sequence.finish_reason is not None]
         finished = []
         for name in ended:
             sequence = self._running[name]
-            self._lengths.note_ended(sequence)
+            self.lengths.note_ended(sequence)
             captured_TF = self.link.captured(self._internal_id[name], sequence.num_cached) if captures else None
             finished.append(Finished(sequence.to_rollout(self.policy_version), captured_TF))
         self._leave(ended)
