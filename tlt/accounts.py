@@ -86,7 +86,7 @@ class DrafterCheck:
     before: the acceptance of the drafter that was in service before this step's training; NaN: not measured.
     publish_seconds: in which what was trained was averaged over the ranks, given to the engines, and seen to have arrived; of
         the slowest rank.
-    training: "trained", "trained; max_passes reached", "no idle time", "off", or "skipped: …", "undone: …" with the reason.
+    training: "trained", "trained; max_passes reached", "no idle time", "off", or "undone: …" with the reason.
     vocabulary: tokens that it could propose in the step; 0: not known.  coverage: the part of the step's tokens among them.
     """
 

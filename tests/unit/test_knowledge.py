@@ -14,7 +14,7 @@ from tests.unit.watch_parts import Parts
 from tlt.drafter.drafting.ngram import NgramDrafter
 from tlt.drafter.drafting.suffix_index import _MAX_TEXTS
 from tlt.tuning.tuner import Fixed, make_tuner
-from tlt.types import BatchState, Strategy, StrategyTuner
+from tlt.types import BatchState, StrategyTuner
 
 
 def through_json(value: Any) -> Any:
@@ -101,12 +101,3 @@ def test_a_restored_hybrid_trusts_its_drafters_as_before() -> None:
     assert again.hybrid.counters() == hybrid.counters() != Parts().hybrid.counters()
     assert again.hybrid.learned.calibration is not None
     assert torch.equal(again.hybrid.learned.calibration.table, hybrid.learned.calibration.table)
-
-
-def test_what_the_watch_knows_is_json_before_the_first_measurement_too() -> None:
-    parts, again = Parts(), Parts()
-    parts.watch.level = float("nan")
-    again.watch.restore(through_json(parts.watch.counters()))
-    assert again.watch.level is not None
-    assert again.watch.level != again.watch.level
-    assert Strategy.parse(str(Strategy.OFF)) == Strategy.OFF

@@ -195,37 +195,6 @@ def test_a_drafter_that_turns_nan_between_measurements_is_undone_at_once() -> No
     assert [check.training for check in checks] == ["trained", "trained"]
 
 
-def test_outputs_that_are_not_finite_are_seen_between_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = Parts(check_every=3, gate=1.0)
-    parts.step(0)
-    assert not parts.watch.trains
-    for name in ("engine_logits", "trainer_logits"):
-        monkeypatch.setattr(f"tlt.drafter.measure.{name}", lambda drafter, target, sample, *_: sample.target_RV * math.nan)
-    check = parts.step(1)
-    assert math.isnan(check.acceptance)
-    assert parts.watch.trains, "whatever the gate says"
-
-
-def test_the_gate_compares_only_what_was_measured() -> None:
-    """It closes and opens at measurements; a level is taken at the first one after the latest training."""
-    parts = Parts(gate=0.05, check_every=2)
-    level = parts.step(0).acceptance
-    assert parts.watch.level == level
-    assert not parts.watch.trains
-    assert parts.step(1, trains=False).training.startswith("skipped")
-    assert not parts.watch.trains, "nothing new is known"
-    parts.watch.level = 2.0
-    parts.step(2, trains=False)
-    assert parts.watch.trains, "acceptance has fallen"
-    assert parts.step(3).training == "trained"
-    assert math.isnan(parts.watch.level)
-    assert parts.watch.trains, "how good the drafter is after this training is not known"
-    check = parts.step(4, trains=False)
-    assert check.training == "no idle time"
-    assert parts.watch.level == check.acceptance
-    assert not parts.watch.trains
-
-
 def poisoned(parts: Parts, where: str) -> None:
     if where == "loss":
         parts.trainer.step = lambda batch: (_ for _ in ()).throw(FloatingPointError("the loss is nan"))
@@ -283,21 +252,8 @@ def test_a_drafter_whose_outputs_are_not_finite_changes_no_token(speculation: st
     assert texts[0] == texts[1]
 
 
-def test_training_is_skipped_while_acceptance_has_not_fallen_and_resumed_when_it_has() -> None:
-    parts = Parts(gate=0.05)
-    assert parts.step(0).training == "trained"
-    assert not parts.watch.trains
-    check = parts.step(0, trains=False)
-    assert check.training.startswith("skipped: acceptance 0.")
-    assert not parts.watch.trains
-    parts.watch.level = check.acceptance + 0.06  # as if it had been better after the last training
-    assert parts.step(0, trains=False).training.startswith("skipped")
-    assert parts.watch.trains
-    assert Parts().watch.trains
-
-
 def test_what_the_watch_knows_survives_a_restart_and_a_broken_off_step_leaves_no_trace() -> None:
-    parts, again = Parts(gate=0.05), Parts(gate=0.05)
+    parts, again = Parts(), Parts()
     parts.step(0)
     again.watch.restore(parts.watch.counters())
     assert again.watch.counters() == parts.watch.counters()
@@ -311,14 +267,14 @@ def test_what_the_watch_knows_survives_a_restart_and_a_broken_off_step_leaves_no
 
 def test_what_the_configuration_limits_reaches_those_who_keep_to_it(tmp_path: Path) -> None:
     save_drafter(tmp_path, DraftModel(drafter_shape(CONFIG)).initialize(1), torch.float32)
-    settings = DrafterSection(path=tmp_path, train=True, max_passes=2.5, check_every=7, gate=0.25)
+    settings = DrafterSection(path=tmp_path, train=True, max_passes=2.5, check_every=7)
     config = Config(model=ModelSection(path=tmp_path), task=TaskSection(name="t"), drafter=settings)
     world = World(0, 1, 0, torch.device("cpu"), HashStore(), None)
     run: Any = SimpleNamespace(config=config, world=world, out_dir=tmp_path, timeline=Timeline(0))
     run.engine = make_engine(POLICY, Fixed(Strategy("learned", 3, 1, 3)))
     drafter: Any = Run._watch_drafter(run, load_drafter(tmp_path, CONFIG, dict(POLICY.state_dict())))
     assert drafter.spot.max_passes == 2.5
-    assert (drafter.watch.check_every, drafter.watch.gate) == (7, 0.25)
+    assert drafter.watch.check_every == 7
 
 
 def tensors_of(value: Any) -> dict[str, Tensor]:

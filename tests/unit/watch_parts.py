@@ -38,7 +38,6 @@ class Parts:
 
     def __init__(
         self,
-        gate: float | None = None,
         check_every: int = 1,
         max_passes: float | None = None,
     ) -> None:
@@ -53,7 +52,6 @@ class Parts:
             self.trainer,
             self.learned,
             Ranks(0, lambda value: [value], lambda tensors, weight: weight),
-            gate,
             check_every,
         )
 

@@ -84,9 +84,6 @@ class DrafterSection(Section):
     """Features that the drafter is trained on: those that the engine captured while generating, or recomputed ones."""
     clip_grad_norm: PositiveFloat = 1.0
     """Largest gradient norm of the drafter's training."""
-    gate: NonNegativeFloat | None = None
-    """Trains the drafter only after its acceptance, a share, has fallen by more than this since its last training.
-    None: it is trained in every step, as long as that brings more than it costs ranks at work beside it (docs/ahead.md)."""
     check_every: PositiveInt = 1
     """Policy steps between measurements of the drafter's acceptance; while that is bad, drafts come from retrieval instead.
     That the drafter is finite and the same on all ranks is checked in every step."""

@@ -3,7 +3,7 @@
     this step's update ── finite on every rank? ── no ─▶ undone: back to the last finite version
                                 │ yes
                             published ─▶ the engine's copy on this step's responses ── not the trainer's? ─▶ error
-                                             └▶ acceptance: does the next step train?
+                                             └▶ acceptance, for the metrics and for the choice of idle work
 
 measure.py says how good a drafter is; that a bad one drafts little is the tuner's doing. All ranks decide
 alike, because they decide by numbers gathered from all. Where steps are so short that measuring is dear,
@@ -129,14 +129,12 @@ class Publisher:
 
 
 class DrafterWatch:
-    """Publishes and measures the drafter at the end of every step, and decides whether the next one trains it.
+    """Publishes and measures the drafter at the end of every step.
 
     subject: the drafter's two copies and what they are measured with.
     trainer: trains `subject.model`; None: the drafter stays as it is.
     served: the engine's side of `subject.packed`.
-    gate: training is skipped in the step after one whose acceptance is not lower than after the last training by more than
-        this; None: never skipped.
-    check_every: steps between two measurements of acceptance, the first step's included; their decisions hold in between.
+    check_every: steps between two measurements of acceptance; the first step measures.
     """
 
     def __init__(
@@ -145,24 +143,16 @@ class DrafterWatch:
         trainer: DrafterTrainer | None,
         served: Served,
         ranks: Ranks,
-        gate: float | None = None,
         check_every: int = 1,
     ) -> None:
         self.subject, self.served, self.ranks = subject, served, ranks
         self.publisher = Publisher(trainer, served, ranks.average) if trainer is not None else None
-        self.gate, self.check_every = gate, check_every
-        self.reason_skipped = ""  # why the next step does not train; empty: it does
-        self.level: float | None = None  # acceptance first measured after the latest training; NaN: not yet
+        self.check_every = check_every
         self._failure = ""  # of this rank's training in this step
         self._is_limited = False  # this rank could have trained more in this step, but for drafter.max_passes
         self._num_checks = 0
 
     # ── while the step goes on ───────────────────────────────────────────────────────────────────────────────────────
-
-    @property
-    def trains(self) -> bool:
-        """Whether this step trains the drafter."""
-        return self.publisher is not None and not self.reason_skipped
 
     def run(self, session: Callable[[], DrafterReport]) -> DrafterReport:
         """Runs a session of training. One that meets a number that is not finite ends the training of this step."""
@@ -185,8 +175,8 @@ class DrafterWatch:
     # ── at its end ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def end_step(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck:
-        """Publishes or undoes the step's training, measures the drafter, and decides about the next step. Where no rank has
-        trained, the drafter is the one that was measured before, and that is all unless its acceptance is due.
+        """Publishes or undoes the step's training, and measures the drafter. Where no rank has trained, the drafter is the one
+        that was measured before, and that is all unless its acceptance is due.
 
         Every rank calls this with the same responses, all that the step brought, and the tokens it trained on itself.
         RuntimeError where the drafter did not arrive in an engine, or not the same on all ranks.
@@ -199,14 +189,13 @@ class DrafterWatch:
             return DrafterCheck(self.served.version, math.nan, math.nan, training)
         begun = time.perf_counter()
         measurement = self._choose_responses(rollouts, temperature, is_due)
-        if self.trains:
+        if self.publisher is not None:
             measurement.note_before()
         if is_due:
             begun = time.perf_counter()  # what came before would have been done without training, too
         update = self._publish_or_undo(states, num_tokens)
         measured = self._measure(measurement, begun if update.is_published else math.inf)
         training = self._outcome(update, any(state.is_limited for state in states))
-        self._decide_training(measured, update, is_due)
         self._num_checks += 1
         return DrafterCheck(
             self.served.version,
@@ -230,7 +219,7 @@ class DrafterWatch:
             return Update()
         version = max(state.version for state in states)
         update = Update(failure=next(filter(None, (state.failure for state in states)), ""))
-        if self.trains and not update.failure:
+        if not update.failure:
             update = self.publisher.publish(num_tokens, version + 1)
         if update.failure:
             self.publisher.undo(version)
@@ -255,36 +244,18 @@ class DrafterWatch:
             return "off"
         if update.failure:
             return f"undone: {update.failure}"
-        if self.reason_skipped:
-            return f"skipped: {self.reason_skipped}"
         if not update.is_published:
             return "no idle time"
         return "trained; max_passes reached" if is_limited else "trained"
 
-    def _decide_training(self, measured: Measured, update: Update, is_due: bool) -> None:
-        """Notes the acceptance after training, and lets the gate open or close where anything was measured."""
-        if update.is_published or (self.level is not None and math.isnan(self.level)):
-            self.level = measured.acceptance
-        if is_due or measured.num_positions:
-            self.reason_skipped = self._gate(measured.acceptance)
-
-    def _gate(self, acceptance: float) -> str:
-        """Returns why the next step need not train; empty: it trains."""
-        if self.gate is None or self.level is None or not acceptance >= self.level - self.gate:
-            return ""
-        return f"acceptance {acceptance:.3f} has not fallen by more than {self.gate:g} from {self.level:.3f}"
-
     # ── across restarts ──────────────────────────────────────────────────────────────────────────────────────────────
 
     def counters(self) -> dict[str, Any]:
-        """Returns what the decisions rest on, as JSON. level: "unmeasured" after a training whose acceptance is not known."""
-        level = "unmeasured" if self.level is not None and math.isnan(self.level) else self.level
-        return {"skipped": self.reason_skipped, "level": level, "checks": self._num_checks}
+        """Returns the number of steps so far, as JSON; which of them measure follows from it."""
+        return {"checks": self._num_checks}
 
     def restore(self, counters: Mapping[str, Any]) -> None:
         """Takes up what `counters` returned; model and trainer must have been restored before."""
-        self.reason_skipped = counters["skipped"]
-        self.level = math.nan if counters["level"] == "unmeasured" else counters["level"]
         self._num_checks = counters["checks"]
         if self.publisher is not None:
             self.publisher.keep()

@@ -87,7 +87,7 @@ class StepRecord:
     drafter_acceptance: sum_v min(p, q) per response token at the end of the step, with the drafter the next one drafts with;
         like `retrieval_acceptance` NaN in steps that measure nothing (drafter.check_every).
     retrieval_acceptance: share of the same tokens that retrieval would have drafted.
-    drafter_training: "trained", "trained; max_passes reached" (idle time was left), "no idle time", "off", or "skipped: …",
+    drafter_training: "trained", "trained; max_passes reached" (idle time was left), "no idle time", "off", or
         "undone: …" with the reason.
     drafter_vocabulary: tokens that the drafter could propose in this step; 0: there is no drafter, or its head is its own.
     drafter_coverage: the part of the step's response tokens among them; the others could be sampled, but not drafted.

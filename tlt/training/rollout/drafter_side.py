@@ -61,7 +61,6 @@ class WatchedDrafter(DrafterSide):
         if self.choice is not None:
             self.choice.is_led = True
             self._train_what_is_proposed()
-        self._trains = False  # in this phase
         self._acceptance: float | None = None  # as measured last
 
     @property
@@ -76,19 +75,18 @@ class WatchedDrafter(DrafterSide):
             self._train_what_is_proposed()
 
     def begin(self) -> None:
-        self._trains = self.spot is not None and self.watch.trains
         self._begun = time.perf_counter()
 
     @property
     def captures(self) -> bool:
-        return self._trains and self.spot is not None and self.spot.keeps_captured
+        return self.spot is not None and self.spot.keeps_captured
 
     def observe(self, finished: Finished) -> None:
-        if self._trains and self.spot is not None:
+        if self.spot is not None:
             self.spot.add(finished.rollout, finished.captured_TF)
 
     def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
-        if self.spot is None or not self._trains:
+        if self.spot is None:
             return DrafterReport()
         spot = self.spot
         return self.watch.run(lambda: spot.run(should_stop))
@@ -180,7 +178,6 @@ def watch_drafter(
         spot.trainer if spot is not None else None,
         drafter.learned,
         Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world)),
-        settings.gate,
         settings.check_every,
     )
     return WatchedDrafter(model, drafter.learned, watch, spot, timeline, share)
