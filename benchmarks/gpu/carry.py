@@ -15,9 +15,7 @@ from pathlib import Path
 from benchmarks.gpu.environment import COMMIT_FILE
 from tlt.bench.report import environment
 
-PACKAGES = (
-    "annotated-types", "docstring_parser", "pydantic", "pydantic_core", "typeguard", "typing-inspection", "tyro",
-)  # fmt: skip
+PACKAGES = ("annotated-types", "pydantic", "pydantic_core", "typing-inspection")
 PYTHON_VERSION = "3.12"
 PLATFORMS = ("manylinux_2_17_x86_64", "manylinux2014_x86_64")
 MOST_BYTES = 32 * 2**20

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu.harness import Record
 from tlt.bench.report import environment
 
-PACKAGES = ("torch", "triton", "transformers", "numpy", "numba", "pydantic", "tyro", "vllm", "huggingface_hub", "safetensors")
+PACKAGES = ("torch", "triton", "transformers", "numpy", "numba", "pydantic", "vllm", "huggingface_hub", "safetensors")
 COMMIT_FILE = Path(".gpu/commit")
 """Written by `make gpu-carry`: where the working tree travels without its history."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from tlt.cli.commands import COMMANDS
 from tlt.cli.engine import SamplingOptions
-from tlt.cli.options import Options, parse_options
+from tlt.cli.options import parse_options
 from tlt.config.load import load_config
 from tlt.config.mistakes import section_of
 from tlt.config.schema import Config
@@ -25,10 +25,8 @@ BASE = find_recipe("countdown").parent / "base"
 ABSURD = 1e300
 
 
-class Sample(Options):
+class Sample(SamplingOptions):
     """Nothing but the sampling."""
-
-    sampling: SamplingOptions = SamplingOptions()
 
 
 def numbers(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 from tlt.bench.report import side_by_side, with_changes
 from tlt.build.engine import EngineSettings, build_backend, build_engine, load_stored
 from tlt.build.model import Model, adapter_folder, drafter_folder, model_folder, open_model
-from tlt.build.policy import master_dtype, sampling_params
+from tlt.build.policy import master_dtype
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend
@@ -34,7 +34,7 @@ class Subject:
         self.weights: PackedTransformer | None = None
         self.drafter = drafter or load_stored(drafter_folder(config), self.model)
         self.problems = load_problems(config, "train")
-        self.params = sampling_params(config, self.model.stop_ids)
+        self.params = config.sampling.params(config.run.seed, self.model.stop_ids)
 
     def engine(self, variant: str, max_batch_size: int) -> RolloutBackend:
         """Returns a fresh engine. variant: off, adaptive (by `rollout.tuner`), or a fixed strategy."""

@@ -14,7 +14,7 @@ from tlt.models.hf_weights import StoredTensors
 from tlt.models.lora import BaseOf, add_adapters, is_of_adapter, start_value
 from tlt.rl.scoring import RewardSpec
 from tlt.rl.update import PolicyTrainer
-from tlt.types import SamplingParams, resolve_dtype
+from tlt.types import resolve_dtype
 
 
 def build_policy_trainer(config: Config, model: Model, world: World, is_sharded: bool = False) -> PolicyTrainer:
@@ -42,11 +42,6 @@ def build_policy_trainer(config: Config, model: Model, world: World, is_sharded:
         reference=reference,
         reduces_each=config.parallel.reduce_each_micro_batch,
     )
-
-
-def sampling_params(config: Config, stop_ids: tuple[int, ...]) -> SamplingParams:
-    """Returns the law that a run's training responses are drawn by."""
-    return SamplingParams(stop_ids=stop_ids, seed=config.run.seed, **config.sampling.model_dump())
 
 
 def reward_spec(config: Config) -> RewardSpec:

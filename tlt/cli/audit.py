@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
-from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from tlt.audit.server import read_api_key
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
-from tlt.cli.options import File, Names, Options
+from tlt.cli.options import File, ModelName, Names, Written
 from tlt.config.mistakes import mistake
 from tlt.drafter.response_files import response_ids
 from tlt.files import Record, check_output_file, dumps, get_id, read_jsonl, with_folder, write_json
 from tlt.hub import resolve_model
-from tlt.kinds import Problems, Share
+from tlt.kinds import MaxTokens, Problems, Samples, Share
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -32,38 +31,36 @@ EXIT_CODES = {"lossless": 0, "undecided": 3, "not lossless": 1}
 SEVERITY = tuple(EXIT_CODES)
 
 
-class Audit(Options):
+class Audit(PromptOptions, SamplingOptions, EngineOptions):
     """Judge whether an engine samples from the model's own probabilities.
 
-    The engine is TLT's in each mode of --speculation, or another's:
-
-    the one that made --responses, or the server at --url.
+    The engine is TLT's in each mode of --speculation, or another's: the one that made --responses, or the server at --url.
 
     Its tokens are tested against the probabilities that transformers computes.
 
     Exit code 0: lossless; 1: not; 3: undecided, for want of tokens.
     """
 
-    model: Annotated[Positional[Path], arg(metavar="MODEL")]
+    model: ModelName
     """The model that the engine should follow: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
     prompts: Data = None
     """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
     prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
-    task: Annotated[str | None, arg(metavar="NAME")] = None
+    task: Annotated[str | None, Written("NAME")] = None
     """A task, such as countdown, whose test problems are answered instead of --prompts."""
     num: Problems = 64
     """Number of problems of --task to answer."""
     responses: File = None
     """JSONL of another engine's responses to judge, with prompt_ids and token_ids; all that it gave, none picked out."""
-    url: Annotated[str | None, arg(metavar="URL")] = None
+    url: Annotated[str | None, Written("URL")] = None
     """An OpenAI-compatible server to judge, such as http://localhost:8000/v1, with --max-batch-size requests in flight."""
-    engine_model: Annotated[str | None, arg(metavar="NAME")] = None
+    engine_model: Annotated[str | None, Written("NAME")] = None
     """The name by which the server at --url serves the model."""
-    api_key_variable: Annotated[str | None, arg(metavar="NAME")] = None
+    api_key_variable: Annotated[str | None, Written("NAME")] = None
     """Environment variable with the API key that the server at --url asks for, such as OPENAI_API_KEY; none: no key is sent."""
-    speculation: Annotated[Names, arg(metavar=SPECULATION + "[,...]")] = ("off",)
+    speculation: Annotated[Names, Written(SPECULATION + "[,...]")] = ("off",)
     """Modes of TLT's engine, each judged alone: off, adaptive, or a fixed shape such as 4x1x4 (chains of four tokens)."""
-    plant_fault: Annotated[Share, arg(metavar="PROBABILITY")] = 0.0
+    plant_fault: Annotated[Share, Written("PROBABILITY")] = 0.0
     """Makes TLT's engine accept a rejected draft with this probability, to show that the audit finds such a fault."""
     alpha: Annotated[float, Field(gt=0, lt=1)] = 1e-4
     """Probability with which a lossless engine may be judged not lossless."""
@@ -73,25 +70,21 @@ class Audit(Options):
     """Number type of transformers' model, which the tokens are tested against; it runs on the CPU."""
     out: File = None
     """JSON to write, with the whole reports."""
-    data: Annotated[PromptOptions, OmitArgPrefixes] = PromptOptions()
-    """What --prompts is read as."""
-    sampling: Annotated[SamplingOptions, OmitArgPrefixes] = SamplingOptions(samples=8, max_tokens=512)
-    """How the engine that is judged samples, or sampled the --responses."""
-    engine: Annotated[EngineOptions, OmitArgPrefixes] = EngineOptions()
-    """What TLT's engine computes with."""
+    samples: Samples = 8
+    max_tokens: MaxTokens = 512
 
     @model_validator(mode="after")
     def _names_one_engine(self) -> Audit:
-        if self.sampling.stop:
+        if self.stop:
             raise mistake("--stop: ends responses by their text, where the audit knows tokens alone; leave it out")
         if self.responses is not None and self.url is not None:
             raise mistake("--responses and --url: name two engines; give one of them")
         if self.responses is None and (self.prompts is None) == (self.task is None):
             raise mistake("--prompts: give the prompts to answer, as --prompts FILE or --task NAME, one of the two")
         for name, value in (("--responses", self.responses), ("--url", self.url)):
-            if value is not None and (self.speculation != ("off",) or self.engine.drafter or self.plant_fault):
+            if value is not None and (self.speculation != ("off",) or self.drafter or self.plant_fault):
                 raise mistake(f"{name}: {value} is another engine; leave --speculation, --drafter and --plant-fault out")
-        if self.plant_fault and self.engine.engine == "vllm":
+        if self.plant_fault and self.engine == "vllm":
             raise mistake("--plant-fault: is for engine tlt; vLLM verifies for itself")
         if (self.url is None) != (self.engine_model is None):
             raise mistake("--url and --engine-model belong together: the server's address and the name it serves the model by")
@@ -121,11 +114,11 @@ def run(options: Audit) -> int:
         from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
         for speculation in options.speculation:
-            options.engine.check(speculation)
-        torch.set_num_threads(options.engine.threads)
+            options.check_engine(speculation)
+        torch.set_num_threads(options.threads)
         referee = Referee(folder, resolve_dtype(options.referee_dtype))
         tokenizer = load_tokenizer(folder) if has_tokenizer(folder) else None
-    params = options.sampling.params(tokenizer.stop_ids if tokenizer is not None else read_stop_ids(folder))
+    params = options.params(options.seed, tokenizer.stop_ids if tokenizer is not None else read_stop_ids(folder))
     reports = []
     for mode, rollouts in _modes(options, params, referee, tokenizer):
         auditor = Auditor(
@@ -150,7 +143,7 @@ def run(options: Audit) -> int:
         "modes": {report.mode: {"lossless": report.is_lossless, "log10_e": report.max_log10_e} for report in reports},
     }
     if options.responses is None and options.url is None:
-        summary["device"] = str(options.engine.choose_device())
+        summary["device"] = str(options.choose_device())
     print(dumps(summary), flush=True)
     return EXIT_CODES[worst.verdict]
 
@@ -171,22 +164,22 @@ def _modes(
 
     vocab_size, window = referee.vocab_size, referee.window
     if options.prompts is not None:
-        prompts = options.data.read(options.prompts, tokenizer, vocab_size=vocab_size, window=window)
+        prompts = options.read_prompts(options.prompts, tokenizer, vocab_size=vocab_size, window=window)
     else:
         assert options.task is not None
         problems = make_problems(options.task, options.num, params.seed, {"split": "test"})
         records = [(f"task {options.task}", problem) for problem in problems]
         prompts = encode_prompts(records, tokenizer, vocab_size=vocab_size, window=window)
-    requests = make_requests(prompts, params, options.sampling.samples)
+    requests = make_requests(prompts, params, options.samples)
     if options.url is not None:
         from tlt.audit.server import Endpoint, complete
 
         assert options.engine_model is not None
         key = None if options.api_key_variable is None else read_api_key(options.api_key_variable)
         server = Endpoint(options.url, options.engine_model, key)
-        yield options.url, list(complete(server, requests, options.engine.max_batch_size))
+        yield options.url, list(complete(server, requests, options.max_batch_size))
         return
-    print(f"tlt: our engine computes on {options.engine.choose_device()}", file=sys.stderr, flush=True)
+    print(f"tlt: our engine computes on {options.choose_device()}", file=sys.stderr, flush=True)
     for speculation in options.speculation:
         is_faulty = options.plant_fault and speculation != "off"
         name = f"{speculation}, {options.plant_fault:g} planted" if is_faulty else speculation
@@ -199,10 +192,10 @@ def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> 
     from tlt.build.model import load_checkpoint
     from tlt.speculative.verify import verify
 
-    faulty = PlantedFault(options.plant_fault, options.sampling.seed) if options.plant_fault else verify
-    settings = options.engine.settings(speculation, longest(requests))
-    model = load_checkpoint(resolve_model(options.model), options.engine.engine)
-    engine = load_engine(model, settings, options.engine.drafter_folder, faulty)
+    faulty = PlantedFault(options.plant_fault, options.seed) if options.plant_fault else verify
+    settings = options.engine_settings(speculation, longest(requests))
+    model = load_checkpoint(resolve_model(options.model), options.engine)
+    engine = load_engine(model, settings, options.drafter_folder, faulty)
     try:
         return generate_in_order(engine, requests)
     finally:
@@ -244,7 +237,7 @@ def _explained(report: AuditReport, options: Audit) -> AuditReport:
     from tlt.audit.known import known_fault
 
     server = None if not report.is_convicted or options.url is None else describe_server(options.url)
-    fault = None if server is None else known_fault(server, options.sampling.temperature)
+    fault = None if server is None else known_fault(server, options.temperature)
     return report if fault is None else replace(report, reasons=(*report.reasons, fault))
 
 

@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import Positional, arg
-
 from tlt.cli.engine import show_busy
-from tlt.cli.options import Names, Numbers, WithOverrides
+from tlt.cli.options import ConfigFile, Names, Numbers, WithOverrides, Written
 from tlt.config.load import load_config
 from tlt.files import Record, check_output_file
 from tlt.kinds import PositiveFloat, PositiveInt
@@ -20,9 +18,8 @@ if TYPE_CHECKING:
     from tlt.bench.geometry import Growth
     from tlt.config.schema import Config
 
-ConfigFile = Annotated[Positional[Path], arg(metavar="CONFIG")]
-Stem = Annotated[Path, arg(metavar="OUT")]
-Size = Annotated[str | None, arg(metavar="NAME|FILE")]
+Stem = Annotated[Path, Written("OUT")]
+Size = Annotated[str | None, Written("NAME|FILE")]
 PARTS = ("constant", "workload")
 
 

@@ -1,17 +1,13 @@
-"""All commands by their names, what each takes and does, and the help that lists them. Knows no options."""
+"""All commands by their names, what each takes and does, and the list of them. Knows no options."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tyro
-from tyro.conf import FlagConversionOff
-
 from tlt.cli import audit, bench, drafter, generate, init, plan, plan_speed, task, train
-from tlt.cli.options import SHOWN, Options
+from tlt.cli.options import Options
 from tlt.config.mistakes import find_nearest
 from tlt.files import Record
 from tlt.types import UserError
@@ -19,12 +15,12 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class Command:
-    """options: what it takes.  run: returns the exit code, or a summary to print.  help: what --help explains, where that is
-    more than the options."""
+    """options: what it takes.  run: returns the exit code, or a summary to print.  lists_keys: whether its help explains every
+    key of the configuration, too."""
 
     options: type[Options]
     run: Callable[[Any], int | Record]
-    help: type[Options] | None = None
+    lists_keys: bool = False
 
     @property
     def purpose(self) -> str:
@@ -33,7 +29,7 @@ class Command:
 
 COMMANDS = {
     "init": Command(init.Init, init.run),
-    "train": Command(train.Train, train.run, train.TrainHelp),
+    "train": Command(train.Train, train.run, lists_keys=True),
     "plan speed": Command(plan_speed.PlanSpeed, plan_speed.speed),
     "plan memory": Command(plan.PlanMemory, plan.memory),
     "generate": Command(generate.Generate, generate.run),
@@ -81,20 +77,3 @@ def overview(family: str = "") -> str:
             "tlt COMMAND --help explains a command; tlt --version prints the version.",
         ]
     )
-
-
-def explain(name: str) -> None:
-    """Prints the help of a command, as wide as the terminal."""
-    command = COMMANDS[name]
-    try:
-        tyro.cli(
-            command.help or command.options,
-            prog=f"tlt {name}",
-            description=inspect.cleandoc(command.options.__doc__ or ""),
-            args=["--help"],
-            config=(FlagConversionOff,),
-            registry=SHOWN,
-            use_underscores=command.help is not None,  # keys of the configuration have underscores
-        )
-    except SystemExit:
-        return

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
-from tyro.conf import arg
 
-from tlt.cli.options import JsonObject, JsonTexts, Options
+from tlt.cli.options import JsonObject, JsonTexts, Options, Written
 from tlt.data import DataSource, read_data
 
 if TYPE_CHECKING:
     from tlt.models.prompts import Prompt
     from tlt.models.tokenizer import Tokenizer
 
-Data = Annotated[Path | None, arg(metavar="DATA")]
-Subset = Annotated[str | None, arg(metavar="NAME")]
+Data = Annotated[Path | None, Written("DATA")]
+Subset = Annotated[str | None, Written("NAME")]
 Columns = JsonTexts
 
 
@@ -26,7 +25,7 @@ class DataOptions(Options):
 
     subset: Subset = None
     """Configuration of a dataset, such as main."""
-    split: Annotated[str | None, arg(metavar="NAME")] = None
+    split: Annotated[str | None, Written("NAME")] = None
     """Split of a dataset, such as test or 'test[:100]'; by default the only one, else test."""
     columns: Columns = Field(default_factory=dict)
     """The data's names of columns by ours, such as '{"prompt": "question"}'."""
@@ -41,12 +40,12 @@ class PromptOptions(DataOptions):
 
     chat: bool = False
     """Whether a text goes into the chat template as the user's message (true or false); messages always do."""
-    system_prompt: Annotated[str | None, arg(metavar="TEXT")] = None
+    system_prompt: Annotated[str | None, Written("TEXT")] = None
     """System message to begin every prompt with; a text then becomes the user's message."""
     chat_template_kwargs: JsonObject = Field(default_factory=dict)
     """Variables for the chat template, such as '{"enable_thinking": false}'."""
 
-    def read(self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int) -> list[Prompt]:
+    def read_prompts(self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int) -> list[Prompt]:
         """Returns the prompts of --prompts as token ids."""
         from tlt.models.prompts import ChatFormat, encode_prompts
 

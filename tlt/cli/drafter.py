@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
-from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
-from tlt.cli.options import Adapter, Drafter, File, Options
+from tlt.cli.options import Adapter, Drafter, File, ModelName, Options, Written
 from tlt.config.drafter import DraftVocabOption
 from tlt.config.mistakes import mistake
 from tlt.drafter.response_files import read_responses
@@ -43,14 +42,14 @@ if TYPE_CHECKING:
 _ANSWERS_AT_A_TIME = 64
 
 
-class DrafterTrain(Options):
+class DrafterTrain(PromptOptions):
     """Train a drafter for a model on its own responses."""
 
-    model: Annotated[Positional[Path], arg(metavar="MODEL")]
+    model: ModelName
     """The model to draft for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
     adapter: Adapter = None
     """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
-    out: Annotated[Path, arg(metavar="DIR")]
+    out: Annotated[Path, Written("DIR")]
     """Folder to write the drafter to; must not exist yet."""
     responses: File = None
     """JSONL of responses with prompt_ids and token_ids, as tlt generate writes it."""
@@ -64,9 +63,9 @@ class DrafterTrain(Options):
     """Sampling temperature of the responses to --prompts."""
     init: Drafter = None
     """Drafter to start from, a folder or OWNER/NAME on the hub, instead of a random one."""
-    preset: Annotated[Literal["eagle", "hass", "eagle3"] | None, arg(metavar="{eagle,hass,eagle3}")] = None
+    preset: Literal["eagle", "hass", "eagle3"] | None = None
     """Form of the drafter and how it is trained (docs/drafter.md); by default that of --init, else hass."""
-    draft_vocab: Annotated[DraftVocabOption, arg(metavar="auto|full|N")] = "auto"
+    draft_vocab: DraftVocabOption = "auto"
     """Tokens that the drafter learns to tell apart: the N most frequent ones of the responses, all (full), or as many as pay
     where the head is a tenth of a forward or more (auto). It can propose others later."""
     epochs: PositiveFloat = 1.0
@@ -79,8 +78,6 @@ class DrafterTrain(Options):
     """Seed of the initial weights, of the order of the responses, and of the sampling with --prompts."""
     threads: Threads = 1
     """CPU threads to compute with."""
-    data: Annotated[PromptOptions, OmitArgPrefixes] = PromptOptions()
-    """What --prompts is read as."""
 
     @model_validator(mode="after")
     def _agree(self) -> DrafterTrain:
@@ -93,31 +90,31 @@ class DrafterTrain(Options):
 class DrafterExport(Options):
     """Write a drafter for vLLM or SGLang; its README.md says how to serve it."""
 
-    drafter: Annotated[Positional[Path], arg(metavar="DRAFTER")]
+    drafter: Annotated[Path, Written("DRAFTER", is_alone=True)]
     """Drafter of tlt or of another trainer: a folder, or OWNER/NAME on the hub."""
-    target: Annotated[Path, arg(metavar="MODEL")]
+    target: Annotated[Path, Written("MODEL")]
     """The model it drafts for, a folder or OWNER/NAME on the hub; EAGLE-3 drafters carry rows of its head along."""
-    to: Annotated[Path, arg(metavar="DIR")]
+    to: Annotated[Path, Written("DIR")]
     """Folder to write; must not exist yet."""
     format: Literal["vllm-eagle", "vllm-eagle3", "sglang-eagle3", "speculators"]
     """Form to write: vllm-eagle for eagle and hass drafters, the others for eagle3 drafters."""
-    draft_vocab: Annotated[DraftVocabOption, arg(metavar="auto|full|N")] = "auto"
+    draft_vocab: DraftVocabOption = "auto"
     """Tokens that an eagle3 drafter may propose: the N most frequent ones, all (full), or as many as pay where the head is a
     tenth of a forward or more (auto)."""
     responses: File = None
     """JSONL of responses to choose these tokens by; by default the counts that the drafter's folder records."""
 
 
-class DrafterEval(Options):
+class DrafterEval(PromptOptions):
     """Measure how often a drafter's guesses are accepted, and where."""
 
-    drafter: Annotated[Positional[Path], arg(metavar="DRAFTER")]
+    drafter: Annotated[Path, Written("DRAFTER", is_alone=True)]
     """Drafter of tlt or of another trainer: a folder, or OWNER/NAME on the hub."""
-    model: Annotated[Path, arg(metavar="MODEL")]
+    model: Annotated[Path, Written("MODEL")]
     """The model it drafts for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
     adapter: Adapter = None
     """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
-    prompts: Annotated[Path, arg(metavar="DATA")]
+    prompts: Annotated[Path, Written("DATA")]
     """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
     prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
     out: File = None
@@ -134,15 +131,13 @@ class DrafterEval(Options):
     """Seed of the sampling: the same seed gives the same responses."""
     max_batch_size: BatchSize = 8
     """Sequences that are decoded at a time."""
-    draft_vocab: Annotated[DraftVocabOption, arg(metavar="auto|full|N")] = "auto"
+    draft_vocab: DraftVocabOption = "auto"
     """Tokens that the drafter may propose: the N most frequent ones, all (full), or as many as pay where the head is a tenth of
     a forward or more (auto); chosen by what its folder records and what is sampled."""
     rounds: NonNegativeInt = 2
     """Times that the responses are generated with and without the drafter, in turns, to time both; 0: not at all."""
     threads: Threads = 1
     """CPU threads to compute with."""
-    data: Annotated[PromptOptions, OmitArgPrefixes] = PromptOptions()
-    """What --prompts is read as."""
 
 
 def train(options: DrafterTrain) -> Record:
@@ -217,7 +212,7 @@ def _answer(options: DrafterTrain, model: Model) -> list[Rollout]:
 
     assert options.prompts is not None, "responses or prompts are given"
     vocab_size, window = model.config.vocab_size, model.config.max_positions
-    prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
+    prompts = options.read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
     engine = build_engine(model.config, model.tensors, EngineSettings("adaptive", max_batch_size=_ANSWERS_AT_A_TIME))
     return generate_in_order(engine, make_requests(prompts, params, options.samples))
@@ -281,7 +276,7 @@ def evaluate(options: DrafterEval) -> Record:
     config = model.config
     drafter = load_drafter(drafter_folder, config, model.tensors)
     vocab_size, window = config.vocab_size, config.max_positions
-    prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
+    prompts = options.read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
     params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
     requests = make_requests(prompts, params, options.samples)
     torch.set_num_threads(options.threads)

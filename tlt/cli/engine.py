@@ -8,10 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
-
-from pydantic import ConfigDict
-from tyro.conf import arg
+from typing import TYPE_CHECKING, Literal
 
 from tlt.cli.options import Drafter, Options, StopTexts
 from tlt.config.drafter import DrafterSection, DraftVocabOption, check_served
@@ -32,34 +29,26 @@ SPECULATION = "off|adaptive|[DRAFTER:]DEPTHxWIDTHxBUDGET"
 
 
 class SamplingOptions(SamplingSection, Options):
-    """The sampling law, as a run's configuration has it, and how often to sample."""
+    """The sampling of responses."""
 
-    model_config = ConfigDict(strict=False)
-
-    max_tokens: MaxTokens = 2048
+    max_tokens: MaxTokens = SamplingParams.max_tokens
     """Length at which a response is cut off, in tokens; left out, no later than the model's window ends."""
-    stop: StopTexts = ()
+    stop: StopTexts = SamplingParams.stop
     """Text that ends a response, or a JSON list of such texts; the response keeps it."""
     samples: Samples = 1
     """Responses to every prompt."""
-    seed: Seed = 0
+    seed: Seed = SamplingParams.seed
     """Seed of the sampling: the same seed gives the same tokens, whatever the speculation."""
-
-    def params(self, stop_ids: tuple[int, ...]) -> SamplingParams:
-        """Returns the law that responses are drawn by."""
-        return SamplingParams(stop_ids=stop_ids, **self.model_dump(exclude={"samples"}))
 
 
 class EngineOptions(VllmSection, Options):
-    """Drafter, numbers and device of the engine."""
-
-    model_config = ConfigDict(strict=False)
+    """The engine: its drafter, its numbers and its device."""
 
     engine: Literal["tlt", "vllm"] = "tlt"
     """What generates: TLT's own engine, or an installed vLLM with the same sampling law inside."""
     drafter: Drafter = None
     """Learned drafter: a folder as tlt drafter train writes it, or OWNER/NAME on the hub. Retrieval (ngram) needs none."""
-    draft_vocab: Annotated[DraftVocabOption, arg(metavar="auto|full|N")] = "auto"
+    draft_vocab: DraftVocabOption = "auto"
     """Tokens that the learned drafter may propose: the N most frequent ones of what is sampled, all (full), or as many as pay
     where the head is a tenth of a forward or more (auto). TLT's own engine; changes the speed alone."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -73,7 +62,7 @@ class EngineOptions(VllmSection, Options):
     threads: Threads = 1
     """CPU threads to compute with."""
 
-    def check(self, speculation: str, has_references: bool = False) -> None:
+    def check_engine(self, speculation: str, has_references: bool = False) -> None:
         """Refuses, before anything is loaded, an engine that could not be made."""
         from tlt.drafter.drafting.ahead import ahead_kinds
         from tlt.drafter.drafting.hybrid import drafter_kinds
@@ -96,7 +85,7 @@ class EngineOptions(VllmSection, Options):
         """The local folder of the drafter, which may come from the hub."""
         return None if self.drafter is None else resolve_model(self.drafter)
 
-    def settings(self, speculation: str, window: int | None = None) -> EngineSettings:
+    def engine_settings(self, speculation: str, window: int | None = None) -> EngineSettings:
         """Returns how to build the engine. window: tokens of the longest sequence that it is for; None: the model's."""
         from tlt.build.engine import EngineSettings
 

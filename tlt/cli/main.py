@@ -66,7 +66,8 @@ def _say(line: str) -> None:
 
 def _run(arguments: Sequence[str]) -> int:
     from tlt import __version__
-    from tlt.cli.commands import COMMANDS, FAMILIES, explain, find_command, overview
+    from tlt.cli.commands import COMMANDS, FAMILIES, find_command, overview
+    from tlt.cli.help import explain
     from tlt.cli.options import parse_options
     from tlt.files import dumps
 
@@ -79,10 +80,11 @@ def _run(arguments: Sequence[str]) -> int:
         print(f"tlt {__version__}")
         return 0
     name, rest = find_command(arguments if not wants_help else named)
+    command = COMMANDS[name]
     if wants_help:
-        explain(name)
+        print(explain(name, command.options, command.lists_keys))
         return 0
-    result = COMMANDS[name].run(parse_options(name, COMMANDS[name].options, rest))
+    result = command.run(parse_options(name, command.options, rest))
     if isinstance(result, int):
         return result
     print(dumps(result), flush=True)  # the last line of a command is for programs

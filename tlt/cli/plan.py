@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from tyro.conf import Positional, arg
-
-from tlt.cli.options import File, WithOverrides
+from tlt.cli.options import ConfigFile, File, WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.files import Record, check_output_file, with_folder, write_json
@@ -32,7 +29,7 @@ class PlanMemory(WithOverrides):
     Of the model only config.json is read.
     """
 
-    config: Annotated[Positional[Path], arg(metavar="CONFIG")]
+    config: ConfigFile
     """TOML configuration, or the name of a recipe such as countdown."""
     device_gib: Gib | None = None
     """Memory of a GPU in GiB, or of the machine where run.device is cpu; none: of what is found here."""

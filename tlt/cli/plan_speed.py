@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
-from tyro.conf import Positional, arg
 
-from tlt.cli.options import File, Folder, Numbers, WithOverrides
+from tlt.cli.options import ConfigFile, File, Folder, Numbers, WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.files import Record, check_output_file, with_folder, write_json
@@ -33,7 +31,7 @@ class PlanSpeed(WithOverrides):
     The run's own code decides, under virtual time; nothing is generated.
     """
 
-    config: Annotated[Positional[Path], arg(metavar="CONFIG")]
+    config: ConfigFile
     """TOML configuration, or the name of a recipe such as countdown."""
     replicas: Numbers = (2, 8, 64)
     """Numbers of engines that share a step; each has as many responses as a rank of the configuration has. Hundreds take

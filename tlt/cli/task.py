@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, model_validator
-from tyro.conf import OmitArgPrefixes, Positional, arg
 
 from tlt.cli.data import Columns, Data, DataOptions, Subset
-from tlt.cli.options import File, JsonObject, Options
+from tlt.cli.options import File, JsonObject, Options, Written
 from tlt.config.mistakes import mistake
 from tlt.data import DataSource, read_data
 from tlt.files import Record, check_output_file, get_id, read_jsonl, with_folder, write_jsonl
 from tlt.kinds import Problems, Seed
 from tlt.types import Reward, UserError
 
-TaskName = Annotated[Positional[str], arg(metavar="NAME")]
+TaskName = Annotated[str, Written("NAME", is_alone=True)]
 
 
 class WriteProblems(Options):
@@ -27,7 +26,7 @@ class WriteProblems(Options):
     """A task that comes with TLT, such as countdown, or your own as module:object."""
     num: Problems
     """Number of problems to write; of data, the first ones."""
-    out: Annotated[Path, arg(metavar="FILE")]
+    out: Annotated[Path, Written("FILE")]
     """JSONL to write, with one problem a line."""
     data: Data = None
     """Rows to make the problems of: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub."""
@@ -37,7 +36,7 @@ class WriteProblems(Options):
     """The names of the columns of --data by ours, such as '{"prompt": "question"}'."""
     seed: Seed = 0
     """Seed of the problems: the same seed gives the same problems."""
-    split: Annotated[str | None, arg(metavar="NAME")] = None
+    split: Annotated[str | None, Written("NAME")] = None
     """Problems to train on (train, also where it is left out), or held-out ones (test); the two share none. Of --data, any
     split that it has; where it is left out, the only one, else train."""
     options: JsonObject = Field(default_factory=dict)
@@ -79,19 +78,17 @@ def write_problems(options: WriteProblems) -> Record:
 # score
 
 
-class Score(Options):
+class Score(DataOptions):
     """Score responses: mean reward, solve rate, and each problem's."""
 
     name: TaskName
     """A task that comes with TLT, such as countdown, or your own as module:object."""
-    problems: Annotated[Path, arg(metavar="DATA")]
+    problems: Annotated[Path, Written("DATA")]
     """Problems: JSONL as tlt task writes it, or data as for its --data. One without problem_id is named by its line or row."""
-    responses: Annotated[Path, arg(metavar="FILE")]
+    responses: Annotated[Path, Written("FILE")]
     """JSONL of responses with problem_id and text, as tlt generate writes it."""
     out: File = None
     """JSONL to write: the responses again, with reward and solved."""
-    data: Annotated[DataOptions, OmitArgPrefixes] = DataOptions()
-    """What --problems is read as."""
 
 
 def score(options: Score) -> Record:
@@ -101,7 +98,7 @@ def score(options: Score) -> Record:
     if options.out is not None:
         check_output_file(options.out, "--out")
     scorer = Scorer(RewardSpec(options.name))
-    problems = _read_problems(options.name, options.data.source(options.problems, "--problems"))
+    problems = _read_problems(options.name, options.source(options.problems, "--problems"))
     scores: dict[str, list[Reward]] = {problem_id: [] for problem_id in problems}
     scored: list[Record] = []
     for place, response in read_jsonl(options.responses, "--responses"):

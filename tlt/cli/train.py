@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeGuard
 
-from tyro.conf import Positional, arg
-
 from tlt.cli.engine import show_busy
-from tlt.cli.options import WithOverrides
+from tlt.cli.options import WithOverrides, Written
 from tlt.clock import Moment
 from tlt.config.load import load_config
 from tlt.config.schema import Config, RunSection
@@ -34,19 +32,15 @@ class Train(WithOverrides):
     Every key of the configuration is listed below; `none` unsets an optional one.
     """
 
-    config: Annotated[Positional[Path | None], arg(metavar="[CONFIG]")] = None
+    config: Annotated[Path | None, Written("[CONFIG]", is_alone=True)] = None
     """TOML configuration, or the name of a recipe such as countdown; may be left out with --resume."""
-    resume: Annotated[Literal["auto"] | Path | None, arg(metavar="DIR|auto")] = None
+    resume: Annotated[Literal["auto"] | Path | None, Written("DIR|auto")] = None
     """Continues the run in this folder with its own configuration; only [tracking] and the length and machine can change. A
     checkpoint in it, DIR/checkpoints/step-N, goes back to that one: newer ones get another name. `auto` continues the run in
     run.out_dir if one has begun there, else begins it."""
-    replay: Annotated[Path | None, arg(metavar="RUN")] = None
+    replay: Annotated[Path | None, Written("RUN")] = None
     """Drafts from the responses of another run with the same seed, which has kept them (run.keep_responses): such as one with
     another learning rate, or this one before a change of code. No token is another. The same as --rollout.replay."""
-
-
-class TrainHelp(Train, Config):
-    """The help of `tlt train` lists these: its options, and every key of the configuration."""
 
 
 def run(options: Train) -> int:

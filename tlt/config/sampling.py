@@ -1,4 +1,5 @@
-"""The section [sampling]: the law that training responses are drawn by, and where they end. Does not know how one is drawn."""
+"""The section [sampling]: the law that training responses are drawn by, and where they end. Kinds and defaults are those of
+SamplingParams, and commands inherit the section. Does not know how a response is drawn."""
 
 from __future__ import annotations
 
@@ -8,21 +9,27 @@ from pydantic import Field
 
 from tlt.config.section import Section
 from tlt.kinds import MaxTokens, MinP, StopTexts, Temperature, TopK, TopP
+from tlt.types import SamplingParams
 
 
 class SamplingSection(Section):
     """The sampling of training responses. RL trains on the law it samples: truncation is off by default."""
 
-    temperature: Temperature = 1.0
+    temperature: Temperature = SamplingParams.temperature
     """Sampling temperature; at 0 the most probable token is taken."""
-    top_k: TopK = 0
+    top_k: TopK = SamplingParams.top_k
     """Draws from this many of the most probable tokens; 0 keeps all tokens."""
-    top_p: TopP = 1.0
+    top_p: TopP = SamplingParams.top_p
     """Draws from the fewest tokens that hold this probability; 1 keeps all tokens."""
-    min_p: MinP = 0.0
+    min_p: MinP = SamplingParams.min_p
     """Drops tokens less probable than this share of the most probable one; 0 keeps all tokens."""
-    max_tokens: MaxTokens = 2048
+    max_tokens: MaxTokens = SamplingParams.max_tokens
     """Length at which a response is cut off, in tokens."""
-    stop: Annotated[StopTexts, Field(strict=False)] = ()
+    stop: Annotated[StopTexts, Field(strict=False)] = SamplingParams.stop
     """Texts that end a response, which keeps them; beside the model's own stop tokens. On the command line a list such as
     '["</answer>"]'."""
+
+    def params(self, seed: int, stop_ids: tuple[int, ...]) -> SamplingParams:
+        """Returns the law of one seed, for a model with these stop tokens."""
+        law = {name: getattr(self, name) for name in SamplingSection.model_fields}
+        return SamplingParams(**law, seed=seed, stop_ids=stop_ids)

@@ -30,7 +30,8 @@ def _takes_a_path(annotation: Any) -> bool:
 
 
 class Explained(BaseModel):
-    """A model whose fields are explained by the docstrings below them: each is one paragraph, however its lines break."""
+    """A model whose fields are explained by the docstrings below them: each is one paragraph, however its lines break. A field
+    that is declared again, with another default, keeps the text that it inherits."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -59,8 +60,10 @@ class Explained(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        for field in cls.model_fields.values():
-            field.description = " ".join((field.description or "").split()) or None
+        for name, field in cls.model_fields.items():
+            inherited = (getattr(base, "model_fields", {}).get(name) for base in cls.__mro__[1:])
+            texts = (field.description, *(known.description for known in inherited if known is not None))
+            field.description = next((" ".join(text.split()) for text in texts if text), None)
 
 
 class Section(Explained):

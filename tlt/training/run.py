@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tlt.build.engine import EngineSettings, build_backend, load_stored
 from tlt.build.model import adapter_folder, all_ranks, drafter_folder, local_ranks, num_gpus, open_start
-from tlt.build.policy import build_policy_trainer, master_dtype, reward_spec, sampling_params
+from tlt.build.policy import build_policy_trainer, master_dtype, reward_spec
 from tlt.clock import Moment
 from tlt.config.schema import Config
 from tlt.distributed.place import find_place
@@ -125,7 +125,7 @@ class Run:
         model = open_start(config, self.master_dtype)
         self.model_folder = model.path
         assert model.tokenizer is not None, "problems have been encoded with it"
-        self.params = sampling_params(config, model.stop_ids)
+        self.params = config.sampling.params(config.run.seed, model.stop_ids)
         self.is_sharded = layout_of(config).is_sharded
         self.trainer = build_policy_trainer(config, model, world, self.is_sharded)
         problems = {"train": self.problems, "test": self.held_out}

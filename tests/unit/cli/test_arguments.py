@@ -129,9 +129,9 @@ def test_overrides_are_taken_out_of_the_arguments_wherever_they_stand() -> None:
     assert options.overrides == ("--run.seed=3", "--task.options.a=b c", "--optimizer.learning_rate=-1")
 
 
-def test_a_group_keeps_what_its_command_has_for_a_default() -> None:
+def test_a_command_keeps_a_default_of_its_own() -> None:
     options = parse_options("audit", Audit, ["m", "--task", "countdown", "--temperature", "0", "--speculation", "off, 4x1x4"])
-    assert (options.sampling.temperature, options.sampling.max_tokens, options.sampling.samples) == (0.0, 512, 8)
+    assert (options.temperature, options.max_tokens, options.samples) == (0.0, 512, 8)
     assert options.speculation == ("off", "4x1x4")
     assert options == Audit.model_validate(options.model_dump())
 
@@ -140,7 +140,7 @@ def test_an_option_is_written_with_dashes_or_underscores_and_unset_by_none() -> 
     options = parse_options(
         "generate", Generate, [*GENERATE[1:], "--max_tokens=3", "--max-batch-size", "2", "--drafter", "none"]
     )
-    assert (options.sampling.max_tokens, options.engine.max_batch_size, options.engine.drafter) == (3, 2, None)
+    assert (options.max_tokens, options.max_batch_size, options.drafter) == (3, 2, None)
 
 
 # ── errors and interrupts ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,83 @@
+"""The help of a command: its usage and purpose, then every option with its metavar, text and default. Knows no command."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import shutil
+import textwrap
+from collections.abc import Iterator, Mapping
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from tlt.cli.options import Options, WithOverrides, Written, label, options_of
+from tlt.config.mistakes import section_of
+from tlt.config.schema import Config
+
+_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", bool: "{true,false}", tuple: "LIST", list: "LIST", dict: "JSON"}
+
+
+def explain(command: str, kind: type[Options], lists_keys: bool = False) -> str:
+    """Returns the help, as wide as the terminal. lists_keys: whether every key of the configuration is explained, too."""
+    width = shutil.get_terminal_size().columns
+
+    def paragraph(text: str, indent: str = "") -> str:
+        return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+
+    headings = {_heading(label(name, field), field): field for name, field in options_of(kind).items()}
+    usual = [written for written, field in headings.items() if field.is_required() or not written.startswith("--")]
+    lines = [" ".join(["usage: tlt", command, *usual, "[--option VALUE ...]"])]
+    lines += [f"\n{paragraph(text)}" for text in inspect.cleandoc(kind.__doc__ or "").split("\n\n")]
+    for title, fields in _groups(kind, lists_keys):
+        lines += ["", paragraph(title)]
+        for written, field in fields.items():
+            lines += [paragraph(_heading(written, field), "  "), paragraph(_explained(field), "      ")]
+    return "\n".join(lines)
+
+
+def _groups(kind: type[Options], lists_keys: bool) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:
+    """Yields the command's own options, then those of each class that it inherits from, under what the class is for."""
+    known = options_of(kind)
+    bases = [base for base in kind.__bases__ if issubclass(base, Options) and base not in (Options, WithOverrides)]
+    inherited = {name for base in bases for name in base.model_fields}
+    yield "Options:", {label(name, field): field for name, field in known.items() if name not in inherited}
+    for base in bases:
+        yield _purpose(base), {label(name, known[name]): known[name] for name in base.model_fields}
+    for name in Config.model_fields if lists_keys else ():
+        section = section_of(Config, name)
+        yield f"[{name}] {_purpose(section)}", {f"--{name}.{key}": field for key, field in section.model_fields.items()}
+
+
+def _purpose(declaration: type[BaseModel]) -> str:
+    return " ".join((declaration.__doc__ or "").split())
+
+
+def _heading(written: str, field: FieldInfo) -> str:
+    hint = Written.of(field)
+    if hint is None:
+        return f"{written} {_metavar(field.annotation)}"
+    return written if hint.is_alone else f"{written} {hint.metavar}".rstrip()
+
+
+def _metavar(kind: Any) -> str:
+    """Returns what the help calls a value of the type: {a,b} for a choice, LIST for words with commas between."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        return _metavar(arguments[0])
+    if origin is Literal:
+        return f"{{{','.join(map(str, arguments))}}}"
+    if (origin or kind) in _METAVARS:
+        return _METAVARS[origin or kind]
+    return "|".join(_metavar(branch) for branch in arguments if branch is not NoneType) or kind.__name__.upper()
+
+
+def _explained(field: FieldInfo) -> str:
+    if field.is_required():
+        return f"{field.description} (required)"
+    value = field.get_default(call_default_factory=True)
+    if isinstance(value, tuple | list):
+        value = ",".join(map(str, value)) or "none"
+    return f"{field.description} (default: {json.dumps(value) if isinstance(value, bool | dict) else value})"
