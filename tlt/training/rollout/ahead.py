@@ -1,11 +1,12 @@
-"""Ahead of the policy: in idle time a replica generates responses of the next steps, with today's policy and their own noise.
+"""Generating ahead: in idle time a replica generates the next steps' responses, with today's policy and their
+own noise.
 
     idle ─▶ take requests of step s + 1, then of s + 2 ─▶ generate ─▶ real work, or all done ─▶ what there is, finished or not
                                                                                                        │ told to all ranks
     step s + 1: its policy draws each token itself, from drafts that are nearly always right ◀─ references ◀┘
 
-Tomorrow's noise takes no part in today's update, so nothing is biased; a reference changes time alone. Knows no queue of real
-work and no drafter's training.
+Tomorrow's noise takes no part in today's update, so nothing is biased: a reference changes the speed
+alone.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from tlt.types import NoiseKey, Request, Rollout
 
 
 class AheadOfPolicy(Ahead):
-    """Generates the responses of steps to come. One per phase and rank.
+    """Generates responses of later steps. One per phase and rank.
 
-    requests: of the next step, then of those behind it.  past: of the step that is running now, whose references are of no more
-    use afterwards.  lengths: tokens that responses to a problem had last, by problem: the longest begin first.
+    requests: those of the next step first, then those of the steps after it.
+    past: requests of the current step; their references are dropped at its end.
+    lengths: latest response length by problem, in tokens: the longest begin first.
     """
 
     def __init__(
@@ -43,7 +45,7 @@ class AheadOfPolicy(Ahead):
         offered = [known for key in self.past if (known := references.get(key)) is not None and known.version != REPLAY]
         self.num_offered = sum(len(known.token_ids) for known in offered)
         by_step = sorted(requests, key=lambda request: request.policy_step)
-        nearest: dict[tuple[str, int], Request] = {}  # by the names that responses have: they say no step
+        nearest: dict[tuple[str, int], Request] = {}  # the next step's request of a problem comes first
         for request in by_step:
             nearest.setdefault((request.problem_id, request.sample_index), request)
         self.requests = sorted(nearest.values(), key=lambda r: (self._is_known(r), r.policy_step, -self._expected(r, lengths)))
@@ -54,7 +56,7 @@ class AheadOfPolicy(Ahead):
         self._own: deque[Request] = deque()  # begun here, and stopped
         num_next = sum(request.policy_step == by_step[0].policy_step for request in requests)
         self._lot = -(-num_next // (2 * num_replicas))
-        self._max_running = num_next  # many at a time bring more tokens, but those of a long response come one after the other
+        self._max_running = num_next  # a larger batch brings more tokens, but slows each long response
         self._queue: AheadQueue | None = None
         self._has_more = self._has_left = bool(self.requests)
 
@@ -63,7 +65,7 @@ class AheadOfPolicy(Ahead):
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
         stats = self.engine.stats
-        self.engine.stats = EngineStats()  # what a phase reports is its own work
+        self.engine.stats = EngineStats()  # the phase's statistics count its own work only
         try:
             while not should_stop():
                 if self.requests and (room := self._room()) > 0:
@@ -84,7 +86,9 @@ class AheadOfPolicy(Ahead):
     def keep(self, found: Iterable[Mapping[NoiseKey, Found]]) -> None:
         for key, (token_ids, is_whole) in (pair for of_replica in found for pair in of_replica.items()):
             before = self.references.get(key)
-            rest = () if before is None or is_whole else before.token_ids[len(token_ids) :]  # it may have come further
+            rest = (
+                () if before is None or is_whole else before.token_ids[len(token_ids) :]
+            )  # an earlier policy may have come further
             is_whole |= before is not None and len(rest) > 0 and before.is_whole
             self.references.keep(key, [*token_ids, *rest], self.engine.policy_version, is_whole)
 
@@ -93,22 +97,23 @@ class AheadOfPolicy(Ahead):
             self.references.drop(key)
 
     def _is_known(self, request: Request) -> bool:
-        """Returns whether a policy before has written the whole response: that one is as good as new, or nearly so."""
+        """Returns whether an earlier policy has finished the response: that reference is nearly as good as a
+        new one."""
         known = self.references.get(request.key)
         return known is not None and known.is_whole
 
     def _room(self) -> int:
-        """Returns how many requests may be added now."""
+        """Returns how many requests can be added now."""
         return min(self.engine.room, self._max_running - len(self.engine.running) - self.engine.num_waiting)
 
     def _expected(self, request: Request, lengths: Mapping[str, float]) -> float:
-        """Returns the tokens that a response is expected to have: no fewer than a policy before has given it."""
+        """Returns the expected length of a response in tokens, at least that of its reference."""
         known = self.references.get(request.key)
         return max(lengths.get(request.problem_id, 0.0), 0.0 if known is None else len(known.token_ids))
 
     def _next(self, room: int) -> list[Request]:
-        """Returns up to `room` requests: those that this replica has begun, then those that nobody has, then those that others
-        have begun and not done, for they may be at work on more."""
+        """Returns up to `room` requests: first those that this replica has begun, then those that nobody has,
+        then those that others have begun and not finished."""
         taken = [self._own.popleft() for _ in range(min(room, len(self._own)))]
         room -= len(taken)
         assert self._queue is not None, "begin comes first"
@@ -133,7 +138,7 @@ class AheadOfPolicy(Ahead):
         self._done.append(number)
 
     def _stop(self) -> None:
-        """Takes everything out of the engine; what is unfinished is kept as far as it has come."""
+        """Withdraws everything from the engine, and keeps unfinished responses as far as they have come."""
         unfinished = self.engine.withdraw(range(len(self.engine.running)))
         self._own.extend(unfinished)
         self._own.extend(self.engine.withdraw_waiting(self.engine.num_waiting))

@@ -1,11 +1,8 @@
-"""The drafter's side of a rollout phase: it is trained where a replica falls idle, and measured at the end.
+"""The drafter during a rollout phase: it is trained on idle replicas, and measured at the end.
 
-    phase    begin ─▶ observe a response ─▶ … ─▶ train while idle ─▶ … ─▶ check ─▶ end        broken off: abandon
-                         │                          │                       │
-    here         buffer to train on     micro-steps                       average, publish, measure
-
-`DrafterSide` itself does nothing: it is the null form, so that a phase need not ask whether there is a drafter. Knows no queue
-and no problems.
+phase    begin ─▶ observe a response ─▶ … ─▶ train while idle ─▶ … ─▶ check ─▶ end        broken off: abandon
+                     │                          │                       │
+here         buffer to train on     micro-steps                       average, publish, measure
 """
 
 from __future__ import annotations
@@ -39,11 +36,13 @@ from tlt.types import Finished, Rollout
 
 
 class WatchedDrafter(DrafterSide):
-    """Looks after a learned drafter.
+    """A learned drafter that is measured and, with `spot`, trained.
 
-    model: the copy that is trained and measured.  learned: the engine's.  watch: who publishes and measures it.
-    spot: who trains it; None: it stays as it is.
-    share: of a phase's seconds, for which it is trained at the end of the phase, busy or not.
+    model: the copy that is trained and measured.
+    learned: the engine's copy.
+    watch: publishes and measures the drafter.
+    spot: trains it in idle time; None: it is not trained.
+    share: share of a phase's seconds for which it is also trained at the phase's end.
     """
 
     def __init__(
@@ -126,7 +125,12 @@ class WatchedDrafter(DrafterSide):
 
     def counters(self) -> dict[str, Any]:
         chosen = {} if self.choice is None else {"vocabulary": self.choice.vocabulary.counters()}
-        return {"version": self.version, "watch": self.watch.counters(), "acceptance": self._acceptance, **chosen}
+        return {
+            "version": self.version,
+            "watch": self.watch.counters(),
+            "acceptance": self._acceptance,
+            **chosen,
+        }
 
     def own_counters(self) -> dict[str, Any]:
         return {} if self.spot is None else self.spot.counters()
@@ -159,9 +163,9 @@ def watch_drafter(
     seed: int,
     share: float = 0.0,
 ) -> DrafterSide:
-    """Makes the copy of the engine's learned drafter that is trained, who trains it, and who watches over it.
+    """Builds the training copy of the engine's learned drafter, its trainer and its watch.
 
-    seed: of the windows to train on; other ranks draw others by it.
+    seed: of the choice of training windows, which differs by rank.
     share: see WatchedDrafter.
     """
     drafter, target = engine.drafter, engine.target

@@ -1,12 +1,12 @@
-"""Dynamic sampling: which groups of a step give a signal, and what is sampled in place of the others (DAPO, arXiv 2503.14476,
-section 3.2, equation 11). Pure; knows neither engine nor clock.
+"""Dynamic sampling: keeps groups whose rewards differ, and samples others in place of the rest (DAPO, arXiv
+2503.14476, section 3.2, equation 11). Pure functions.
 
     round 0   the step's problems ──────▶ groups ─▶ enough with different rewards?  ─ yes ─▶ update
                                             ▲              │ no
     round r   other problems of the epoch ──┘◀─────────────┘       after the last round others fill up
 
-What is drawn follows from the seed, the step and the rewards so far. Every response of a step has a key of its own: another
-problem, or the next sample indexes of one that had to be drawn again.
+The draws depend on the seed, the step and the rewards so far. Each response of a step has its own key:
+another problem, or the next sample indices of a problem that is drawn again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tlt.types import Problem, Reward, Rollout
 
 @dataclass(frozen=True)
 class Draw:
-    """Asks for a group: responses to a problem, from sample index `first_sample` on."""
+    """Asks for a group of responses to a problem, from sample index `first_sample` on."""
 
     problem: Problem
     first_sample: int = 0
@@ -29,7 +29,7 @@ class Draw:
 
 @dataclass(frozen=True)
 class Group:
-    """A draw with its responses, in the order of their sample indexes, and their rewards."""
+    """A draw with its responses, by sample index, and their rewards."""
 
     draw: Draw
     rollouts: tuple[Rollout, ...]
@@ -41,7 +41,7 @@ class Group:
 
     @property
     def has_signal(self) -> bool:
-        """Whether rewards differ, so that some response is better than another."""
+        """Whether the rewards differ, so that the group has a gradient."""
         return len({reward.value for reward in self.rewards if reward.is_scored}) > 1
 
 
@@ -54,8 +54,10 @@ def flatten(groups: Sequence[Group]) -> tuple[list[Rollout], list[Reward]]:
 class DynamicSampling:
     """The rule of one step.
 
-    num_groups: groups that the update takes.  num_samples: responses of each.  max_resamples: most rounds after the first.
-    spare: problems that the step does not begin with, in the order in which they step in.
+    num_groups: groups in the update.
+    num_samples: responses in each.
+    max_resamples: most rounds after the first.
+    spare: problems to draw from next, in this order.
     """
 
     num_groups: int
@@ -64,8 +66,9 @@ class DynamicSampling:
     spare: Sequence[Problem]
 
     def next_draws(self, groups: Sequence[Group], num_rounds: int) -> list[Draw]:
-        """Returns what the next round samples, given all groups of the `num_rounds` rounds so far: one draw for each group that
-        lacks, of a new problem, or where none is left of those that were drawn least; none when the step is complete."""
+        """Returns the next round's draws, given all groups of `num_rounds` rounds: one for each missing
+        group, of a new problem, or of the least drawn ones when no new problem is left. Empty when the step
+        is complete."""
         num_missing = self.num_groups - sum(group.has_signal for group in groups)
         if num_rounds > self.max_resamples:
             return []
@@ -80,8 +83,8 @@ class DynamicSampling:
         return list(islice(chain(fresh, again), num_missing))
 
     def select(self, groups: Sequence[Group]) -> list[Group]:
-        """Returns the groups for the update, one for each problem: those with a signal, then in the order drawn others, until
-        they are `num_groups`."""
+        """Returns `num_groups` groups for the update, one for each problem: those with a signal first, then
+        in the order drawn."""
         chosen: dict[str, Group] = {}
         for group in sorted(groups, key=lambda group: not group.has_signal):
             chosen.setdefault(group.problem_id, group)

@@ -1,11 +1,13 @@
-"""The choice among the uses of idle time, by what each is worth: seconds by which a step becomes shorter for every second that
-a rank spends on it.
+"""The choice among the uses of idle time, by worth: seconds by which a step gets shorter for each second that a rank
+spends on a use.
 
-    worth(ahead) = seconds won / tokens offered to a step · tokens generated ahead / second / ranks at work  - cost(ahead)
-    worth(train) = Δacceptance / (1 + acceptance) · rollout seconds · horizon / seconds trained            - cost(train)
-                                   slowdown.py says ┘, and for training the seconds of its publication / seconds trained
-All of it is measured, phase by phase. A use that is worth nothing is still tried now and then, since that may change. Knows
-neither ranks nor clocks, and decides nothing about tokens.
+    worth(ahead) = seconds won / tokens offered to a step · tokens generated ahead / second / ranks at work
+                   - cost(ahead)
+    worth(train) = Δacceptance / (1 + acceptance) · rollout seconds · horizon / seconds trained
+                   - cost(train) - publication seconds / seconds trained
+
+slowdown.py estimates the costs. Everything is measured, phase by phase. A worthless use is still tried now and then,
+because its worth may change.
 """
 
 from __future__ import annotations
@@ -155,7 +157,10 @@ class IdleChoice:
         """Returns what every use is worth, by what is known so far."""
         costs, s = self.slowdown.costs(), self._sums
         gains = {IdleUse.AHEAD: self._gain_ahead(), IdleUse.TRAIN: self._gain_of_training()}
-        ends = {IdleUse.AHEAD: 0.0, IdleUse.TRAIN: s.publish_seconds / s.train_seconds if s.train_seconds else 0.0}
+        ends = {
+            IdleUse.AHEAD: 0.0,
+            IdleUse.TRAIN: s.publish_seconds / s.train_seconds if s.train_seconds else 0.0,
+        }
         return {use: Worth(gains[use], max(costs[use].mean, 0.0) + ends[use], costs[use].deviation) for use in self.uses}
 
     def _gain_ahead(self) -> float:

@@ -1,5 +1,6 @@
-"""The idle time of a rank in a phase: it is spent on what the plan puts first, with rests in between by which is measured what
-it costs the others. Knows neither the queue of real work nor how the plan was made (tlt/training/rollout/idle_choice.py).
+"""The idle time of a rank in a phase: it is spent on what the plan puts first, with rests in between by which
+is measured what it costs the others. Knows neither the queue of real work nor how the plan was made
+(tlt/training/rollout/idle_choice.py).
 
     idle ─▶ generate ahead ─▶ train the drafter ─▶ nothing to do          at any time: real work, or the phase's end
               └─── rest for a moment, now and then ───┘
@@ -21,19 +22,23 @@ from tlt.training.rollout.protocol import NO_AHEAD, Ahead, DrafterSide
 from tlt.training.rollout.result import PhaseResult
 
 _SPANS = {IdleUse.AHEAD: SpanName.AHEAD, IdleUse.REST: SpanName.WAIT}
-"""What stretches are called in the timeline; the trainer records its own, one per micro-step."""
+"""The timeline's name for each use. The trainer records its own spans, one per micro-step."""
 
 
 @dataclass(frozen=True)
 class IdleWork:
-    """What there is to do in a phase's idle time besides training the drafter, and in which order."""
+    """The work for a phase's idle time besides drafter training, and the order of both."""
 
     ahead: Ahead = NO_AHEAD
     plan: IdlePlan = field(default_factory=IdlePlan)
 
 
 def idle_choice(world: World, machine: str, ahead: int | str, trains: bool) -> IdleChoice:
-    """Makes who decides what ranks without work do; every rank calls it. machine: this rank's.  ahead: as rollout.ahead."""
+    """Builds the IdleChoice, the policy for idle ranks. A collective.
+
+    machine: this rank's machine.
+    ahead: the setting rollout.ahead.
+    """
     machines = gather_objects(world, machine)
     there_is = {IdleUse.AHEAD: ahead != 0, IdleUse.TRAIN: trains}
     uses = [use for use, is_there in there_is.items() if is_there]
@@ -41,9 +46,10 @@ def idle_choice(world: World, machine: str, ahead: int | str, trains: bool) -> I
 
 
 class IdleTime:
-    """Spends one rank's idle time in a phase.
+    """One rank's idle time in a phase.
 
-    has_better_to_do: tells an idle rank to stop.  rest: waits between two such questions.
+    has_better_to_do: returns whether to stop.
+    rest: waits for a moment between two such questions.
     """
 
     def __init__(
@@ -63,12 +69,12 @@ class IdleTime:
 
     @property
     def ahead_report(self) -> AheadReport:
-        """What was generated ahead so far; its rests are not part of the seconds."""
+        """The account of generating ahead so far, its rests excluded."""
         return replace(self._ahead_report, seconds=sum(s.end - s.start for s in self.stretches if s.use is IdleUse.AHEAD))
 
     def spend(self) -> None:
-        """Does what comes first in the plan and has something to do, until there is better; rests where nothing has. The rank
-        is idle from the first call on, until `leave`."""
+        """Does the first work of the plan that has something to do, until there is better; rests if nothing
+        has. The rank counts as idle from the first call until `leave`."""
         self._turn_to(IdleUse.REST)
         if not (self._is_time_to_rest() or any(self._do(use) for use in self.plan.order)):
             self.rest()
@@ -76,16 +82,16 @@ class IdleTime:
             self._rest()
 
     def leave(self) -> None:
-        """Ends the idle time: there is real work, or the phase is over."""
+        """Ends the idle time."""
         self._turn_to(None)
 
     def _do(self, use: IdleUse) -> bool:
-        """Returns whether there was anything to do."""
+        """Returns whether there was something to do."""
         return self._generate_ahead() if use is IdleUse.AHEAD else self._train()
 
     def _generate_ahead(self) -> bool:
         def stops() -> bool:
-            if self._is_time_to_rest():  # within the session, so that its responses stay in the engine
+            if self._is_time_to_rest():  # without ending the session, so its responses stay in the engine
                 self._turn_to(IdleUse.REST)
                 self._rest()
                 self._turn_to(IdleUse.AHEAD)
@@ -114,7 +120,7 @@ class IdleTime:
             self.rest()
 
     def _turn_to(self, use: IdleUse | None) -> None:
-        """Ends the stretch that is under way, and begins one of this use."""
+        """Ends the current stretch, and begins one of another use."""
         now, last = self.timeline.clock(), self._use
         if last is not None and now > self._since:
             self._seconds += now - self._since
@@ -127,7 +133,8 @@ class IdleTime:
 
 
 def facts_of(phase: PhaseResult, num_offered: int = 0, steps_left: float = math.inf) -> IdleFacts:
-    """Returns what a phase says of its idle time. num_offered: tokens that had been generated ahead for it."""
+    """Returns a phase's idle time in numbers. num_offered: tokens that had been generated ahead for this
+    phase."""
     stats, check, seconds = phase.stats, phase.check, phase.seconds
     followed, foreign = stats.followed_by_age.total(), stats.followed_by_age[REPLAY]
     own = 1 - foreign / followed if followed else 1.0

@@ -1,10 +1,10 @@
-"""The rollout phase: pull, generate, score, train the drafter when idle, average the drafters. Knows no policy update.
+"""The rollout phase: pull work, generate, score, train the drafter when idle, average the drafters.
 
     every replica:   take units ─▶ generate ─▶ hand responses to the scorers ─▶ … ─▶ queue empty, nothing running
                         ▲                                                               ▼
                      units handed over by others  ◀──────────────────────────────  offer help
                                                                                         ▼
-                     all done?  ◀─ poll between (micro-)steps ─  idle time (idle.py): generate ahead, train the drafter
+                     all done?  ◀─ poll between (micro-)steps ─  idle time (idle_time.py): generate ahead, train the drafter
                         ▼
     together:        gather responses and rewards in canonical order ─▶ average the drafters by tokens trained, and measure
                         │
@@ -38,13 +38,14 @@ NO_WORK = IdleWork()
 
 
 class StopRequested(Exception):
-    """The user asked the run to stop. What the phase generated stands in the journal; without one, the law gives it again."""
+    """The user asked the run to stop. The journal keeps what was generated; without a journal the law redraws
+    the same tokens."""
 
 
 class RolloutPhase:
     """Generates and scores the responses to problems, together with the other ranks. One per run and rank.
 
-    migrates: whether replicas that run dry take over running responses of others.
+    migrates: whether an idle replica takes over running responses of a busy one.
     """
 
     def __init__(
@@ -74,11 +75,12 @@ class RolloutPhase:
         sampling: DynamicSampling | None = None,
         idle: IdleWork = NO_WORK,
     ) -> PhaseResult:
-        """Generates and scores `num_samples` responses to each problem. Every rank calls this with the same arguments and gets
-        the same result. Raises StopRequested on all ranks when any of them was asked to stop.
+        """Generates and scores `num_samples` responses to each problem. Every rank passes the same arguments
+        and gets the same result. Raises StopRequested on all ranks when one of them was asked to stop.
 
-        drafter: who trains and measures the drafter meanwhile; by default nobody does.
-        sampling: who asks for further rounds; None: nobody does.  idle: what there is to do in idle time besides.
+        drafter: trains and measures the drafter during the phase; does nothing by default.
+        sampling: dynamic sampling, which may ask for further rounds; None: one round.
+        idle: further work for idle time.
         """
         name = f"{purpose} {step}"
         self._begin(drafter)
@@ -88,7 +90,14 @@ class RolloutPhase:
         while draws:
             requests = [
                 [
-                    Request(draw.problem.problem_id, draw.first_sample + i, draw.problem.prompt_ids, params, purpose, step)
+                    Request(
+                        draw.problem.problem_id,
+                        draw.first_sample + i,
+                        draw.problem.prompt_ids,
+                        params,
+                        purpose,
+                        step,
+                    )
                     for i in range(num_samples)
                 ]
                 for draw in draws
@@ -110,8 +119,11 @@ class RolloutPhase:
         drafter: DrafterSide = NO_DRAFTER,
         idle: IdleWork = NO_WORK,
     ) -> PhaseResult:
-        """Does the same for any requests, in one round: a group of them for each problem, one at least, whose sample indices
-        follow each other. name: no other phase of the run has it."""
+        """Generates and scores given requests in one round: for each problem at least one, with consecutive
+        sample indices.
+
+        name: a name that no other phase of the run has.
+        """
         self._begin(drafter)
         draws = [Draw(problem, group[0].sample_index) for problem, group in zip(problems, requests, strict=True)]
         groups, replicas = self._round(draws, requests, name, drafter, idle)
@@ -131,7 +143,7 @@ class RolloutPhase:
         drafter: DrafterSide,
         sampling: DynamicSampling | None = None,
     ) -> PhaseResult:
-        """Ends a phase, with what its rounds have brought."""
+        """Ends the phase and returns its result."""
         self.engine.release()  # the policy update wants the memory
         rollouts, rewards = in_order(*flatten(groups))
         replicas = combine(rounds)
@@ -163,8 +175,8 @@ class RolloutPhase:
         drafter: DrafterSide,
         idle: IdleWork = NO_WORK,
     ) -> tuple[list[Group], list[ReplicaReport]]:
-        """Generates and scores the responses to `requests`, those of one draw each. Returns (a group for every draw, what the
-        replicas did), the same on all ranks."""
+        """Generates and scores one round: `requests[i]` answer `draws[i]`. Returns (a group for each draw, a
+        report for each replica), the same on all ranks."""
         recalled = self.receivers.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
         self._recalled_tokens += recalled.num_tokens
         self.coordinator.begin(name, len(recalled.requests))
@@ -215,7 +227,8 @@ class RolloutPhase:
         return groups, reports
 
     def _measure_slowdown(self, steps: Sequence[TimedStep], replicas: Sequence[ReplicaReport]) -> None:
-        """Compares this replica's engine steps with what others of its machine did in their idle time meanwhile."""
+        """Measures how much this replica's engine steps slow down while idle replicas of the same machine
+        work."""
         epoch, rank = self.timeline.epoch, self.world.rank
         if any(stretch.use is not IdleUse.REST for replica in replicas for stretch in replica.idle):
             beside = [r.idle for number, r in enumerate(replicas) if number != rank and r.machine == epoch.machine]
@@ -223,7 +236,8 @@ class RolloutPhase:
             self._slowdown = add_up([self._slowdown, *gather_objects(self.world, own)])
 
     def generate(self, work: Work, ended: Ended, drafter: DrafterSide, spare: IdleTime) -> tuple[float, list[TimedStep]]:
-        """Runs the part of a phase in which a replica waits for nobody. Returns (time of the last token, engine steps)."""
+        """Runs this replica until the whole round is done, without a collective. Returns (time of the last
+        token, engine steps)."""
         last_token = self.timeline.clock()
         steps: list[TimedStep] = []
         queue_is_empty = False
@@ -260,13 +274,14 @@ class RolloutPhase:
         return last_token, steps
 
     def idle_time(self, idle: IdleWork, drafter: DrafterSide) -> IdleTime:
-        """Returns how this replica spends the time in which it has no work."""
+        """Builds the IdleTime in which this replica works while it has no units."""
         return IdleTime(idle, drafter, self._has_better_to_do, self.coordinator.rest, self.timeline)
 
     def _room(self, num_samples: int) -> int:
-        """Returns the units that could start now; at least one when nothing runs, however many samples a unit has."""
+        """Returns how many units could start now; at least one when nothing runs."""
         return max(self.engine.room // num_samples, int(self.engine.is_idle))
 
     def _has_better_to_do(self) -> bool:
-        """Tells an idle replica whether to stop waiting; as long as not, it offers its help to the others."""
+        """Returns whether an idle replica should return to the queue. Until then it offers its help to busy
+        ones."""
         return self.should_stop() or self.coordinator.has_news(offers_help=self.migrates)

@@ -1,4 +1,5 @@
-"""What a rollout phase asks of those around it. The base classes do nothing, so a phase never asks whether there is one.
+"""What a rollout phase asks of those around it. The base classes do nothing, so a phase never asks whether
+there is one.
 
 Scorers       score responses, in processes (rl/rewards.py)
 Journal       keeps responses and rewards on disk (saved/journal.py)
@@ -62,7 +63,8 @@ class Recalled:
 
 
 class Journal:
-    """Records responses and rewards, so that a restarted run does not generate them again. This base keeps nothing."""
+    """Records responses and rewards, so that a restarted run does not generate them again. This base keeps
+    nothing."""
 
     def begin(self, phase: str, requests: Sequence[Sequence[Request]]) -> Recalled:
         """Begins a phase, and returns what is left to do. Every rank calls it with the same arguments.
@@ -95,8 +97,8 @@ class Receivers:
 
 
 class DrafterSide:
-    """Trains and measures the drafter during a phase. This base does nothing: it serves evaluations, and runs that have no
-    learned drafter."""
+    """Trains and measures the drafter during a phase. This base does nothing: it serves evaluations, and runs
+    that have no learned drafter."""
 
     @property
     def version(self) -> int:
@@ -122,7 +124,8 @@ class DrafterSide:
         return DrafterReport()
 
     def check(self, rollouts: Sequence[Rollout], num_tokens: int, temperature: float) -> DrafterCheck | None:
-        """Averages the ranks' drafters, publishes the result and measures it. A collective; None without a drafter.
+        """Averages the ranks' drafters, publishes the result and measures it. A collective; None without a
+        drafter.
 
         rollouts: all responses of the phase, the same on every rank.
         num_tokens: tokens that this rank trained on.
@@ -170,8 +173,8 @@ class Ahead:
         """Begins a round, in which the replicas divide the requests by this queue."""
 
     def run(self, should_stop: Callable[[], bool]) -> AheadReport:
-        """Generates until `should_stop` or until nothing is left. The engine is idle before and after. The caller measures
-        the seconds."""
+        """Generates until `should_stop` or until nothing is left. The engine is idle before and after. The
+        caller measures the seconds."""
         return AheadReport()
 
     def take_found(self) -> dict[NoiseKey, Found]:

@@ -1,5 +1,5 @@
-"""The work of a replica in a phase: it takes units from the shared queue, hands running responses over to idle replicas, and
-takes those that end to scorers, drafter and journal."""
+"""One replica's work in a phase: takes units from the shared queue, hands running responses over to idle
+replicas, and passes finished ones to scorers, drafter and journal."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from tlt.types import Finished, Key, Problem, Request, Reward, Rollout, key_of
 
 
 class Work:
-    """Keeps a replica's units of a phase. A unit is a group of requests, or some unfinished responses of another replica.
+    """A replica's units of a phase. A unit is a group of requests, or unfinished responses of another
+    replica.
 
     unit_size: requests of the largest group.
-    gap_seconds: time without work before the last token.  gap_training: seconds of drafter training up to the latest gap's end.
+    gap_seconds: time without work before the last token.
+    gap_training: seconds of drafter training up to the end of the latest gap.
     """
 
     def __init__(self, coordinator: Coordinator, requests: Sequence[Sequence[Request]]) -> None:
@@ -35,7 +37,7 @@ class Work:
         return {key_of(request): request for group in self.requests for request in group}
 
     def take(self, room: int) -> list[Request]:
-        """Takes up to `room` units and returns their requests; none where the queue is empty now."""
+        """Takes up to `room` units and returns their requests; none when the queue is empty."""
         taken: list[Request] = []
         for unit in self.coordinator.take(room):
             if unit < len(self.requests):
@@ -47,14 +49,14 @@ class Work:
         return taken
 
     def finish(self, key: tuple[str, int]) -> None:
-        """Notes that a response has left this replica: it has ended, or another replica goes on with it."""
+        """Notes that a response has left this replica, finished or handed over."""
         unit = self.unit_of.pop(key)
         self.num_open[unit] -= 1
         if self.num_open[unit] == 0:
             self.coordinator.finish(unit)
 
     def share(self, engine: RolloutBackend, num_offers: int) -> None:
-        """Hands one of those who offer help its part of what runs or waits here, if that is worth it."""
+        """Hands a helper its share of the waiting or running responses, if that is worth it."""
         num_waiting = min(engine.num_waiting, (engine.num_waiting + len(engine.running)) // (1 + num_offers))
         slots = worth_migrating([(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers)
         if not (num_waiting or slots) or (unit := self.coordinator.accept_help()) is None:
@@ -71,7 +73,8 @@ class Work:
         return requests
 
     def _pack(self, request: Request) -> bytes:
-        """Returns what another replica lacks: all know the phase's requests. JSON gives back every float as it was."""
+        """Encodes what another replica does not know yet; all know the phase's requests. JSON keeps floats
+        exactly."""
         return json.dumps([request.problem_id, request.sample_index, request.token_ids, request.logprobs]).encode()
 
     def _unpack(self, part: bytes) -> Request:
@@ -81,7 +84,7 @@ class Work:
 
 
 class Ended:
-    """Keeps the responses that have ended on this replica in a round, and their rewards as they come."""
+    """The finished responses of this replica in a round, and their rewards."""
 
     def __init__(self, problems: Iterable[Problem], to: Receivers, drafter: DrafterSide) -> None:
         self.scorers, self.decode, self.journal, self.drafter = to.scorers, to.decode, to.journal, drafter
@@ -90,7 +93,7 @@ class Ended:
         self._data_of = {problem.problem_id: problem.data for problem in problems}
 
     def add(self, finished: Finished) -> None:
-        """Takes in a response that has ended just now, or that has no reward yet."""
+        """Takes a response that has just finished, or that has no reward yet."""
         rollout = finished.rollout
         self.rollouts.append(rollout)
         self.journal.note_finished(rollout)
@@ -100,7 +103,7 @@ class Ended:
         self.scorers.submit(key_of(rollout), data, text, rollout.token_ids, rollout.policy_version)
 
     def recall(self, recalled: Recalled, rank: int, num_ranks: int) -> None:
-        """Takes in this rank's part of the responses that an earlier attempt has finished."""
+        """Takes this rank's part of the responses that an earlier attempt finished."""
         for rollout in recalled.rollouts[rank::num_ranks]:
             if (reward := recalled.rewards.get(key_of(rollout))) is None:
                 self.add(Finished(rollout))
@@ -110,11 +113,11 @@ class Ended:
                 self.drafter.observe(Finished(rollout))
 
     def collect(self) -> None:
-        """Takes the rewards that are there now."""
+        """Takes the rewards that have arrived."""
         self._keep(self.scorers.collect())
 
     def drain(self, patience: float) -> None:
-        """Waits for the rewards that lack."""
+        """Waits for the missing rewards."""
         self._keep(self.scorers.drain(patience))
 
     def _keep(self, rewards: Mapping[Key, Reward]) -> None:
@@ -123,10 +126,11 @@ class Ended:
 
 
 def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:
-    """Returns the slots of the running responses to hand to one of the `num_offers` idle replicas: an equal share, long and
-    short ones alike. A response stays where the other replica would have to read more tokens again than may still come.
+    """Returns the slots of the responses to hand to one of `num_offers` idle replicas: an equal share of long
+    and short ones. A response stays if the helper would have to prefill more tokens than can still be
+    generated.
 
-    responses: by slot, the tokens in the cache and the tokens that may still come.
+    responses: by slot, (tokens in the cache, tokens that can still be generated).
     """
     if len(responses) < 2:
         return []
