@@ -3,7 +3,7 @@
     wheel ─▶ venv of its own ─ pip install WHEEL[extra] ─▶ a user's folder ─ commands ─▶ what they wrote
 
 Run by `make extras-check`; about a minute an extra. Exit code 1 when a feature fails. Missing are `vllm`, which
-`make vllm-test` checks with the CPU build, and `bench` and `dev`, which serve the repository alone.
+`make vllm-test` checks with the CPU build, and `dev`, which serves the repository alone.
 """
 
 from __future__ import annotations

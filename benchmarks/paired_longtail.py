@@ -25,7 +25,8 @@ def find(*places: str) -> Any:
 def main(recipe: Path) -> None:
     load_config = find("tlt.config.load:load_config", "tlt.config.schema:load_config", "tlt.config:load_config")
     read_workload = find("benchmarks.longtail:read_workload", "tlt.bench.longtail:read_workload")
-    trace, subject_of = find("benchmarks.traces:trace", "tlt.bench.measure:trace"), find("tlt.bench.subject:Subject")
+    trace = find("benchmarks.rollout:trace", "benchmarks.traces:trace", "tlt.bench.measure:trace")
+    subject_of = find("tlt.bench.subject:Subject")
     subject = subject_of(load_config(recipe / "quickstart.toml"))
     requests = read_workload(recipe / "longtail.json").requests
     trace(subject.engine("adaptive", len(requests)), requests[:8])  # what a fresh process is slow at

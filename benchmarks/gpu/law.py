@@ -16,14 +16,16 @@ from torch import Tensor
 
 from benchmarks.gpu.harness import Record
 from benchmarks.gpu.timing import seconds_of
-from benchmarks.law_kernel import LAWS
 from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import reference
 from tlt.speculative.sampling import gumbel_noise
 from tlt.types import SamplingParams
 
 KINDS = {
-    **LAWS,
+    "T = 1": SamplingParams(),
+    "T = 0.7": SamplingParams(temperature=0.7),
+    "T = 0": SamplingParams(temperature=0),
+    "T = 0.7, top-k 50, top-p 0.95, min-p 0.01": SamplingParams(temperature=0.7, top_k=50, top_p=0.95, min_p=0.01),
     "T = 1.3": SamplingParams(temperature=1.3),
     "T = 1e-35": SamplingParams(temperature=1e-35),
     "min-p 0.1": SamplingParams(min_p=0.1),

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from tests.lossless.helpers import CONFIG, make_engine, make_policy
-from tlt.bench.measure import Ratio, constant_batch
+from tlt.bench.measure import Ratio
+from tlt.bench.rollout import constant_batch
 from tlt.cli.main import main
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, SamplingParams, Strategy
@@ -56,7 +57,6 @@ FEW = ("--task.num_problems", "64")
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--parts", "all"], "--parts: 'all' is unknown; give some of constant, workload"),
         (["--batches", "1,x"], "--batches: is x; it must be a valid integer"),
         (["--batches", "0"], "--batches: is 0; it must be greater than or equal to 1"),
         (["--variants", "fast"], "'fast' is no strategy"),
@@ -75,7 +75,7 @@ def test_a_mistake_in_the_command_is_one_line(
 
 def test_the_command_measures_a_constant_batch_and_writes(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Small, with the shipped model."""
-    arguments = ["--out", str(tmp_path / "result"), "--parts", "constant"]
+    arguments = ["--out", str(tmp_path / "result")]
     amounts = ["--batches", "1,2", "--rounds", "2", "--seconds", "0.1", *FEW]
     assert main(["bench", "rollout", str(RECIPE / "quickstart.toml"), *arguments, *amounts]) == 0
     assert "constant batch 2: off " in capsys.readouterr().out

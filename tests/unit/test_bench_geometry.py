@@ -57,7 +57,7 @@ def test_the_command_says_what_it_grew_measures_it_and_leaves_nothing(
     assert shown[2].startswith("behaviour: the small model's, its tokens and its acceptance; 128 of 128 greedy tokens equal, ")
     assert shown[3] == "vocabulary: 300 ids, of which 24 are ever drawn"
     report = json.loads((tmp_path / "result.json").read_text())
-    assert [m["name"] for m in report["measurements"]] == ["constant batch 2"]  # constant alone, unless asked for more
+    assert [m["name"] for m in report["measurements"]] == ["constant batch 2"]
     assert (report["geometry"]["num_equal"], report["geometry"]["num_tokens"]) == (128, 128)
     assert report["geometry"]["difference"] < 1e-6
     assert all(line in (tmp_path / "result.md").read_text() for line in shown[:4])

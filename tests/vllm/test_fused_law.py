@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.law_kernel import compile_apart
+from tests.vllm.compiled import compile_apart
 from tests.vllm.interpreted import SOURCE, Rows, compile_as_called, draw_rows, make_noise, planted, triton_process
 from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import draw, reference

@@ -159,10 +159,6 @@ def check_disk(folder: Path, geometry: Geometry, num_bytes: int) -> None:
         raise UserError(f"{OPTION}: {geometry.name} {sizes}; {remedy}")
 
 
-def num_parameters(grown: Grown) -> int:
-    return sum(shape.numel() for shape in expected_shapes(grown.config).values())
-
-
 # ── the same function? ───────────────────────────────────────────────────────────────────────────────────────────────
 
 

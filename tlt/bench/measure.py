@@ -1,4 +1,4 @@
-"""Measures engines side by side: they do the same work in turns, and the ratio of their seconds gets an interval.
+"""Measures in turns: the same work in each round, and the ratio of the paired seconds with its interval.
 
 off ▕ on ▕ on ▕ off ▕ off ▕ on …
 """
@@ -7,15 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
-
-from tlt.engine.backend import RolloutBackend
-from tlt.engine.stats import EngineStats
-from tlt.types import Request
 
 T = TypeVar("T")
 
@@ -59,45 +53,3 @@ def in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str,
         for name in tasks if index % 2 == 0 else reversed(list(tasks)):
             results[name].append(tasks[name]())
     return results
-
-
-# ── constant batches ─────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass
-class _Stretch:
-    """Keeps an engine at one batch size by an endless supply of requests."""
-
-    engine: RolloutBackend
-    supply: Callable[[int], Sequence[Request]]
-    batch_size: int
-    helping: int = 0
-
-    def run(self, seconds: float) -> float:
-        """Generates for about so many seconds; returns the tokens per second."""
-        tokens, start = self.engine.stats.num_tokens, time.perf_counter()
-        while (elapsed := time.perf_counter() - start) < seconds:
-            while self.engine.num_waiting < self.batch_size:
-                self.engine.add(self.supply(self.helping))
-                self.helping += 1
-            self.engine.step()
-        return (self.engine.stats.num_tokens - tokens) / elapsed
-
-
-def constant_batch(
-    engines: Mapping[str, RolloutBackend],
-    supply: Callable[[int], Sequence[Request]],
-    batch_size: int,
-    num_rounds: int,
-    seconds: float,
-) -> dict[str, list[float]]:
-    """Returns every engine's tokens per second, one value for each round.
-
-    engines: decode `batch_size` sequences at a time.  supply: gives the i-th helping of requests.
-    seconds: of one engine in one round; before the first round each warms up for three times as long.
-    """
-    stretches = {name: _Stretch(engine, supply, batch_size) for name, engine in engines.items()}
-    for stretch in stretches.values():
-        stretch.run(3 * seconds)
-        stretch.engine.stats = EngineStats()
-    return in_turns({name: partial(stretch.run, seconds) for name, stretch in stretches.items()}, num_rounds)

@@ -1,4 +1,4 @@
-"""Writes reports of benchmarks, and what they have in common: machine, commit, configuration, tables. Measures nothing."""
+"""Writes a measurement's report, OUT.json and OUT.md: command, commit, machine, configuration and tables. Measures nothing."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ def with_changes(config: Config, changes: Changes) -> Config:
     return validate(Config, values, f"bench: with {changed} changed")
 
 
-def side_by_side(config: Config) -> Changes:
-    """Returns the changes by which several engines live in one process alike: each vLLM has a worker process of its own, where
-    else the first alone would be without."""
-    return {"vllm": {"own_process": True}} if config.rollout.engine == "vllm" else {}
+def side_by_side(config: Config) -> Config:
+    """Returns the configuration for one of several engines in a process: each vLLM then has a worker process of its own."""
+    return with_changes(config, {"vllm": {"own_process": True}}) if config.rollout.engine == "vllm" else config
 
 
 def header(config: Config, command: str) -> dict[str, Any]:
@@ -45,29 +44,27 @@ def header(config: Config, command: str) -> dict[str, Any]:
 
 def environment() -> dict[str, Any]:
     """Returns machine, commit and versions, without host names or paths."""
-    try:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        dirty = bool(
-            subprocess.run(["git", "status", "--porcelain", "tlt"], capture_output=True, text=True, check=False).stdout.strip()
-        )
-    except (OSError, subprocess.CalledProcessError):
-        commit, dirty = "unknown", False
-    cpu = "unknown"
-    if Path("/proc/cpuinfo").exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-        ]
+    cpuinfo, cpu = Path("/proc/cpuinfo"), "unknown"
+    if cpuinfo.exists():
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         cpu = f"{names[0]}, {len(names)} cores" if names else cpu
     return {
         "tlt": __version__,
-        "commit": commit + ("+changes" if dirty else ""),
+        "commit": _git("rev-parse", "--short", "HEAD") + ("+changes" if _git("status", "--porcelain", "tlt") else ""),
         "cpu": cpu,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def _git(*words: str) -> str:
+    """Returns what git says: "unknown" without a commit, nothing of the changes outside of a checkout."""
+    try:
+        done = subprocess.run(["git", *words], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown" if words[0] == "rev-parse" else ""
+    return done.stdout.strip()
 
 
 def write_report(out: Path, report: Mapping[str, Any], markdown: str) -> None:
@@ -77,7 +74,9 @@ def write_report(out: Path, report: Mapping[str, Any], markdown: str) -> None:
             file.write(text)
 
 
-# ── markdown ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+def markdown(title: str, report: Mapping[str, Any], *blocks: str) -> str:
+    """Returns the page: the title, the command and the machine, then the blocks."""
+    return "\n\n".join([f"# {title}", *provenance(report), *blocks]) + "\n"
 
 
 def provenance(report: Mapping[str, Any]) -> list[str]:
@@ -106,18 +105,3 @@ def number(value: float | None, form: str = ".2f") -> str:
 def speed(tokens_per_second: float) -> str:
     """Returns tokens per second for people: of a slow engine the tenths count."""
     return f"{tokens_per_second:,.{1 if tokens_per_second < 100 else 0}f}"
-
-
-def open_report(report: Mapping[str, Any]) -> tuple[list[str], dict[str, list[dict[str, Any]]]]:
-    """Returns the first blocks of a rollout's report, and its measurements by kind."""
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for measurement in report["measurements"]:
-        by_kind.setdefault(measurement["kind"], []).append(measurement)
-    ratios = "Ratios above 1 are faster than off: geometric mean of paired rounds (95 % confidence interval)."
-    return ["# Rollout benchmark", *provenance(report), ratios], by_kind
-
-
-def over_off(measured: Mapping[str, Any]) -> str:
-    """Returns on one line how fast every variant was over off."""
-    words = ", ".join(f"{name} {ratio_text(ratio)} times off" for name, ratio in measured["ratios"].items())
-    return f"{measured['name']}: off {speed(measured['tokens_per_second']['off'])} tokens/s; {words}"

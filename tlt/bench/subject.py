@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 
-from tlt.bench.report import side_by_side, with_changes
+from tlt.bench.report import side_by_side
 from tlt.build.engine import EngineSettings, build_backend, build_engine, load_stored
 from tlt.build.model import Model, adapter_folder, drafter_folder, model_folder, open_model
 from tlt.build.policy import master_dtype
@@ -26,7 +26,7 @@ class Subject:
 
     def __init__(self, config: Config, model: Model | None = None, drafter: StoredDrafter | None = None) -> None:
         torch.set_num_threads(config.run.threads_per_rank)
-        self.config = config = with_changes(config, side_by_side(config))
+        self.config = config = side_by_side(config)
         settings = EngineSettings.of_run(config, device_of(config).name)
         untrained = settings.drafting.model_copy(update={"train": False})  # nothing here trains: remember nothing for it
         self.settings = dataclasses.replace(settings, drafting=untrained)

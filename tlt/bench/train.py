@@ -8,8 +8,7 @@ seed means one run: the same tokens, rewards and weights, exactly in float64. In
 Responses and weights that differ are counted, and the run is given the reference's weights and optimizer before the next
 step, so that every pair of steps does the same work.
 
-The runs stay in run.out_dir; the same command continues them. What they showed is in train_report.py. This file does not know
-what the runs change: benchmarks/ablation.py compares others.
+The runs stay in run.out_dir; the same command continues them. What they showed is in train_report.py.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,11 +31,10 @@ from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import World, any_rank, gather_objects, shutdown
 from tlt.report.console import Console
 from tlt.training.loop import advance
-from tlt.training.problems import load_problems
 from tlt.training.rollout.phase import StopRequested
 from tlt.training.rollout.result import PhaseResult
 from tlt.training.run import Run, join_ranks
-from tlt.types import Problem, UserError
+from tlt.types import UserError
 
 if TYPE_CHECKING:
     from tlt.distributed.signals import StopRequest
@@ -46,7 +44,13 @@ OFF: Changes = {
     "drafter": {"path": None, "train": False},
 }
 """Turns the configuration into the same system without TLT: nothing drafts, so nothing is kept or generated to draft from."""
-FROZEN: Changes = {"drafter": {"train": False}}
+
+VARIANTS: Mapping[str, Changes] = {
+    "tlt": {},
+    "frozen": {"drafter": {"train": False}},
+    "ahead": {"rollout": {"ahead": "adaptive"}},
+}
+"""What can be compared with off, by what it changes of the configuration."""
 
 
 @dataclass(frozen=True)
@@ -55,52 +59,36 @@ class Plan:
 
     runs: what each run, by name, changes of the configuration; the first is the reference.
     num_steps: steps of every run, those of earlier sessions included.  minutes: no round begins that would not end within them.
-    shift: (step, task options): from this step on the problems are made with these options; None: never.
     """
 
     runs: Mapping[str, Changes]
     num_steps: int
     minutes: float
-    shift: tuple[int, Mapping[str, Any]] | None = None
 
     def configs(self, config: Config) -> dict[str, Config]:
         """Returns every run's configuration. Each run has a folder of its own."""
-        folder, config = config.run.out_dir, with_changes(config, side_by_side(config))
+        folder, config = config.run.out_dir, side_by_side(config)
         return {
             name: with_changes(with_changes(config, changes), {"run": {"out_dir": folder / name}})
             for name, changes in self.runs.items()
         }
 
-    def problems(self, config: Config) -> Callable[[int], list[Problem]]:
-        """Returns the training problems as a function of the step."""
-        before = load_problems(config, "train")
-        if self.shift is None:
-            return lambda step: before
-        shift_step, options = self.shift
-        after = load_problems(with_changes(config, {"task": {"options": options}}), "train")
-        return lambda step: before if step < shift_step else after
-
-
-# ── measuring, on every rank ─────────────────────────────────────────────────────────────────────────────────────────
-
 
 def launch_runs(config: Config, plan: Plan) -> int:
-    """Runs the plan on the configuration's ranks and returns the exit code."""
+    """Runs the plan on the configuration's ranks and returns the exit code.
+
+    Raises UserError unless the runs can begin, or go on, in run.out_dir.
+    """
     from tlt.build.model import all_ranks
     from tlt.distributed.launch import launch
 
-    check_folder(config, plan)
-    argument = json.dumps({"config": config.to_json(), "plan": dataclasses.asdict(plan)}, default=str)
-    return launch(argument, all_ranks(config), "tlt.bench.train:main", config.run.threads_per_rank)
-
-
-def check_folder(config: Config, plan: Plan) -> None:
-    """Raises UserError unless the runs can begin, or go on, in run.out_dir."""
     folder = config.run.out_dir
     for name, changed in plan.configs(config).items():
         written = folder / name / "config.json"
         if written.exists() and Config.from_json(written.read_text(), str(written)) != changed:
             raise UserError(f"run.out_dir: {folder} holds runs of another configuration; give another --run.out_dir")
+    argument = json.dumps({"config": config.to_json(), "plan": dataclasses.asdict(plan)}, default=str)
+    return launch(argument, all_ranks(config), "tlt.bench.train:main", config.run.threads_per_rank)
 
 
 def main(argument: str, stop: StopRequest) -> None:
@@ -130,13 +118,10 @@ def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> N
         num_done = {number for name, turns in read_turns(path, runs).items() for number in (runs[name].step, len(turns))}
         if len(num_done) > 1:
             raise UserError(f"run.out_dir: the runs in {config.run.out_dir} did not end together; give another --run.out_dir")
-        problems = plan.problems(config)
         while reference.step < plan.num_steps:
             begun = time.perf_counter()
             if any_rank(world, begun - started + longest > 60 * plan.minutes):
                 break
-            for run in runs.values():
-                run.problems = problems(reference.step)
             try:
                 turns = one_round(runs, world)
             except StopRequested:
@@ -167,16 +152,16 @@ def one_round(runs: Mapping[str, Run], world: World) -> list[Turn]:
         gather_objects(world, None)
         seconds[name] = time.perf_counter() - begun
     turns = []
+    expected = responses(phases[names[0]])
     for name, run in runs.items():
-        phase, expected = phases[name], phases[names[0]]
+        found = responses(phases[name])
         turn = Turn(
             name,
             step,
             seconds[name],
-            num_solved_problems=len({s.problem_id for s, r in zip(phase.rollouts, phase.rewards, strict=True) if r.is_solved}),
-            num_different=sum(a != b for a, b in zip(responses(phase), responses(expected), strict=True)),
+            num_different=sum(a != b for a, b in zip(found, expected, strict=True)),
             same_weights=all(map(torch.equal, run.policy.parameters(), reference.policy.parameters())),
-            digest=hashlib.sha256(repr(responses(phase)).encode()).hexdigest()[:16],
+            digest=hashlib.sha256(repr(found).encode()).hexdigest()[:16],
         )
         turns.append(turn)
         if turn.num_different or not turn.same_weights:

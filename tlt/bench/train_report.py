@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tlt.bench.measure import Ratio
-from tlt.bench.report import number, provenance, ratio_text, table
+from tlt.bench.report import markdown, number, ratio_text, table
 from tlt.files import read_appended
 from tlt.report.metrics import StepRecord, read_metrics
 from tlt.report.timeline import covered_seconds, critical_path_share, read_spans
@@ -26,7 +26,6 @@ class Turn:
     """One step of one run: a line of turns.jsonl, beside the run's own metrics.
 
     seconds: from when all ranks began to when all were done, the record written.
-    num_solved_problems: problems with a response that solves them.
     num_different: responses whose tokens or reward are not the reference's.
     same_weights: whether the weights after the step are the reference's, bit for bit.
     digest: hash of all token ids and rewards.
@@ -35,7 +34,6 @@ class Turn:
     run: str
     step: int
     seconds: float
-    num_solved_problems: int
     num_different: int
     same_weights: bool
     digest: str
@@ -79,7 +77,7 @@ def phase_seconds(spans_by_rank: Mapping[int, Sequence[Span]]) -> dict[str, floa
 def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     """Summarizes the runs in `folder` over the rounds that all of them finished. The first of the names is the reference.
 
-    In the result, `ratios` are step seconds of base / run for every run and base; `rollout_speedup` S and the ceilings are
+    In the result, `ratios` are step seconds of base / run for every run and base; `rollout_speedup` S and the ceiling are
     over the reference. Raises UserError where no round was finished.
     """
     turns = read_turns(folder / "turns.jsonl", names)
@@ -95,7 +93,6 @@ def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
         runs[name] |= {
             "rollout_speedup": dataclasses.asdict(speedup),
             "ceiling": ceiling(share, speedup.mean),
-            "ceiling_of_free_rollout": ceiling(share, math.inf),
             "ratios": {
                 base: dataclasses.asdict(Ratio.between([t.seconds for t in turns[base]], [t.seconds for t in turns[name]]))
                 for base in names
@@ -109,9 +106,7 @@ def summarize_run(records: Sequence[StepRecord], turns: Sequence[Turn], spans: M
     """Summarizes one run. Seconds are per step, idle seconds summed over ranks; None: there is nothing to divide by."""
     num_steps = len(turns)
     step_seconds = sum(turn.seconds for turn in turns)
-    cpu_seconds = sum(record.cpu_seconds for record in records)
     idle_seconds = sum(record.idle_seconds for record in records)
-    num_solved = sum(turn.num_solved_problems for turn in turns)
     lengths = [record.accept_length for record in records if not math.isnan(record.accept_length)]
     phases = phase_seconds(spans)
     phases["record"] = (step_seconds - sum(record.step_seconds for record in records)) / num_steps
@@ -119,31 +114,18 @@ def summarize_run(records: Sequence[StepRecord], turns: Sequence[Turn], spans: M
         "step_seconds": step_seconds / num_steps,
         "phase_seconds": phases,
         "rollout_share": sum(record.rollout_seconds for record in records) / step_seconds,
-        "cpu_seconds": cpu_seconds / num_steps,
-        "cpu_seconds_per_solved_problem": cpu_seconds / num_solved if num_solved else None,
+        "cpu_seconds": sum(record.cpu_seconds for record in records) / num_steps,
         "reward_mean": statistics.mean(record.reward_mean for record in records),
         "num_responses": sum(record.num_responses for record in records),
         "num_tokens": sum(record.num_tokens for record in records),
         "accept_length": statistics.mean(lengths) if lengths else None,
         "idle_seconds": idle_seconds / num_steps,
-        "harvested_share": sum(record.drafter_train_seconds for record in records) / idle_seconds if idle_seconds else None,
-        "num_migrated": sum(record.num_migrated for record in records) / num_steps,
+        "harvested_share": (sum(record.drafter_train_seconds for record in records) / idle_seconds if idle_seconds else None),
         "drafter_training_on_critical_path": critical_path_share(spans),
         "num_different": sum(turn.num_different for turn in turns),
-        "first_different_step": next((turn.step for turn in turns if turn.num_different), None),
         "num_steps_with_same_weights": sum(turn.same_weights for turn in turns),
         "steps": [
-            {
-                "seconds": turn.seconds,
-                "rollout_seconds": record.rollout_seconds,
-                "update_seconds": record.update_seconds,
-                "cpu_seconds": record.cpu_seconds,
-                "accept_length": record.accept_length,
-                "drafter_version": record.drafter_version,
-                "reward_mean": record.reward_mean,
-                "num_different": turn.num_different,
-                "digest": turn.digest,
-            }
+            {"seconds": turn.seconds, "rollout_seconds": record.rollout_seconds, "digest": turn.digest}
             for record, turn in zip(records, turns, strict=True)
         ],
     }
@@ -169,17 +151,13 @@ def to_markdown(title: str, report: Mapping[str, Any]) -> str:
         ),
         ratios(f"rollout time, {reference} / run (S)", (run.get("rollout_speedup") for run in runs.values())),
         values(f"ceiling 1 / (1 - r + r / S), r = {off['rollout_share']:.1%}", "ceiling"),
-        values("ceiling if rollouts took no time", "ceiling_of_free_rollout"),
         values("accept length", "accept_length"),
         values("CPU-seconds per step", "cpu_seconds"),
-        values("CPU-seconds per solved problem", "cpu_seconds_per_solved_problem"),
         values("mean reward", "reward_mean", ".4f"),
-        values("responses per step that changed ranks", "num_migrated", ".1f"),
         values("idle rank-seconds per step", "idle_seconds"),
         values("of these, drafter training", "harvested_share", ".1%"),
         values("drafter training on the critical path (spans)", "drafter_training_on_critical_path", ".2%"),
         values(f"responses that differ from {reference}'s, of {off['num_responses']}", "num_different", "d"),
-        ["first step with a difference", *(_counted_from_1(run["first_different_step"]) for run in runs.values())],
         values(f"steps that end with {reference}'s very weights", "num_steps_with_same_weights", "d"),
     ]
     names = sorted({name for run in runs.values() for name in run["phase_seconds"]}, key=_place)
@@ -191,14 +169,8 @@ def to_markdown(title: str, report: Mapping[str, Any]) -> str:
         " 95 % intervals, above 1: faster. In float32 a near-tie may fall the other way; the run then got the reference's"
         " weights before the next step."
     )
-    blocks = [f"# {title}", *provenance(report), described, table(["", *runs], rows)]
-    blocks += ["## Seconds per step, mean over ranks", table(["phase", *runs], phases)]
-    return "\n\n".join(blocks) + "\n"
-
-
-def _counted_from_1(step: int | None) -> str:
-    """Returns a step as people count it; files count from 0."""
-    return number(None if step is None else step + 1, "d")
+    blocks = [table(["", *runs], rows), "## Seconds per step, mean over ranks", table(["phase", *runs], phases)]
+    return markdown(title, report, described, *blocks)
 
 
 def _place(phase: str) -> tuple[int, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,16 +17,14 @@ from tlt.kinds import PositiveFloat, PositiveInt
 from tlt.types import UserError
 
 if TYPE_CHECKING:
-    from tlt.bench.geometry import Growth
     from tlt.config.schema import Config
 
 Stem = Annotated[Path, Written("OUT")]
 Size = Annotated[str | None, Written("NAME|FILE")]
-PARTS = ("constant", "workload")
 
 
 class BenchRollout(WithOverrides):
-    """Measure how much faster rollouts are with speculation than without.
+    """Measure how much faster rollouts are with speculation than without, at batches that stay at one size.
 
     Every key of the configuration can be overridden, as for tlt train.
     """
@@ -36,19 +36,14 @@ class BenchRollout(WithOverrides):
     geometry: Size = None
     """Grow model and drafter into the sizes of a large one, which then generates the very same tokens at its price: a name such
     as qwen2.5-0.5b, or a Hugging Face config.json."""
-    parts: Names = ()
-    """What to measure: constant (batches that stay at one size), workload (the configuration's own phases); left out, both, and
-    constant alone with --geometry."""
     variants: Names = ("adaptive",)
     """What to compare with off: adaptive, fixed strategies such as 4x1x4 or ngram:8x1x8."""
     batches: Numbers = (1, 2, 4, 8, 16, 32)
-    """Batch sizes to measure in the part called constant."""
+    """Batch sizes to measure."""
     rounds: PositiveInt = 8
-    """Turns of every variant at each batch size of the part called constant."""
+    """Turns of every variant at each batch size."""
     seconds: PositiveFloat = 2.0
-    """Length of one turn in the part called constant, in seconds."""
-    steps: PositiveInt = 12
-    """Policy steps whose rollouts the part called workload measures, on all ranks."""
+    """Length of one turn in seconds."""
 
 
 class BenchTrain(WithOverrides):
@@ -67,7 +62,8 @@ class BenchTrain(WithOverrides):
     """Grow model and drafter into the sizes of a large one, such as qwen2.5-0.5b or a Hugging Face config.json, whose steps are
     then measured, with learning rates of almost 0. They stay in run.out_dir."""
     variants: Names = ("tlt", "frozen")
-    """What to compare with off: tlt (the configuration as it is), frozen (without training the drafter)."""
+    """What to compare with off: tlt (the configuration as it is), frozen (without training the drafter), ahead (with
+    rollout.ahead = "adaptive")."""
     steps: PositiveInt = 20
     """RL steps of every run."""
     minutes: PositiveFloat = 60.0
@@ -76,76 +72,49 @@ class BenchTrain(WithOverrides):
 
 def rollout(options: BenchRollout) -> Record:
     """Measures (see bench/rollout.py); returns the ratios over off, by measurement."""
-    from tlt.bench.geometry import grown_config
     from tlt.bench.report import header, write_report
-    from tlt.bench.rollout import constant, launch_workload, summary_line, to_markdown
+    from tlt.bench.rollout import constant, over_off, to_markdown
     from tlt.bench.subject import Subject
     from tlt.drafter.drafting.hybrid import drafter_kinds
-    from tlt.training.start import pin
     from tlt.tuning.tuner import make_tuner
 
-    parts = options.parts or (PARTS if options.geometry is None else PARTS[:1])
-    _check_words("--parts", parts, PARTS)
-    check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
-    config = load_config(options.config, options.overrides)
-    if "workload" in parts and config.rollout.speculation == "off":
-        raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive, or leave workload out")
+    config = _load(options, options.overrides)
     for variant in options.variants:
         make_tuner(variant, drafter_kinds(config.drafter.path is not None))
-    measurements: list[Record] = []
-    config = pin(config)
-    num_engines = len(options.variants) + 1 if "constant" in parts else 0
-    growth = _prepare(config, options.geometry, num_engines, num_runs=2 if "workload" in parts else 0)
-    with grown_config(config, growth) as (config, geometry):
-        _print_lines(geometry)
-        report: Record = {**header(config, _command("tlt bench rollout")), **geometry, "measurements": measurements}
-
-        def note(measured: Record) -> None:
-            """Writes all measurements so far: a run that is cut off keeps what it has."""
-            measurements.append(measured)
-            print(summary_line(measured), flush=True)
+    with _grown(config, options.geometry, num_engines=len(options.variants) + 1) as (config, geometry):
+        measurements: list[Record] = []
+        report = {**header(config, _command("tlt bench rollout")), **geometry, "measurements": measurements}
+        subject = Subject(config)
+        for batch_size in options.batches:  # all so far are written: a run that is cut off keeps what it has
+            measurements.append(constant(subject, options.variants, batch_size, options.rounds, options.seconds))
+            print(over_off(measurements[-1]), flush=True)
             write_report(options.out, report, to_markdown(report))
-
-        if "constant" in parts:
-            subject = Subject(config)
-            for batch_size in options.batches:
-                note(constant(subject, options.variants, batch_size, options.rounds, options.seconds))
-        if "workload" in parts:
-            note(launch_workload(config, options.steps))
-    return {
-        m["name"]: m.get("median_ratio") or {n: r["mean"] for n, r in m["ratios"].items()}
-        for m in measurements
-        if "ratios" in m or "median_ratio" in m
-    }
+    return {m["name"]: {name: ratio["mean"] for name, ratio in m["ratios"].items()} for m in measurements}
 
 
 def train(options: BenchTrain) -> Record:
     """Runs side by side (see bench/train.py); returns off's step time over each variant's. Stopped by the user, it reports what
     was measured and exits as a run does."""
-    from tlt.bench.geometry import grown_config, hold_still
+    from tlt.bench.geometry import hold_still
     from tlt.bench.report import header, write_report
-    from tlt.bench.train import FROZEN, OFF, Plan, launch_runs
+    from tlt.bench.train import OFF, VARIANTS, Plan, launch_runs
     from tlt.bench.train_report import summarize, to_markdown
-    from tlt.training.start import pin
 
-    changes = {"tlt": {}, "frozen": FROZEN}
-    _check_words("--variants", options.variants, tuple(changes))
-    check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
-    overrides = options.overrides if options.geometry is None else hold_still(options.overrides)
-    config = load_config(options.config, overrides)
+    for word in options.variants:
+        if word not in VARIANTS:
+            raise UserError(f"--variants: {word!r} is unknown; give some of {', '.join(VARIANTS)}")
+    config = _load(options, options.overrides if options.geometry is None else hold_still(options.overrides))
     if config.rollout.speculation == "off":
         raise UserError("rollout.speculation: is off, so nothing can be compared; set it to adaptive")
     if "frozen" in options.variants and not config.drafter.train:
         raise UserError("--variants: frozen differs from tlt only where drafter.train is true; set it, or leave frozen out")
-    config = pin(config)
-    plan = Plan({"off": OFF, **{name: changes[name] for name in options.variants}}, options.steps, options.minutes)
-    growth = _prepare(config, options.geometry, num_engines=0, num_runs=len(plan.runs))
-    with grown_config(config, growth, keep=config.run.out_dir / "grown") as (config, geometry):
-        _print_lines(geometry)
-        code = launch_runs(config, plan)
+    runs = {"off": OFF, **{name: VARIANTS[name] for name in options.variants}}
+    keep = config.run.out_dir / "grown"
+    with _grown(config, options.geometry, num_runs=len(runs), keep=keep) as (config, geometry):
+        code = launch_runs(config, Plan(runs, options.steps, options.minutes))
     if code not in (0, 130, 143):
         raise SystemExit(code)
-    summary = summarize(config.run.out_dir, tuple(plan.runs))
+    summary = summarize(config.run.out_dir, tuple(runs))
     report = {**header(config, _command("tlt bench train")), **geometry, **summary}
     write_report(options.out, report, to_markdown("Whole steps with and without TLT", report))
     if code:
@@ -153,35 +122,39 @@ def train(options: BenchTrain) -> Record:
     return {name: report["runs"][name]["ratios"]["off"]["mean"] for name in options.variants}
 
 
-def _prepare(config: Config, geometry: str | None, num_engines: int, num_runs: int) -> Growth | None:
-    """Refuses what can be refused before anything grows or is measured. Returns what is to grow; None: nothing. num_engines,
-    num_runs: that will be compared side by side, 0: none."""
-    from tlt.bench.geometry import plan_growth
-    from tlt.bench.memory import plan_subject, refuse_engines, refuse_runs
-    from tlt.training.start import preflight
+def _load(options: BenchRollout | BenchTrain, overrides: tuple[str, ...]) -> Config:
+    check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
+    return load_config(options.config, overrides)
 
+
+@contextlib.contextmanager
+def _grown(
+    config: Config, size: str | None, num_engines: int = 0, num_runs: int = 0, keep: Path | None = None
+) -> Iterator[tuple[Config, Record]]:
+    """Yields the configuration with model and drafter grown where a size is given, and what a report holds of them.
+
+    num_engines, num_runs: that will be compared side by side, 0: none.  keep: where what has grown stays, None: nowhere.
+    Refuses what can be refused before anything grows or is measured.
+    """
+    from tlt.bench.geometry import grown_config, plan_growth
+    from tlt.bench.memory import plan_subject, refuse_engines, refuse_runs
+    from tlt.training.start import pin, preflight
+
+    config, growth = pin(config), None
     with show_busy("reading model and problems"):
-        preflight(config, trains=geometry is None and num_runs > 0)
-        run, growth = plan_subject(config), None
-        if geometry is not None:
-            growth = plan_growth(config, geometry)
+        preflight(config, trains=size is None and num_runs > 0)
+        run = plan_subject(config)
+        if size is not None:
+            growth = plan_growth(config, size)
             run = replace(run, model=growth.grown.config, drafter=growth.drafter_shape)
         if num_engines and config.rollout.engine == "tlt":
             refuse_engines(run, num_engines)
         if num_runs:
             refuse_runs(run, num_runs)
-    return growth
-
-
-def _print_lines(geometry: Record) -> None:
-    for line in geometry.get("geometry", {}).get("lines", ()):
-        print(line, flush=True)
-
-
-def _check_words(option: str, given: tuple[str, ...], known: tuple[str, ...]) -> None:
-    for word in given:
-        if word not in known:
-            raise UserError(f"{option}: {word!r} is unknown; give some of {', '.join(known)}")
+    with grown_config(config, growth, keep) as (config, geometry):
+        for line in geometry.get("geometry", {}).get("lines", ()):
+            print(line, flush=True)
+        yield config, geometry
 
 
 def _command(name: str) -> str:

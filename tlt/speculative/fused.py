@@ -8,7 +8,8 @@
 sampling.py is the reference: tokens and noise are its own. 1 - w has 33 bits, so it is exact in float64, and the noise is
 -log(-log(1 - w)) without a log1p. What may differ is the last bit of a float64 logarithm, between two libraries as on a GPU
 (CUDA promises one unit in the last place). It shows only where the noise lies that close to the border between two float32
-numbers, in one word of some millions, by a unit of float32 or, near noise 0, by 2⁻⁵¹: benchmarks/law_kernel.py counts them.
+numbers, in one word of some millions, by a unit of float32 or, near noise 0, by 2⁻⁵¹
+(counted in benchmarks/results/law-kernel.md).
 Products and sums are never contracted to an fma, which would round once where the law rounds twice.
 
 A log-probability sums in another order than the reference's; in float32 the two differ by 2⁻¹⁷ + 2⁻²² (|scaled logit| +

@@ -1,4 +1,4 @@
-"""`tlt bench` on two ranks: what tests/integration checks on one."""
+"""`tlt bench train` on two ranks: what tests/integration checks on one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration import test_bench_rollout, test_bench_train
+from tests.integration import test_bench_train
 from tests.integration.test_run import PATIENCE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3 * PATIENCE)]
@@ -21,11 +21,6 @@ def bench(workspace: Path, words: list[str]) -> str:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
     assert done.returncode == 0, done.stderr + done.stdout
     return done.stdout
-
-
-def test_the_configured_phases_are_measured_on_two_ranks(workspace: Path, tmp_path: Path) -> None:
-    said = bench(workspace, test_bench_rollout.words_for(workspace, tmp_path))
-    test_bench_rollout.check_phases(tmp_path, said, 2)
 
 
 def test_whole_runs_are_compared_on_two_ranks(workspace: Path, tmp_path: Path) -> None:

@@ -1,0 +1,102 @@
+"""Compiles the law's kernels (tlt/speculative/fused.py) for GPUs that are not here: registers, spills, instructions."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+CLASSES = {
+    "float64": r"D(FMA|MUL|ADD|SETP|MNMX)\b|MUFU\.R\w*64H|[FI]2[FI]\.\w*F64|[FI]2F\.F64|F2F\.F32\.F64",
+    "integer": r"(IMAD|IADD3|IADD|LOP3|SHF|LEA|ISETP|IMNMX|VIMNMX|UIADD3|UIMAD|ULOP3|USHF|ULEA|PRMT|UISETP|VIADD|SEL|I2F)\b",
+    "float32": r"(FMUL|FADD|FFMA|FSETP|FMNMX|FSEL|MUFU|HADD2|F2F|FCHK)\b",
+    "memory": r"(LDG|STG|LDS|STS|SHFL|BAR)\b",
+}
+"""Instructions by their names in the machine code (SASS)."""
+
+
+def compile_kernels(archs: Sequence[int], options: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Compiles the kernels for GPUs of these compute capabilities, as `draw` would on them, and returns what each takes."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from tlt.speculative import fused
+
+    found = []
+    for arch in archs:
+        for name, source, dtype in _sources(ASTSource, fused):
+            kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options or fused.OPTIONS)
+            usage, code = _disassembled(Path(triton.__file__).parent / "backends/nvidia/bin", kernel.asm["cubin"])
+            threads = 32 * kernel.metadata.num_warps
+            found.append(
+                {
+                    "arch": f"sm_{arch}", "kernel": name, "logits": dtype, "threads": threads, **usage,
+                    "instructions": {
+                        kind: len(re.findall(pattern, code)) * threads / fused.BLOCK for kind, pattern in CLASSES.items()
+                    },
+                    "float32_fma": len(re.findall(r"\bFFMA\b", code)),
+                }
+            )  # fmt: skip
+    return found
+
+
+def _sources(source_type: Any, fused: Any) -> list[tuple[str, Any, str]]:
+    """Returns (name, kernel with the types of its arguments, type of the logits). Pointers and sizes are multiples of 16, as
+    PyTorch's and large vocabularies are."""
+    law = {
+        "logits_ptr": "*fp32", "kept_ptr": "constexpr", "law": ("*i64", "*i64", "*fp64", "*fp64"), "token_ptr": "*i64",
+        "part_ptr": "*fp32", "stride": "i64", "vocab_size": "i32", "BLOCK": "constexpr",
+    }  # fmt: skip
+    noise = {
+        "noise_ptr": "*fp32", "key_ptr": "*i64", "position_ptr": "*i64", "num_positions": "i32", "vocab_size": "i32",
+        "BLOCK": "constexpr",
+    }  # fmt: skip
+    aligned = {(i,): [["tt.divisibility", 16]] for i in (0, 3, 4, 5, 6)}
+    values = {"kept_ptr": None, "BLOCK": fused.BLOCK}
+    truncated = law | {"kept_ptr": "*fp32"}
+    half = law | {"logits_ptr": "*bf16"}
+    only = {"BLOCK": fused.BLOCK}
+    return [
+        ("law", source_type(fn=fused.law_kernel, signature=law, constexprs=values, attrs=aligned), "float32"),
+        ("law", source_type(fn=fused.law_kernel, signature=half, constexprs=values, attrs=aligned), "bfloat16"),
+        (
+            "law after truncation",
+            source_type(fn=fused.law_kernel, signature=truncated, constexprs=only, attrs=aligned),
+            "float32",
+        ),
+        ("noise", source_type(fn=fused.noise_kernel, signature=noise, constexprs=only, attrs={(0,): aligned[(0,)]}), "–"),
+    ]
+
+
+def _disassembled(tools: Path, cubin: bytes) -> tuple[dict[str, int], str]:
+    """Returns the resources that a compiled kernel takes, and its machine code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tools / "cuobjdump"), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        code = subprocess.run([str(tools / "nvdisasm"), "-c", file.name], capture_output=True, text=True, check=True).stdout
+    words = {"registers": "REG", "stack_bytes": "STACK", "spilled_bytes": "LOCAL", "shared_bytes": "SHARED"}
+    return {name: int(re.findall(rf"{word}:(\d+)", usage)[-1]) for name, word in words.items()}, code
+
+
+def compile_apart(archs: Sequence[int], options: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Runs `compile_kernels` in a process of its own: one that interprets Triton cannot compile with it."""
+    command = [sys.executable, "-m", "tests.vllm.compiled", json.dumps([list(archs), options])]
+    with tempfile.TemporaryDirectory() as cache:
+        inherited = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+        done = subprocess.run(command, capture_output=True, text=True, env=inherited, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled: list[dict[str, Any]] = json.loads(done.stdout)
+    return compiled
+
+
+if __name__ == "__main__":
+    print(json.dumps(compile_kernels(*json.loads(sys.argv[1]))))
