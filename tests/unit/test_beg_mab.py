@@ -7,6 +7,7 @@ import random
 import statistics
 
 from benchmarks.replay import replay
+
 from tests.lossless.helpers import make_engine
 from tests.unit.test_benchmarks import LONG, OFF, POLICY, SHORT, make_costs, requests
 from tests.unit.test_tuner import ALL, ARMS, Machine, play, share_of_best
