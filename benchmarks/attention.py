@@ -16,15 +16,15 @@ import itertools
 import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
+from benchmarks.command import make_parser
 from benchmarks.linears import SMOLLM2, in_turns, reading_speed
-from tlt.bench.report import environment, provenance, table, write_report
+from tlt.bench.report import environment, markdown, table, write_report
 from tlt.models import attention
 from tlt.models.attention import Cached
 from tlt.models.compiled_attention import CompiledAttention
@@ -118,14 +118,11 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         f"Memory is read at {report['reading']:.1f} GB/s by a sum. Medians of {report['num_rounds']} rounds in turns, and the "
         f"range of their ratios; {report['dtype']}, {report['threads']} threads."
     )
-    return "\n\n".join(["# Attention over a cache on a CPU", *provenance(report), said, *tables]) + "\n"
+    return markdown("Attention over a cache on a CPU", report, said, *tables)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.attention", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
+    parser = make_parser("attention", __doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument(

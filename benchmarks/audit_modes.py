@@ -5,14 +5,14 @@ python -m benchmarks.audit_modes --vllm FOLDER   # FOLDER/NAME.jsonl, as benchma
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from tlt.bench.report import environment
+from benchmarks.command import make_parser
+from tlt.bench.report import environment, markdown, table, write_report
 from tlt.cli.main import main as tlt
 
 BASE, DRAFTER = "recipes/countdown/base", "recipes/countdown/drafter"
@@ -30,10 +30,9 @@ SHOWN = ("--temperature", "--top-k", "--top-p", "--min-p", "--dtype", "--toleran
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("audit_modes", __doc__, "benchmarks/results/audit")
     parser.add_argument("--vllm", type=Path)
     parser.add_argument("--num", default="24")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/audit"))
     options = parser.parse_args()
     runs = [("--task", "countdown", "--num", options.num, *arguments) for arguments in OURS]
     if options.vllm is not None:
@@ -48,9 +47,9 @@ def save(results: list[dict[str, Any]], out: Path) -> None:
     kept = json.loads(path.read_text(encoding="utf-8"))["audits"] if path.exists() else []
     commands = {result["command"] for result in results}
     results = [*(audit for audit in kept if audit["command"] not in commands), *results]
-    report = {"environment": environment(), "audits": sorted(results, key=lambda audit: "--task" not in audit["command"])}
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    out.with_suffix(".md").write_text(to_markdown(report), encoding="utf-8")
+    ordered = sorted(results, key=lambda audit: "--task" not in audit["command"])
+    report = {"command": "python -m benchmarks.audit_modes --vllm FOLDER", "environment": environment(), "audits": ordered}
+    write_report(out, report, to_markdown(report))
 
 
 def run(arguments: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -83,25 +82,12 @@ def verdict_of(mode: dict[str, Any]) -> str:
 
 
 def to_markdown(report: dict[str, Any]) -> str:
-    lines = [
-        "# Which engines are lossless",
-        "",
-        "`python -m benchmarks.audit_modes --vllm FOLDER`; what the columns mean: [docs/audit.md](../../docs/audit.md)",
-        "",
-        ", ".join(f"{key} {value}" for key, value in report["environment"].items() if value),
-        "",
-        "| engine, mode | settings | verdict | tokens | mean length | max e | log p + entropy, nats | from elsewhere |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for mode in report["audits"]:
         settings = mode["command"].split(" --num ")[-1] if " --task " in mode["command"] else mode["command"].split(BASE)[-1]
         words = settings.split()
         given = {key: value for key, value in itertools.pairwise(words) if key.startswith("--")}
-        shown = [
-            f"{key[2:]} {given[key]}"
-            for key in ("--temperature", "--top-k", "--top-p", "--min-p", "--dtype", "--tolerance")
-            if key in given
-        ]
+        shown = [f"{key[2:]} {given[key]}" for key in SHOWN if key in given]
         columns = [mode["mode"].removesuffix(".jsonl"), ", ".join(shown) or "temperature 1", verdict_of(mode)]
         columns += [f"{mode['num_tokens']:,}", f"{mode['mean_tokens']:.1f}"]
         if mode["max_log10_e"] is None:
@@ -113,17 +99,28 @@ def to_markdown(report: dict[str, Any]) -> str:
                 f"{surprise['value']:+.4f} ({surprise['low']:+.4f} to {surprise['high']:+.4f})",
                 f"{share['value']:.2%} ({share['low']:.2%} to {share['high']:.2%}), {mode['elsewhere_source']}",
             ]
-        lines.append(f"| {' | '.join(columns)} |")
-    lines += ["", "Tokens for 95 % power at alpha 1e-4:", ""]
-    for mode in report["audits"]:
-        for fault, tokens in mode["tokens_for_power"].items():
-            lines.append(f"- {mode['mode'].removesuffix('.jsonl')}, {fault}: {f'{tokens:,}' if tokens else 'over 5,000,000'}")
-    lines += ["", "Commands, after `tlt task countdown --num 96 --split test --out problems.jsonl`:", ""]
+        rows.append(columns)
+    powers = [
+        f"- {mode['mode'].removesuffix('.jsonl')}, {fault}: {f'{tokens:,}' if tokens else 'over 5,000,000'}"
+        for mode in report["audits"]
+        for fault, tokens in mode["tokens_for_power"].items()
+    ]
+    paths = sorted({mode["mode"] for mode in report["audits"] if mode["mode"].startswith("vllm-")})
     vllm = f"    python benchmarks/audit_vllm.py {BASE} --prompts problems.jsonl --out"
-    for path in sorted({mode["mode"] for mode in report["audits"] if mode["mode"].startswith("vllm-")}):
-        lines.append(f"{vllm} {path} {' '.join(vllm_arguments(path))}")
-    lines += [*dict.fromkeys(f"    {mode['command']}" for mode in report["audits"]), ""]
-    return "\n".join(lines)
+    commands = [f"{vllm} {path} {' '.join(vllm_arguments(path))}" for path in paths]
+    commands += dict.fromkeys(f"    {mode['command']}" for mode in report["audits"])
+    columns = ["engine, mode", "settings", "verdict", "tokens", "mean length", "max e"]
+    columns += ["log p + entropy, nats", "from elsewhere"]
+    return markdown(
+        "Which engines are lossless",
+        report,
+        "What the columns mean: [docs/audit.md](../../docs/audit.md)",
+        table(columns, rows),
+        "Tokens for 95 % power at alpha 1e-4:",
+        "\n".join(powers),
+        "Commands, after `tlt task countdown --num 96 --split test --out problems.jsonl`:",
+        "\n".join(commands),
+    )
 
 
 if __name__ == "__main__":

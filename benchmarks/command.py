@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,6 +29,15 @@ def make_parser(name: str, doc: str | None, out: str | None = None) -> argparse.
 def command_of(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> str:
     """Returns the line that repeats the measurement. arguments: None, those of the process."""
     return " ".join([parser.prog, *(sys.argv[1:] if arguments is None else arguments)])
+
+
+def run_child(command: Sequence[object], **environ: str) -> str:
+    """Runs a program of another interpreter, tree or process; returns its standard output. Another exit code than 0 ends us."""
+    inherited = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
+    done = subprocess.run([*map(str, command)], env=inherited, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stderr[-4000:]}")
+    return done.stdout
 
 
 def words(text: str) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ Run by `make extras-check`; about a minute an extra. Exit code 1 when a feature 
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -19,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlt.bench.report import environment, provenance, table, write_report
+from benchmarks.command import make_parser
+from tlt.bench.report import environment, markdown, table, write_report
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = "--run.num_steps 1 --run.num_ranks 1 --rollout.problems_per_step 2 --rollout.samples_per_problem 2" + (
@@ -158,15 +158,14 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         for row in report["rows"]
     ]
     columns = ("extra", "used by", "installing, s", "using, s", "")
-    return "\n\n".join(["# The wheel with each extra", *provenance(report), table(columns, rows)]) + "\n"
+    return markdown("The wheel with each extra", report, table(columns, rows))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("extras", __doc__, "benchmarks/results/extras")
     parser.add_argument(
         "--extras", default=",".join(USES), help="those to check, comma-separated; the empty name is the wheel alone"
     )
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/extras"), help="OUT.json and OUT.md")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="tlt-extras-") as folder:

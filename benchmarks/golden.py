@@ -53,17 +53,31 @@ class Tree:
         """Standard output of `tlt WORDS`; an exit code that says failure ends the recording."""
         has_module = (self.root / "tlt" / "__main__.py").is_file()
         program = ["-m", "tlt"] if has_module else ["-c", "import sys; from tlt.cli import main; sys.exit(main())"]
-        command = [sys.executable, *program, *map(str, words)]
-        environment = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
-        if done.returncode not in (0, TOO_SHORT):
-            sys.exit(f"tlt {' '.join(map(str, words))}: exit code {done.returncode}\n{done.stderr}")
-        return done.stdout
+        return self.python(*program, *words)
 
     def summary(self, *words: str | Path) -> dict[str, Any]:
         """The JSON of the last line."""
         found: dict[str, Any] = json.loads(self.tlt(*words).splitlines()[-1])
         return found
+
+    def python(self, *words: str | Path) -> str:
+        """Standard output of `python WORDS` with this tree's packages."""
+        environment = {**os.environ, "PYTHONPATH": str(self.root), "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, *map(str, words)]
+        done = subprocess.run(command, cwd=self.root, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode not in (0, TOO_SHORT):
+            sys.exit(f"{' '.join(command)}: exit code {done.returncode}\n{done.stderr}")
+        return done.stdout
+
+    def child(self, script: Path, *words: str | Path) -> dict[str, Any]:
+        """The JSON of the last line of a script that measures whatever tree is imported."""
+        found: dict[str, Any] = json.loads(self.python("-P", script, *words).splitlines()[-1])
+        return found
+
+    @property
+    def commit(self) -> str:
+        words = ["git", "rev-parse", "--short", "HEAD"]
+        return subprocess.run(words, cwd=self.root, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def sha256(value: Any) -> str:
@@ -85,18 +99,8 @@ def record(tree: Tree, folder: Path) -> dict[str, Any]:
 
     for strategy in STRATEGIES:
         out = folder / f"{strategy.replace(':', '-')}.jsonl"
-        words: list[str | Path] = [
-            "--prompts",
-            problems,
-            "--out",
-            out,
-            "--samples",
-            "4",
-            "--max-tokens",
-            "512",
-            "--speculation",
-            strategy,
-        ]
+        words: list[str | Path] = ["--prompts", problems, "--out", out, "--samples", "4", "--max-tokens", "512"]
+        words += ["--speculation", strategy]
         words += [] if strategy == "off" else ["--drafter", drafter]
         summary = tree.summary("generate", base, *words)
         lines = read_lines(out)

@@ -23,7 +23,8 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from tlt.bench.report import environment, number, provenance, table, write_report
+from benchmarks.command import make_parser
+from tlt.bench.report import environment, markdown, number, table, write_report
 from tlt.config.load import load_config
 
 ARMS = {
@@ -116,7 +117,7 @@ def to_markdown(report: dict[str, Any]) -> str:
         "accept length",
         "MiB",
     ]
-    return "\n\n".join(["# A step at growing contexts", *provenance(report), table(columns, rows)]) + "\n"
+    return markdown("A step at growing contexts", report, table(columns, rows))
 
 
 def measure(options: argparse.Namespace) -> None:
@@ -138,14 +139,11 @@ def measure(options: argparse.Namespace) -> None:
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         sys.exit(child(sys.argv[2:]))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.growth", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("growth", __doc__)
     parser.add_argument("config", type=Path, help="the configuration of a run")
     parser.add_argument("--contexts", default="1024,4096,16384", help="tokens of every response")
     parser.add_argument("--problems", type=int, default=2, help="problems of the step, two responses each")
     parser.add_argument("--layers", type=int, help="take the model's first layers alone: what a layer costs stays the same")
-    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     measure(parser.parse_args())
 
 

@@ -14,22 +14,19 @@ Toy attention grows with the batch, too, so a slope is an upper bound of the hos
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.command import make_parser
 from benchmarks.golden import Tree
-from benchmarks.paired import commit_of
 from tests.unit.test_crossings import crossings_of_a_step
-from tlt.bench.report import environment, provenance, table, write_report
+from tlt.bench.measure import in_turns
+from tlt.bench.report import environment, markdown, table, write_report
 
 CHILD = Path(__file__).with_name("host_work_child.py")
 ARMS = ("off", "off+drafter", "adaptive", "ngram:4x1x4", "ngram:15x1x15", "learned:4x1x4", "learned:3x2x6")
@@ -37,17 +34,6 @@ CROSSING = ("off", "learned:4x1x4", "learned:15x1x15", "learned:3x2x6")
 
 Round = Mapping[str, Any]
 """What one process measured, by the name of the cell."""
-
-
-def measure(tree: Tree, arms: Sequence[str], batches: Sequence[int]) -> Round:
-    """Measures all cells once."""
-    inherited = {**os.environ, "PYTHONPATH": str(tree.root), "OMP_NUM_THREADS": "1"}
-    child = [sys.executable, "-P", str(CHILD), " ".join(arms), " ".join(map(str, batches))]
-    done = subprocess.run(child, cwd=tree.root, env=inherited, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{tree.root.name}: {CHILD.name} ended with exit code {done.returncode}\n{done.stderr}")
-    found: Round = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def medians(rounds: Sequence[Round]) -> dict[str, Any]:
@@ -93,48 +79,37 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         [name, *(" → ".join(f"{t['cells'][name][unit]:.0f}" for t in trees.values()) for unit in units)] for name in retrieval
     ]
     counted = [[name, *counts] for name, counts in report["crossings"].items()]
-    return (
-        "\n\n".join(
-            [
-                "# The host's work in an engine step",
-                *provenance(report),
-                f"Milliseconds of a step by batch size, {sides}; medians of {report['num_rounds']} rounds.",
-                table(["arm", *(f"batch {size}" for size in batches), "µs a row"], rows),
-                table(["retrieval: shape, tokens", *units], found),
-                table(["on a pretended GPU: arm, batch", "the host waits", "the host sends"], counted),
-            ]
-        )
-        + "\n"
+    return markdown(
+        "The host's work in an engine step",
+        report,
+        f"Milliseconds of a step by batch size, {sides}; medians of {report['num_rounds']} rounds.",
+        table(["arm", *(f"batch {size}" for size in batches), "µs a row"], rows),
+        table(["retrieval: shape, tokens", *units], found),
+        table(["on a pretended GPU: arm, batch", "the host waits", "the host sends"], counted),
     )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.host_work", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("host_work", __doc__)
     parser.add_argument("--before", type=Path, help="a checkout to measure beside this one")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of every tree")
     parser.add_argument("--arms", nargs="+", default=list(ARMS), help="off, off+drafter, adaptive, or strategies")
     parser.add_argument("--batches", nargs="+", type=int, default=[1, 4, 16, 64, 128], help="in rising order, two at least")
-    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     options = parser.parse_args()
     if options.rounds < 1 or len(options.batches) < 2 or options.batches != sorted({*options.batches}):
         parser.error("--rounds must be 1 or more, --batches two or more in rising order")
     before = {} if options.before is None else {"before": Tree(options.before)}
     trees = {**before, "now": Tree(Path(__file__).parent.parent)}
-    measured: dict[str, list[Round]] = {name: [] for name in trees}
-    for index in range(options.rounds):
-        for name in trees if index % 2 == 0 else reversed(trees):
-            measured[name].append(measure(trees[name], options.arms, options.batches))
-            print(f"round {index}, {name}: done", flush=True)
+    words = (" ".join(options.arms), " ".join(map(str, options.batches)))
+    measured = in_turns({name: partial(tree.child, CHILD, *words) for name, tree in trees.items()}, options.rounds)
     report = {
-        "command": f"python -m benchmarks.host_work{' --before BEFORE' if before else ''} --rounds {options.rounds}",
+        "command": f"{parser.prog}{' --before BEFORE' if before else ''} --rounds {options.rounds}",
         "environment": environment(),
         "num_rounds": options.rounds,
         "arms": options.arms,
         "batches": options.batches,
         "trees": {
-            name: {"commit": commit_of(tree), "cells": medians(measured[name]), "rounds": measured[name]}
+            name: {"commit": tree.commit, "cells": medians(measured[name]), "rounds": measured[name]}
             for name, tree in trees.items()
         },
         "crossings": crossings([4, 24]),

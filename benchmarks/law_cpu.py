@@ -10,19 +10,18 @@ Both ways take turns, round by round; medians, with the least and the most.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tlt.bench.report import environment, number, provenance, table, write_report
+from benchmarks.command import command_of, make_parser
+from tlt.bench.measure import in_turns, seconds_of
+from tlt.bench.report import environment, markdown, number, table, write_report
 from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import draw, noise_to_rank_with, reference
 from tlt.speculative.sampling import gumbel_noise
@@ -44,19 +43,6 @@ def rows(num_rows: int, vocab_size: int, seed: int, laws: tuple[SamplingParams, 
     return logits_RV, keys_R4, positions_R, BatchParams([laws[row % len(laws)] for row in range(num_rows)])
 
 
-def in_turns(ways: dict[str, Callable[[], object]], num_rounds: int, num_rows: int) -> dict[str, list[float]]:
-    """Returns the milliseconds a row that each way takes in each round."""
-    for way in ways.values():
-        way()
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(num_rounds):
-        for name, way in ways.items():
-            start = time.perf_counter()
-            way()
-            found[name].append((time.perf_counter() - start) * 1e3 / num_rows)
-    return found
-
-
 def measure_times(num_rounds: int) -> list[dict[str, Any]]:
     found = []
     for vocab_size in VOCABULARIES:
@@ -74,7 +60,10 @@ def measure_times(num_rounds: int) -> list[dict[str, Any]]:
                 }
                 before = torch.get_num_threads()
                 torch.set_num_threads(num_threads)
-                milliseconds = in_turns(ways, num_rounds, num_rows)
+                for way in ways.values():
+                    way()
+                seconds = in_turns({name: partial(seconds_of, way) for name, way in ways.items()}, num_rounds)
+                milliseconds = {name: [1e3 * one / num_rows for one in took] for name, took in seconds.items()}
                 torch.set_num_threads(before)
                 found.append({"vocab_size": vocab_size, "threads": num_threads, "rows": num_rows, "ms": milliseconds})
     return found
@@ -108,8 +97,6 @@ def spread(values: list[float]) -> str:
 
 
 def to_markdown(report: dict[str, Any]) -> str:
-    lines = ["# The law on a CPU: compiled loops beside the reference", "", *provenance(report), ""]
-    lines += ["Milliseconds a row, median (least to most) of rounds in turns.", ""]
     names = list(report["times"][0]["ms"])
     cells = []
     for case in report["times"]:
@@ -117,27 +104,25 @@ def to_markdown(report: dict[str, Any]) -> str:
         ratio = statistics.median(milliseconds["reference"]) / statistics.median(milliseconds["loops"])
         told = [spread(milliseconds[name]) for name in names]
         cells.append([f"{case['vocab_size']:,}", case["threads"], case["rows"], *told, number(ratio, ".1f")])
-    lines.append(table(["vocabulary", "threads", "rows", *names, "reference / loops"], cells))
     tokens = report["tokens"]
-    lines += [
-        "",
+    return markdown(
+        "The law on a CPU: compiled loops beside the reference",
+        report,
+        "Milliseconds a row, median (least to most) of rounds in turns.",
+        table(["vocabulary", "threads", "rows", *names, "reference / loops"], cells),
         f"Draws compared one by one: {tokens['compared']:,} of vocabularies of 61 to 4,099 tokens, at temperatures 0 to 2, "
         f"with many equal logits and with truncations among them, and {tokens['compared_large']:,} of 49,152 and 151,936. "
         f"Tokens that differ: {tokens['different']}.",
-    ]
-    return "\n".join(lines) + "\n"
+    )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.law_cpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("law_cpu", __doc__)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--draws", type=int, default=1_000_000)
-    parser.add_argument("--out", type=Path, required=True, help="where to write RESULT.json and RESULT.md")
     options = parser.parse_args(arguments)
     report: dict[str, Any] = {
-        "command": f"python -m benchmarks.law_cpu --rounds {options.rounds} --draws {options.draws}",
+        "command": command_of(parser, arguments),
         "environment": environment(),
         "times": measure_times(options.rounds),
         "tokens": compare_tokens(options.draws),

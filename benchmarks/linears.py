@@ -11,19 +11,18 @@ is, without the engine's choice of rows. So many copies of a matrix take turns t
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.bench.report import environment, provenance, table, write_report
+from benchmarks.command import make_parser
+from tlt.bench.report import environment, markdown, table, write_report
 from tlt.models.cpu_kernels import OneDnnMatrix
 from tlt.models.decoder import ModelConfig
 from tlt.models.geometry import GEOMETRIES
@@ -128,14 +127,11 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         f"{report['multiplying']:.0f} GFLOP/s. Medians of {report['num_rounds']} rounds in turns, {report['dtype']}, "
         f"{report['threads']} threads."
     )
-    return "\n\n".join(["# Frozen matrices on a CPU", *provenance(report), bounds, table(columns, rows)]) + "\n"
+    return markdown("Frozen matrices on a CPU", report, bounds, table(columns, rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.linears", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
+    parser = make_parser("linears", __doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--geometry", choices=sorted(GEOMETRIES), default="qwen2.5-0.5b", help="sizes beside SmolLM2's")

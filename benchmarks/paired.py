@@ -19,11 +19,9 @@ other way, and then the numbers of tokens, which the report gives, differ a litt
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -33,9 +31,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import make_parser
 from benchmarks.golden import Tree
-from tlt.bench.measure import Ratio
-from tlt.bench.report import environment, provenance, table, write_report
+from tlt.bench.measure import Ratio, rounds_in_turns
+from tlt.bench.report import environment, markdown, table, write_report
 
 CHILD = Path(__file__).with_name("paired_longtail.py")
 
@@ -55,30 +54,20 @@ def headline(tree: Tree, num_steps: int, *overrides: str) -> Work:
         amounts = ("--run.num_steps", str(num_steps), "--evaluation.num_problems", "0", *overrides)
         tree.tlt("train", tree.recipe / "headline.toml", *amounts, "--run.out_dir", run)
         steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
-    return Work(sum(step["step_seconds"] for step in steps), sum(step["num_tokens"] for step in steps))
+    return said(tree, Work(sum(step["step_seconds"] for step in steps), sum(step["num_tokens"] for step in steps)))
 
 
 def longtail(tree: Tree) -> Work:
     """Generates the long tail's responses with a tuner that knows nothing."""
-    child = [sys.executable, "-P", str(CHILD), str(tree.recipe)]
-    inherited = {**os.environ, "PYTHONPATH": str(tree.root), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(child, cwd=tree.root, env=inherited, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{tree.root}: {CHILD.name} ended with exit code {done.returncode}\n{done.stderr}")
-    return Work(**json.loads(done.stdout.splitlines()[-1]))
+    return said(tree, Work(**tree.child(CHILD, tree.recipe)))
 
 
-def take_turns(trees: dict[str, Tree], measure: Callable[[Tree], Work], num_rounds: int) -> Iterator[dict[str, list[Work]]]:
-    """Every round measures both trees once, the order turned from round to round. Yields all that was measured, after each."""
-    works: dict[str, list[Work]] = {name: [] for name in trees}
-    for index in range(num_rounds):
-        for name in trees if index % 2 == 0 else reversed(trees):
-            works[name].append(measure(trees[name]))
-            print(f"round {index}, {name}: {works[name][-1].seconds:.2f} s", flush=True)
-        yield works
+def said(tree: Tree, work: Work) -> Work:
+    print(f"{tree.commit}: {work.seconds:.2f} s", flush=True)
+    return work
 
 
-def side_by_side(trees: dict[str, Tree], measure: Callable[[Tree], Work], num_rounds: int) -> Iterator[dict[str, list[Work]]]:
+def side_by_side(trees: dict[str, Tree], measure: Callable[[Tree], Work], num: int) -> Iterator[dict[str, list[Work]]]:
     """Every round measures both trees at once. Yields all that was measured, after each."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < len(trees):
@@ -89,19 +78,13 @@ def side_by_side(trees: dict[str, Tree], measure: Callable[[Tree], Work], num_ro
         os.sched_setaffinity(0, {core})  # of this thread, and of what it starts
         return measure(tree)
 
-    for index in range(num_rounds):
+    for index in range(num):
         with ThreadPoolExecutor(len(trees)) as pool:
             rotated = cores[index % 2 :] + cores[: index % 2]
-            begun = {name: pool.submit(on_core, tree, core) for (name, tree), core in zip(trees.items(), rotated, strict=False)}
-            for name, one in begun.items():
+            begun = [pool.submit(on_core, tree, core) for tree, core in zip(trees.values(), rotated, strict=False)]
+            for name, one in zip(trees, begun, strict=True):
                 works[name].append(one.result())
-                print(f"round {index}, {name}: {works[name][-1].seconds:.2f} s", flush=True)
         yield works
-
-
-def commit_of(tree: Tree) -> str:
-    words = ["git", "rev-parse", "--short", "HEAD"]
-    return subprocess.run(words, cwd=tree.root, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def describe(ratio: dict[str, Any]) -> str:
@@ -118,49 +101,41 @@ def to_markdown(report: dict[str, Any]) -> str:
         for a, b in zip(before["works"], after["works"], strict=True)
     ]
     seconds = [f"before ({before['commit']}), s", f"after ({after['commit']}), s"]
+    figures = f"Seconds before / seconds after: {describe(report['ratio'])}; above 1, the later tree is faster."
     columns = [*seconds, "ratio", "tokens before", "tokens after"]
-    said = f"Seconds before / seconds after: {describe(report['ratio'])}; above 1, the later tree is faster."
-    return "\n\n".join([f"# Two trees in turns: {report['what']}", *provenance(report), said, table(columns, rows)]) + "\n"
-
-
-def report_of(options: argparse.Namespace, trees: dict[str, Tree], works: dict[str, list[Work]]) -> dict[str, Any]:
-    """Returns what is known after some rounds."""
-    ratio = Ratio.of([a.seconds / b.seconds for a, b in zip(works["before"], works["after"], strict=True)])
-    amount = "" if options.what == "longtail" else f" --steps {options.steps}"
-    num_rounds = len(works["before"])
-    return {
-        "command": f"python -m benchmarks.paired BEFORE AFTER --what {options.what} --rounds {num_rounds}{amount}",
-        "environment": environment(),
-        "what": options.what,
-        "trees": {
-            name: {"commit": commit_of(tree), "works": [dataclasses.asdict(work) for work in works[name]]}
-            for name, tree in trees.items()
-        },
-        "ratio": dataclasses.asdict(ratio),
-    }
+    return markdown(f"Two trees in turns: {report['what']}", report, figures, table(columns, rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.paired", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("paired", __doc__)
     parser.add_argument("before", type=Path, help="a checkout of the commit to compare with")
     parser.add_argument("after", type=Path, help="the checkout to judge")
     parser.add_argument("--what", choices=["headline", "longtail", "one-rank"], required=True)
     parser.add_argument("--rounds", type=int, default=5, help="pairs of measurements")
     parser.add_argument("--steps", type=int, default=5, help="of headline and one-rank, per round; the first does not count")
-    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     options = parser.parse_args()
     if options.rounds < 1 or options.steps < 2:
         parser.error("--rounds must be 1 or more, --steps 2 or more")
     trees = {name: Tree(path) for name, path in (("before", options.before), ("after", options.after))}
-    measure = longtail if options.what == "longtail" else partial(headline, num_steps=options.steps)
     if options.what == "one-rank":
         rounds = side_by_side(trees, lambda tree: headline(tree, options.steps, "--run.num_ranks", "1"), options.rounds)
     else:
-        rounds = take_turns(trees, measure, options.rounds)
+        measure = longtail if options.what == "longtail" else partial(headline, num_steps=options.steps)
+        rounds = rounds_in_turns({name: partial(measure, tree) for name, tree in trees.items()}, options.rounds)
+    amount = "" if options.what == "longtail" else f" --steps {options.steps}"
+    report: dict[str, Any] = {
+        "command": f"{parser.prog} BEFORE AFTER --what {options.what} --rounds {options.rounds}{amount}",
+        "environment": environment(),
+        "what": options.what,
+    }
     for works in rounds:  # an interrupted measurement keeps its whole rounds
-        report = report_of(options, trees, works)
+        report["trees"] = {
+            name: {"commit": tree.commit, "works": [dataclasses.asdict(work) for work in works[name]]}
+            for name, tree in trees.items()
+        }
+        report["ratio"] = dataclasses.asdict(
+            Ratio.of([a.seconds / b.seconds for a, b in zip(works["before"], works["after"], strict=True)])
+        )
         write_report(options.out, report, to_markdown(report))
     print(f"seconds before / after: {describe(report['ratio'])}")
 

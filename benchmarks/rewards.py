@@ -1,7 +1,7 @@
 """Responses through the reward workers, some of which raise, hang, return None, NaN or text: are all counted, is none lost, is
 none held longer than its time-out?
 
-    python -m benchmarks.rewards --out benchmarks/results/rewards.json
+    python -m benchmarks.rewards --out benchmarks/results/rewards
 
 Every response says in its text what is to happen to it, so the verdict on each is known. `held` is the time from a worker's
 taking up a response to its verdict; what a time-out costs beyond its seconds is the kill. `waited` is the time for which the
@@ -10,20 +10,16 @@ next response after a kill waits for the worker that steps in.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import patch
 
+from benchmarks.command import command_of, make_parser
+from tlt.bench.report import environment, markdown, table, write_report
 from tlt.rl.reward_worker import Worker
 from tlt.rl.rewards import RewardPool, summarize
 from tlt.rl.scoring import Response, RewardSpec
@@ -92,10 +88,10 @@ def run(num: int, share: float, num_workers: int, timeout: float, seed: int) -> 
         found = pool.drain()
         seconds = time.perf_counter() - start
         assert pool.drain() == {}
-    return report(texts, [found[f"p{i}", 0] for i in range(num)], submitted, seconds)
+    return checked(texts, [found[f"p{i}", 0] for i in range(num)], submitted, seconds)
 
 
-def report(texts: Sequence[str], found: Sequence[Reward], submitted: float, seconds: float) -> dict[str, Any]:
+def checked(texts: Sequence[str], found: Sequence[Reward], submitted: float, seconds: float) -> dict[str, Any]:
     summary = summarize(found)
     for i, (text, reward) in enumerate(zip(texts, found, strict=True)):
         assert reward.error.startswith(EXPECTED[text]), (text, reward)
@@ -127,26 +123,33 @@ def _spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser = make_parser("rewards", __doc__)
     parser.add_argument("--responses", type=int, default=10_000)
     parser.add_argument("--share", type=float, default=0.05, help="of responses that are at fault")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8])
     parser.add_argument("--timeout", type=float, default=0.2)
     arguments = parser.parse_args()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    result: dict[str, Any] = {
-        "command": " ".join(["python", "-m", "benchmarks.rewards", *sys.argv[1:]]),
-        "commit": commit,
-        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+    report: dict[str, Any] = {
+        "command": command_of(parser),
+        "environment": environment(),
         "timeout_seconds": arguments.timeout,
         "runs": [],
     }
     for num_workers in arguments.workers:
         row = {"workers": num_workers} | run(arguments.responses, arguments.share, num_workers, arguments.timeout, seed=0)
-        result["runs"].append(row)
+        report["runs"].append(row)
         print(json.dumps(row), flush=True)
-    arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_report(arguments.out, report, to_markdown(report))
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    columns = ["workers", "verdicts as due", "errors", "seconds", "hangs held, ms: median, longest", "waited, ms: the same"]
+    rows = []
+    for run in report["runs"]:
+        held, waited = run["held_ms"]["hang"], run["waited_ms"]
+        times = [f"{spread['median']:.0f}, {spread['max']:.0f}" for spread in (held, waited)]
+        rows.append([run["workers"], run["responses"], run["errors_counted"], run["total_seconds"], *times])
+    return markdown("Rewards, some of them at fault", report, table(columns, rows))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import carry_out, make_parser
 from benchmarks.growth import KEPT
 from tlt.bench.geometry import grown_config, hold_still, plan_growth
-from tlt.bench.report import header, number, provenance, table, write_report
+from tlt.bench.report import header, markdown, number, table, write_report
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.types import UserError
 
 LORA = ("--lora.rank", "16", "--lora.alpha", "32", "--lora.base_dtype", "bfloat16")
 WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -60,13 +60,20 @@ def to_markdown(report: dict[str, Any]) -> str:
         for run in report["runs"] if "failed" not in run
     ]  # fmt: skip
     refused = [f"{run['way']}: {run['failed']}" for run in report["runs"] if "failed" in run]
-    return "\n\n".join(["# One RL step of a large model", *provenance(report), table(columns, rows), *refused]) + "\n"
+    return markdown("One RL step of a large model", report, table(columns, rows), *refused)
 
 
-def measure(options: argparse.Namespace, given: list[str]) -> None:
+def main() -> None:
+    parser = make_parser("step_at_size", __doc__)
+    parser.add_argument("config", type=Path, help="a run's configuration or recipe; --section.key VALUE overrides it")
+    parser.add_argument("--geometry", required=True, help="as for tlt bench train")
+    parser.add_argument("--keep", type=Path, help="folder for what is grown; default: a temporary one")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="what is trained, on how many ranks")
+    parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
+    options, given = parser.parse_known_args()
     config = load_config(str(options.config), hold_still(given))
     words = " ".join([str(options.config), "--geometry", options.geometry, *given])
-    report: dict[str, Any] = {**header(config, f"python -m benchmarks.step_at_size {words}"), "runs": []}
+    report: dict[str, Any] = {**header(config, f"{parser.prog} {words}"), "runs": []}
     with (
         tempfile.TemporaryDirectory() as folder,
         grown_config(config, plan_growth(config, options.geometry), options.keep) as (grown, geometry),
@@ -78,22 +85,5 @@ def measure(options: argparse.Namespace, given: list[str]) -> None:
             write_report(options.out, report, to_markdown(report))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.step_at_size", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("config", type=Path, help="a run's configuration or recipe; --section.key VALUE overrides it")
-    parser.add_argument("--geometry", required=True, help="as for tlt bench train")
-    parser.add_argument("--keep", type=Path, help="folder for what is grown; default: a temporary one")
-    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), help="what is trained, on how many ranks")
-    parser.add_argument("--threads", type=int, default=2, help="of all ranks together")
-    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
-    try:
-        measure(*parser.parse_known_args())
-    except UserError as error:
-        print(f"benchmarks.step_at_size: error: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
 if __name__ == "__main__":
-    main()
+    sys.exit(carry_out("step_at_size", main))

@@ -20,13 +20,15 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from tlt.bench.measure import Ratio
-from tlt.bench.report import environment, provenance, ratio_text, table, write_report
+from benchmarks.command import command_of, make_parser
+from tlt.bench.measure import Ratio, in_turns
+from tlt.bench.report import environment, markdown, ratio_text, table, write_report
 
 ARMS = ("trl-tlt", "trl", "tlt")
 NAMES = {"trl": "TRL alone", "trl-tlt": "TRL with TLT", "tlt": "TLT alone"}
@@ -70,18 +72,18 @@ def run_arm(job: Job, ranks: int) -> Measured:
 
 def take_turns(options: argparse.Namespace) -> list[list[Measured]]:
     """Every round measures all arms once. The first one begins with trl-tlt, whose lengths TRL alone takes over."""
-    rounds = []
     with tempfile.TemporaryDirectory() as folder:
-        for index in range(options.rounds):
-            measured = []
-            for arm in ARMS if index % 2 == 0 else reversed(ARMS):
-                out = Path(folder) / f"{index}-{arm}.json"
-                lengths = str(Path(folder) / "lengths.json")
-                job = Job(arm, options.responses, options.max_tokens, options.steps + 1, lengths, str(out))
-                measured.append(run_arm(job, options.ranks))
-                print(f"round {index}, {NAMES[arm]}: {sum(measured[-1].step_seconds):.1f} s", flush=True)
-            rounds.append(measured)
-    return rounds
+
+        def measure(arm: str) -> Measured:
+            out, lengths = Path(folder) / f"{arm}.json", Path(folder) / "lengths.json"
+            out.unlink(missing_ok=True)
+            job = Job(arm, options.responses, options.max_tokens, options.steps + 1, str(lengths), str(out))
+            measured = run_arm(job, options.ranks)
+            print(f"{NAMES[arm]}: {sum(measured.step_seconds):.1f} s", flush=True)
+            return measured
+
+        measured = in_turns({arm: partial(measure, arm) for arm in ARMS}, options.rounds)
+    return [list(of_round) for of_round in zip(*measured.values(), strict=True)]
 
 
 def summarize(rounds: Sequence[Sequence[Measured]]) -> list[dict[str, Any]]:
@@ -123,36 +125,23 @@ def report_text(report: Mapping[str, Any]) -> str:
         for row in report["rows"]
     ]
     about = f"{report['responses']} responses of at most {report['max_tokens']} tokens a step, {report['ranks']} ranks"
-    lines = [
-        "# TRL beside TLT",
-        "",
-        *provenance(report),
-        "",
-        f"Countdown base model, {about}; medians.",
-        "",
-        table(columns, rows),
-    ]
-    return "\n".join(lines) + "\n"
+    return markdown("TRL beside TLT", report, f"Countdown base model, {about}; medians.", table(columns, rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("trl", __doc__)
     parser.add_argument("--responses", type=int, default=16, help="responses of a step, over all ranks")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=2, help="counted steps of an arm in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--out", type=Path, required=True, help="OUT.json and OUT.md")
     options = parser.parse_args()
     if options.responses % (8 * options.ranks):
         parser.error(f"--responses: {options.responses} are not groups of 8 on {options.ranks} ranks; give a multiple")
     rounds = take_turns(options)
     described = {**environment(), "trl": version("trl"), "transformers": version("transformers")}
-    words = {name: str(value) for name, value in vars(options).items()}
-    command = "python -m benchmarks.trl " + " ".join(f"--{name.replace('_', '-')} {value}" for name, value in words.items())
-    report = {"command": command, "environment": described, **vars(options), "out": options.out.name}
+    report = {"command": command_of(parser), "environment": described, **vars(options), "out": options.out.name}
     report |= {"rows": summarize(rounds), "rounds": [[asdict(m) for m in measured] for measured in rounds]}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
     write_report(options.out, report, report_text(report))
     print(report_text(report))
 

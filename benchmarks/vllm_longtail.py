@@ -18,9 +18,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import make_parser
 from benchmarks.longtail import hash_model, read_workload
-from tlt.bench.measure import Ratio
-from tlt.bench.report import environment, number, provenance, ratio_text, table, write_report
+from tlt.bench.measure import Ratio, rounds_in_turns
+from tlt.bench.report import environment, markdown, number, ratio_text, table, write_report
 from tlt.cli.drafter import DrafterExport, export
 
 WORKER = Path(__file__).with_name("vllm_longtail_worker.py")
@@ -61,12 +62,11 @@ class Arm:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("vllm_longtail", __doc__, "benchmarks/results/vllm-longtail")
     parser.add_argument("--vllm", type=Path, required=True, help="interpreter with vLLM and tlt")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--arms", default=",".join(ARMS), help="which, with commas between")
     parser.add_argument("--eager", action="store_true", help="vLLM without compilation")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm-longtail"))
     options = parser.parse_args()
     base = RECIPE / "base"
     workload = read_workload(RECIPE / "longtail.json", hash_model(base))
@@ -77,11 +77,8 @@ def main() -> None:
         described = {"model": str(base), "drafter": str(RECIPE / "drafter"), "exported": str(exported), "eager": options.eager}
         job.write_text(json.dumps({**described, "workload": str(RECIPE / "longtail.json")}), encoding="utf-8")
         arms = [Arm(options.vllm, name, job) for name in options.arms.split(",")]
-        rounds: dict[str, list[dict[str, Any]]] = {arm.name: [] for arm in arms}
-        try:
-            for index in range(options.rounds):  # an interrupted measurement keeps its whole rounds
-                for arm in arms if index % 2 == 0 else reversed(arms):
-                    rounds[arm.name].append(arm.run())
+        try:  # an interrupted measurement keeps its whole rounds
+            for rounds in rounds_in_turns({arm.name: arm.run for arm in arms}, options.rounds):
                 report = report_of(options, workload.num_tokens, str(workload.shape), arms, rounds)
                 write_report(options.out, report, to_markdown(report))
         finally:
@@ -126,19 +123,14 @@ def to_markdown(report: dict[str, Any]) -> str:
         speed = f"{report['num_tokens'] / median:,.0f}"
         rows.append([arm["name"], f"{median:.2f}", speed, ratio_text(arm["over_first"]), number(arm["accept_length"]), same])
     columns = ["arm", "median seconds", "tokens/s", f"times {first}", "accept length", "the law's tokens"]
-    return (
-        "\n\n".join(
-            [
-                "# The long tail in vLLM",
-                *provenance(report),
-                f"vLLM {report['vllm']}; {report['num_tokens']:,} tokens, {report['lengths']}; float32, one thread, batch 128.",
-                "`vllm-*`: vLLM's own sampling; off, EAGLE at a fixed length, or by a schedule of batch sizes. `law-*`: our law"
-                " in vLLM; off, fixed lengths, our tuner. `tlt-*`: our own engine. Arms stay alive and work in turns. Ratios:"
-                " the geometric mean of paired rounds with a 95 % interval.",
-                table(columns, rows),
-            ]
-        )
-        + "\n"
+    return markdown(
+        "The long tail in vLLM",
+        report,
+        f"vLLM {report['vllm']}; {report['num_tokens']:,} tokens, {report['lengths']}; float32, one thread, batch 128.",
+        "`vllm-*`: vLLM's own sampling; off, EAGLE at a fixed length, or by a schedule of batch sizes. `law-*`: our law in"
+        " vLLM; off, fixed lengths, our tuner. `tlt-*`: our own engine. Arms stay alive and work in turns. Ratios: the"
+        " geometric mean of paired rounds with a 95 % interval.",
+        table(columns, rows),
     )
 
 

@@ -13,7 +13,6 @@ the recipe's policy with its drafter, and strongly changed weights of both, anew
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Mapping
@@ -24,7 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.bench.report import environment, provenance, table, write_report
+from benchmarks.command import command_of, make_parser
+from tlt.bench.report import environment, markdown, table, write_report
 from tlt.build.engine import EngineSettings, build_backend, load_stored
 from tlt.build.model import Model, load_model
 from tlt.config.vllm import VllmSection
@@ -167,26 +167,22 @@ def to_markdown(report: dict[str, Any]) -> str:
         ["seconds per push of the drafter, median", f"{found['drafter_seconds']:.3f}"],
         ["resident set after the first, half of, and all pushes, MiB", f"{first:.0f}, {middle:.0f}, {last:.0f}"],
     ]
-    title = f"# {found['pushes']} pushes of policy and drafter into a running vLLM"
+    title = f"{found['pushes']} pushes of policy and drafter into a running vLLM"
     how = f"The countdown recipe's policy (3.9 M parameters) and EAGLE drafter, float32, eager, {NUM_REQUESTS} greedy responses"
     how += f" of at most {NUM_TOKENS} tokens after each push, {DEPTH} drafted tokens a step. Every second push has strongly"
     how += " changed weights of both."
-    return "\n\n".join([title, *provenance(report), how, table(("", ""), rows)]) + "\n"
+    return markdown(title, report, how, table(("", ""), rows))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm_push", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("vllm_push", __doc__)
     parser.add_argument("--pushes", type=int, default=100, help="of policy and drafter, each")
-    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     setup = start()
     pushes = push_all(setup, options.pushes)
     setup.vllm.close()
-    command = f"python -m benchmarks.vllm_push --pushes {options.pushes}"
-    report = {"command": command, "environment": environment(), "summary": summarize(pushes), "each": pushes}
+    report = {"command": command_of(parser), "environment": environment(), "summary": summarize(pushes), "each": pushes}
     write_report(options.out, report, to_markdown(report))
     print(to_markdown(report))
 

@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from tlt.bench.report import environment, number, provenance, table, write_report
+from benchmarks.command import make_parser
+from tlt.bench.report import environment, markdown, number, table, write_report
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
 from tlt.types import Finished, Request, SamplingParams
 
@@ -177,15 +178,15 @@ def request_of(response: dict[str, Any]) -> Request:
 
 
 def to_markdown(report: dict[str, Any]) -> str:
-    blocks = ["# A run with vLLM beside the same run with our own engine", *provenance(report), report["configuration"]]
-    blocks += [describe(found) for found in report["comparisons"]]
     by_arm = {run["arm"]: run["steps"] for run in report["runs"]}
     columns = ["step", *(f"{arm}: {what}" for what in ("reward", "tokens", "rollout, s", "step, s") for arm in by_arm)]
     rows = []
     for index, steps in enumerate(zip_longest(*by_arm.values(), fillvalue={})):
         keys = (("reward_mean", ".3f"), ("num_tokens", "d"), ("rollout_seconds", ".1f"), ("step_seconds", ".1f"))
         rows.append([index + 1, *(number(step.get(key), form) for key, form in keys for step in steps)])
-    return "\n\n".join([*blocks, table(columns, rows)]) + "\n"
+    found = [describe(found) for found in report["comparisons"]]
+    title = "A run with vLLM beside the same run with our own engine"
+    return markdown(title, report, report["configuration"], *found, table(columns, rows))
 
 
 def describe(found: dict[str, Any]) -> str:
@@ -224,14 +225,11 @@ def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         folder, kill, *words = sys.argv[2:]
         sys.exit(child(Path(folder), [int(part) for part in kill.split(",") if part], words))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.vllm_rl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("vllm_rl", __doc__)
     parser.add_argument("--steps", type=int, default=20, help="policy updates")
     parser.add_argument("--killed-steps", type=int, default=8, help="policy updates of the third arm")
     parser.add_argument("--kill-step", type=int, default=6, help="step in which it is killed, from 0 on")
     parser.add_argument("--kill-after", type=int, default=20, help="engine steps in it before that")
-    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     parser.add_argument("--folder", type=Path, help="keep the runs there; those that have ended there are not run again")
     options = parser.parse_args()
     if options.folder is not None:

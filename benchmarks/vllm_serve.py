@@ -27,7 +27,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from tlt.bench.report import environment, provenance, table, write_report
+from benchmarks.command import make_parser
+from tlt.bench.report import environment, markdown, table, write_report
 from tlt.cli.drafter import DrafterExport, export
 from tlt.files import dumps, write_json
 from tlt.tasks.base import make_problems
@@ -221,12 +222,11 @@ def audit(url: str, num: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("vllm_serve", __doc__, "benchmarks/results/vllm-serve")
     parser.add_argument("--num", type=int, default=64, help="seeds")
     parser.add_argument("--max-tokens", type=int, default=48)
     parser.add_argument("--audit-num", type=int, default=16, help="problems of the audit, four responses each")
     parser.add_argument("--parts", type=Path, help="folder that keeps what was found of each server, to go on from there")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm-serve"), help="OUT.json and OUT.md")
     options = parser.parse_args()
     os.chdir(ROOT)
     with tempfile.TemporaryDirectory(prefix="tlt-vllm-serve-") as name:
@@ -342,31 +342,22 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     combinations = [[name, *(_cell(found["combined"].get(name)) for found in servers.values())] for name in names]
     said = [f"{found['children']} of 3" if found["combined"] else "–" for found in servers.values()]
     combinations.append(["child i of seed s is seed s + i", *said])
-    lines = [
-        "# `vllm serve` with the law as its plug-in",
-        "",
-        *provenance(report),
-        "",
+    audits = [f"- {server}: {found['audit']['said']}" for server, found in servers.items() if found["audit"] is not None]
+    blocks = [
         f"{num} seeds through the `openai` client, a quarter of them at temperature 0.7 with top-p 0.9. Counted are the texts"
         " that are those of the same sampling without drafts, asked for in company"
         f" ({report['distinct']} different ones). Company: all {num} at once, and {report['others']} requests of other"
         " people's without seeds.",
-        "",
         table(["server", "alone", "in company", "drafts accepted", "tlt audit --url"], rows),
-        "",
         "On a CPU, vLLM's own sampling with drafts is not lossless: vllm issue 55005, a known bug of its CPU builds. Nothing"
         " here says that of GPUs. What the audit said:",
-        "",
-        *(f"- {server}: {found['audit']['said']}" for server, found in servers.items() if found["audit"] is not None),
-        "",
+        "\n".join(audits),
         "Four seeds with what users combine them with; equal to the same server's without drafts, or refused (HTTP 400)."
         " vLLM's own sampling with EAGLE is not asked: on this CPU its engine ends itself at one of them.",
-        "",
         table(["asked for", *servers], combinations),
-        "",
-        *(f"- refused, {name}: {found}" for name, found in refusals(servers).items()),
+        "\n".join(f"- refused, {name}: {found}" for name, found in refusals(servers).items()),
     ]
-    return "\n".join(lines) + "\n"
+    return markdown("`vllm serve` with the law as its plug-in", report, *blocks)
 
 
 def refusals(servers: Mapping[str, Any]) -> dict[str, str]:

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import make_parser
 from benchmarks.side_by_side import (
     NEAR_TIE,
     Responses,
@@ -39,7 +40,7 @@ from benchmarks.side_by_side import (
 from benchmarks.vllm_check import train_eagle3
 from tlt.audit.referee import Referee
 from tlt.audit.verdict import Auditor
-from tlt.bench.report import environment, number, provenance, table, write_report
+from tlt.bench.report import environment, markdown, number, table, write_report
 from tlt.build.engine import EngineSettings, load_engine
 from tlt.build.model import Model, load_model
 from tlt.config.vllm import VllmSection
@@ -106,13 +107,12 @@ def starts(sizes: Mapping[str, Size]) -> list[Start]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser("vllm_table", __doc__, "benchmarks/results/vllm-table")
     parser.add_argument("--eagle3", type=Path, help="an eagle3 drafter of the recipe's model; else one is trained")
     parser.add_argument("--work", type=Path, help="keep what children bring in this folder, and go on from there")
     parser.add_argument("--only", default="", help="children whose name holds this text")
     parser.add_argument("--report", action="store_true", help="start nothing: report what is in --work")
     parser.add_argument("--at-once", type=int, default=1, help="children at a time")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/vllm-table"), help="OUT.json and OUT.md")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child is not None:
@@ -372,13 +372,14 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     )
     main = [cell for cell in cells if "cache" not in cell["name"]]
     special = [cell for cell in cells if "cache" in cell["name"]]
-    blocks = ["# Our law in vLLM, token for token against our own engine", *provenance(report), summary, *LEGEND]
+    blocks = [summary, *LEGEND]
     blocks += [work_text(report["sizes"]), table_of(main)]
     if special:
         blocks += ["## A cache that is too small; prefix caching", SPECIAL, table_of(special)]
     if refused:
         blocks += ["## Not there", "\n".join(f"- {name}: {why}" for name, why in refused.items())]
-    return "\n\n".join([*blocks, "## The audit", AUDIT, audit_table(report["audits"])]) + "\n"
+    title = "Our law in vLLM, token for token against our own engine"
+    return markdown(title, report, *blocks, "## The audit", AUDIT, audit_table(report["audits"]))
 
 
 LEGEND = (

@@ -25,6 +25,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import carry_out, make_parser
 from benchmarks.gguf_export import export_gguf
 from benchmarks.real_size.competitors import BASE, DEFAULT, Competitor, Plan, Process, python_of
 from benchmarks.real_size.report import Runs, describe_cell, to_markdown
@@ -58,14 +59,8 @@ CAVEATS = (
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, Config]:
     """Returns options and configuration. Raises UserError now rather than after an hour."""
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.real_size",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("real_size", __doc__)
     parser.add_argument("config", type=Path, help="TOML configuration or recipe; --section.key VALUE overrides it")
-    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     parser.add_argument("--geometry", help="grow model and drafter, as for tlt bench rollout")
     parser.add_argument("--keep", type=Path, help="folder for what is grown and exported; default: a temporary one")
     parser.add_argument("--competitors", type=words_of(str), default=DEFAULT, help=f"default: {','.join(DEFAULT)}")
@@ -224,19 +219,14 @@ def run_benchmark(options: argparse.Namespace, config: Config, command: str) -> 
     print(to_markdown(report))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None) -> None:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        options, config = parse(words)
-        for option, path, package in (("--vllm", options.vllm, "vllm"), ("--llama", options.llama, "llama_cpp")):
-            python_of(option, path, package) if path is not None else None
-        said = (Path(word).name if Path(word).is_absolute() else word for word in words)  # no folders of this machine
-        run_benchmark(options, config, " ".join(["python -m benchmarks.real_size", *said]))
-    except UserError as error:
-        print(f"benchmarks.real_size: error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    options, config = parse(words)
+    for option, path, package in (("--vllm", options.vllm, "vllm"), ("--llama", options.llama, "llama_cpp")):
+        python_of(option, path, package) if path is not None else None
+    said = (Path(word).name if Path(word).is_absolute() else word for word in words)  # no folders of this machine
+    run_benchmark(options, config, " ".join(["python -m benchmarks.real_size", *said]))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(carry_out("real_size", main))

@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.real_size.competitors import BASE, Competitor
 from benchmarks.real_size.serving import Took
 from tlt.bench.measure import Ratio
-from tlt.bench.report import number, provenance, ratio_text, speed, table
+from tlt.bench.report import markdown, number, ratio_text, speed, table
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,6 @@ def to_markdown(report: Mapping[str, Any]) -> str:
     """Returns the report for people."""
     setup, versions = report["setup"], report["versions"]
     blocks = [
-        f"# {report['subject']}: our engine beside vLLM and llama.cpp",
-        *provenance(report),
         f"{setup['dtype']}, {setup['num_tokens']} tokens a response, {setup['threads']} threads, {setup['rounds']} rounds.",
         "; ".join(f"{name}: {', '.join(f'{k} {v}' for k, v in of.items())}" for name, of in versions.items()),
         *report["notes"],
@@ -97,7 +95,7 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         cells = [cell for cell in report["cells"] if cell["temperature"] == temperature]
         blocks += [f"## Temperature {temperature:g}", _speeds(cells), "Verdicts, times as fast:", _verdicts(cells)]
         blocks += ["Tokens/s without the prompts · seconds for these · accept length · cores in use:", _details(cells)]
-    return "\n\n".join(blocks) + "\n"
+    return markdown(f"{report['subject']}: our engine beside vLLM and llama.cpp", report, *blocks)
 
 
 def _names(cells: Sequence[Mapping[str, Any]]) -> list[str]:

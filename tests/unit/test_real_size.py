@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.command import carry_out
 from benchmarks.peers import PeerError
 from benchmarks.real_size import __main__ as command
 from benchmarks.real_size.__main__ import choose, groups, main, parse
@@ -214,7 +215,7 @@ def test_quick_is_one_round_of_small_batches() -> None:
     ],
 )
 def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
-    assert main(["countdown", "--out", "x", *words]) == 2
+    assert carry_out("real_size", lambda: main(["countdown", "--out", "x", *words])) == 2
     assert message in capsys.readouterr().err
 
 

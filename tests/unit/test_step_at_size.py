@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from benchmarks import step_at_size
+from benchmarks.command import carry_out
 from benchmarks.growth import KEPT
 from tlt.config.load import load_config
 from tlt.config.schema import Config
@@ -65,7 +66,6 @@ def test_a_way_that_is_refused_stands_in_the_report_with_its_reason(
     assert found == {"way": "full", "failed": "tlt train: error: 14.3 GiB a rank of 11.8"}
     ran = {"way": "lora", **dict.fromkeys(KEPT, 2.5), "num_tokens": 1909, "peak_mib": 2048}
     report = {"command": "c", "environment": {}, "config": {}, "runs": [found, ran]}
-    monkeypatch.setattr(step_at_size, "provenance", lambda report: [report["command"]])
     lines = step_at_size.to_markdown(report).splitlines()
     assert "| lora | 1909 | 2.5 | 2.5 | 2.5 | 2.50 | 2.0 |" in lines
     assert lines[-1] == "full: tlt train: error: 14.3 GiB a rank of 11.8"
@@ -73,7 +73,5 @@ def test_a_way_that_is_refused_stands_in_the_report_with_its_reason(
 
 def test_a_mistake_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["step_at_size", "countdown", "--geometry", "qwen9", "--out", "result"])
-    with pytest.raises(SystemExit) as ended:
-        step_at_size.main()
-    assert ended.value.code == 2
+    assert carry_out("step_at_size", step_at_size.main) == 2
     assert capsys.readouterr().err.startswith("benchmarks.step_at_size: error: --geometry: 'qwen9' is unknown")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -46,10 +47,25 @@ class Ratio:
         return Ratio.of([a / b for a, b in zip(base, other, strict=True)])
 
 
-def in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str, list[T]]:
-    """Runs every task once in each round, in alternating order; returns what each returned, round by round."""
+def rounds_in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> Iterator[dict[str, list[T]]]:
+    """Runs every task once in each round, in alternating order. Yields after every round what each has returned so far."""
     results: dict[str, list[T]] = {name: [] for name in tasks}
     for index in range(num_rounds):
         for name in tasks if index % 2 == 0 else reversed(list(tasks)):
             results[name].append(tasks[name]())
+        yield results
+
+
+def in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str, list[T]]:
+    """Runs every task once in each round, in alternating order; returns what each returned, round by round."""
+    results: dict[str, list[T]] = {name: [] for name in tasks}
+    for so_far in rounds_in_turns(tasks, num_rounds):
+        results = so_far
     return results
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Returns the seconds of a call."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
