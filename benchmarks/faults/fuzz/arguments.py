@@ -11,61 +11,22 @@ from benchmarks.faults.fuzz.mutations import ODD, to_toml
 from tlt.cli.commands import COMMANDS
 
 AMOUNTS = {
-    "num",
-    "num_problems",
-    "samples",
-    "steps",
-    "rounds",
-    "seconds",
-    "minutes",
-    "epochs",
-    "max_tokens",
-    "replicas",
-    "batches",
-}
+    "num", "num_problems", "samples", "steps", "rounds", "seconds", "minutes", "epochs", "max_tokens",
+    "replicas", "batches",
+}  # fmt: skip
 """More of these is more work, which takes its time: they are given what is too little, or no number."""
 SPECULATION = (
-    "4x1x²",
-    "0x0x0",
-    "1x1x-1",
-    "99999999x1x1",
-    "ngram:0",
-    "ngram:99999999",
-    "hybrid:",
-    "off+off",
-    "adaptive:1",
-    "4×1×4",
-)
+    "4x1x²", "0x0x0", "1x1x-1", "99999999x1x1", "ngram:0", "ngram:99999999", "hybrid:", "off+off",
+    "adaptive:1", "4×1×4",
+)  # fmt: skip
 HARMLESS = (
-    "task",
-    "score",
-    "plan memory",
-    "generate",
-    "drafter export",
-    "train",
-    "audit",
-    "drafter eval",
-    "plan speed",
-    "init",
-)
+    "task", "score", "plan memory", "generate", "drafter export", "train", "audit", "drafter eval",
+    "plan speed", "init",
+)  # fmt: skip
 TYPED = (
-    "[" * 5000,
-    "{" * 2000,
-    "'" + "\\" * 3001,
-    "0x",
-    "1_0",
-    "١",
-    "²",
-    "--",
-    "-",
-    "-1",
-    "=",
-    "--=",
-    "a=b",
-    "\t",
-    "''",
-    '""',
-)
+    "[" * 5000, "{" * 2000, "'" + "\\" * 3001, "0x", "1_0", "١", "²", "--", "-", "-1", "=", "--=", "a=b",
+    "\t", "''", '""',
+)  # fmt: skip
 
 
 def commands(place: Place, rng: Random) -> Case:
@@ -119,21 +80,8 @@ def _sound_words(place: Place, name: str) -> tuple[str, ...]:
 
 def strange_commands(place: Place, rng: Random) -> Case:
     """Words that are no command, or one without what it needs."""
-    families = (
-        "",
-        "drafter",
-        "plan",
-        "bench",
-        "--help",
-        "--version",
-        "-h",
-        "train --help",
-        "help",
-        "TRAIN",
-        "bench train",
-        "bench rollout",
-    )
-    words = rng.choice(families).split() + [_odd_word(rng) for _ in range(rng.randrange(3))]
+    families = ",drafter,plan,bench,--help,--version,-h,train --help,help,TRAIN,bench train,bench rollout"
+    words = rng.choice(families.split(",")).split() + [_odd_word(rng) for _ in range(rng.randrange(3))]
     return Case(tuple(word for word in words if "\0" not in word or rng.random() < 0.5))
 
 
@@ -153,14 +101,5 @@ def benchmarks(place: Place, rng: Random) -> Case:
     if rng.random() < 0.5:
         return Case(("bench", "train", file, "--out", "bench", "--steps", rng.choice(("2", "1", "0"))))
     parts = rng.choice(("constant", "workload", "x", ""))
-    few = (
-        "--batches",
-        rng.choice(("1", "2", "0", "x")),
-        "--rounds",
-        rng.choice(("1", "2")),
-        "--seconds",
-        "0.1",
-        "--steps",
-        "2",
-    )
-    return Case(("bench", "rollout", file, "--out", "bench", "--parts", parts, *few))
+    few = ("--batches", rng.choice(("1", "2", "0", "x")), "--rounds", rng.choice(("1", "2")), "--seconds", "0.1")
+    return Case(("bench", "rollout", file, "--out", "bench", "--parts", parts, *few, "--steps", "2"))

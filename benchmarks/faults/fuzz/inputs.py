@@ -21,22 +21,18 @@ RESPONSES = [
 ]
 
 NO_PUZZLES = (
-    {"max_target": 3, "max_number": 10**8},
-    {"mix": {"2": 1}, "max_number": 2, "max_target": 2},
+    {"max_target": 3, "max_number": 10**8}, {"mix": {"2": 1}, "max_number": 2, "max_target": 2},
     {"mix": {"6": 1}, "max_number": 1},
-)
+)  # fmt: skip
 """Options of Countdown that hardly any puzzle fulfils, or none."""
 
 
 def config_values(place: Place, rng: Random) -> Case:
     values = mutated(place.config(), rng)
     is_table = isinstance(values, dict)
-    file = (
-        place.write("run.toml", to_toml(values))
-        if is_table and rng.random() < 0.7
-        else place.write("run.json", json.dumps(values))
-    )
-    return Case(("train", str(file)))
+    if is_table and rng.random() < 0.7:
+        return Case(("train", str(place.write("run.toml", to_toml(values)))))
+    return Case(("train", str(place.write("run.json", json.dumps(values)))))
 
 
 def config_bytes(place: Place, rng: Random) -> Case:
@@ -50,9 +46,8 @@ def overrides(place: Place, rng: Random) -> Case:
     for _ in range(rng.choice((1, 1, 2, 3))):
         section = rng.choice(list(CONFIG))
         key = rng.choice([*CONFIG[section], *load_config(file).model_dump()[section]])
-        name = rng.choice(
-            (f"{section}.{key}",) * 6 + (section, f"{key}.{section}", f"{section}.{key}.deep", f"{section}..{key}", "")
-        )
+        others = (section, f"{key}.{section}", f"{section}.{key}.deep", f"{section}..{key}", "")
+        name = rng.choice((f"{section}.{key}",) * 6 + others)
         odd = rng.choice(ODD)
         text = odd if isinstance(odd, str) else json.dumps(odd)
         words += rng.choice(([f"--{name}", text], [f"--{name}={text}"], [f"--{name}"], [text]))
@@ -79,9 +74,8 @@ def problems(place: Place, rng: Random) -> Case:
     task = rng.choice(("countdown", "math", "data", "word-problems", "mixture"))
     words = ("task", task, "--num", "2", "--out", "out.jsonl")
     if rng.random() < 0.5:
-        odd = rng.choice(
-            (CONFIG["task"]["options"], {"mix": rng.choice(ODD)}, {"tasks": rng.choice(ODD)}, {"split": "x"}, *NO_PUZZLES)
-        )
+        named = ({"mix": rng.choice(ODD)}, {"tasks": rng.choice(ODD)}, {"split": "x"})
+        odd = rng.choice((CONFIG["task"]["options"], *named, *NO_PUZZLES))
         return Case((*words, "--options", json.dumps(mutated(odd, rng))))
     return Case((*words, "--data", str(file)))
 
@@ -92,10 +86,8 @@ def responses(place: Place, rng: Random) -> Case:
     file = place.write("responses.jsonl", text if rng.random() < 0.6 else damaged(text, rng))
     asked = place.write("problems.jsonl", lines(PROBLEMS))
     if rng.random() < 0.3:
-        asked, file = (
-            place.write("problems.jsonl", lines(mutated([*PROBLEMS], rng) or [])),
-            place.write("r.jsonl", lines(RESPONSES)),
-        )
+        asked = place.write("problems.jsonl", lines(mutated([*PROBLEMS], rng) or []))
+        file = place.write("r.jsonl", lines(RESPONSES))
     return Case(("score", "countdown", "--problems", str(asked), "--responses", str(file), "--out", "out.jsonl"))
 
 
@@ -124,9 +116,8 @@ def damage_weights(folder: Path, rng: Random) -> None:
             text = json.dumps(mutated(json.loads(header), rng)).encode()
             file.write_bytes(struct.pack("<Q", len(text)) + text + body)
         case 2:
-            file.write_bytes(
-                struct.pack("<Q", rng.choice((0, 1, length - 1, length + 1, 10**8, 2**40, 2**63, 2**64 - 1))) + header + body
-            )
+            told = rng.choice((0, 1, length - 1, length + 1, 10**8, 2**40, 2**63, 2**64 - 1))
+            file.write_bytes(struct.pack("<Q", told) + header + body)
         case 3:
             file.write_bytes(damaged(data, rng))
         case _:

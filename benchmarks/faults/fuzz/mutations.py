@@ -9,57 +9,21 @@ from collections.abc import Mapping
 from typing import Any
 
 ODD: tuple[Any, ...] = (
-    *(None, True, False, -1, 0, 1, 3, 2**31, 2**63, 10**30, 10**400, -(10**30), 0.0, -0.5, 1e-320, 1e308),
-    *(
-        math.nan,
-        math.inf,
-        "",
-        " ",
-        "none",
-        "true",
-        "1",
-        "1e3",
-        "off",
-        "../../x",
-        "./x",
-        "~",
-        ".",
-        "\0",
-        "a\0b",
-        "a\nb",
-        "\x1b[31m",
-    ),
-    *(
-        "\ud800",
-        "é" * 300,
-        "😀",
-        "\u202e",
-        "x" * 5000,
-        "%s{0}$HOME",
-        "a:b",
-        "tlt.x:y",
-        "os:getcwd",
-        "owner/name",
-        "owner/name@main",
-    ),
-    *([], [[]], [None], [1, "a", {}], {}, {"a": {"b": [1]}}, {"": 1}, [0] * 2000, {"role": "user", "content": "1"}),
-)
+    None, True, False, -1, 0, 1, 3, 2**31, 2**63, 10**30, 10**400, -(10**30), 0.0, -0.5, 1e-320, 1e308,
+    math.nan, math.inf, "", " ", "none", "true", "1", "1e3", "off", "../../x", "./x", "~", ".", "\0",
+    "a\0b", "a\nb", "\x1b[31m", "\ud800", "é" * 300, "😀", "\u202e", "x" * 5000, "%s{0}$HOME", "a:b",
+    "tlt.x:y", "os:getcwd", "owner/name", "owner/name@main", [], [[]], [None], [1, "a", {}], {},
+    {"a": {"b": [1]}}, {"": 1}, [0] * 2000, {"role": "user", "content": "1"},
+)  # fmt: skip
 BYTES = (
-    b"\0",
-    b"\xff\xfe",
-    b"\xed\xa0\x80",
-    b"\xef\xbb\xbf",
-    b"\n\n\n",
-    b"{",
-    b'"',
-    b"\\ud800",
-    b"1e999",
-    b"NaN",
-    b"[" * 9000,
-    b"9" * 5000,
-    b"\r",
-    b",",
-)
+    b"\0", b"\xff\xfe", b"\xed\xa0\x80", b"\xef\xbb\xbf", b"\n\n\n", b"{", b'"', b"\\ud800", b"1e999",
+    b"NaN", b"[" * 9000, b"9" * 5000, b"\r", b",",
+)  # fmt: skip
+
+
+def choices(text: str) -> tuple[str, ...]:
+    """Returns the entries of a table in text: one from each line, or several between bars."""
+    return tuple(entry for line in text.strip().splitlines() for entry in line.strip().split(" | "))
 
 
 def mutated(value: Any, rng: random.Random) -> Any:
@@ -78,9 +42,8 @@ def _mutated_once(value: Any, rng: random.Random) -> Any:
         case 0:
             del value[key]
         case 1 if isinstance(value, dict):
-            value[rng.choice((f"{key}s", str(key).upper(), "", "a.b", "\0", "é", "path", "prompt", "messages"))] = value.pop(
-                key
-            )
+            names = (f"{key}s", str(key).upper(), "", "a.b", "\0", "é", "path", "prompt", "messages")
+            value[rng.choice(names)] = value.pop(key)
         case 1 if isinstance(value, list):
             value.insert(key, value[key])
         case 2 if isinstance(value, dict):
@@ -92,11 +55,8 @@ def _mutated_once(value: Any, rng: random.Random) -> Any:
 
 def _near(value: Any, rng: random.Random) -> Any:
     if isinstance(value, str):
-        return (
-            value[: rng.randrange(len(value) + 1)]
-            + rng.choice(("x", ":", "/", "-", "\t"))
-            + value[rng.randrange(len(value) + 1) :]
-        )
+        before, put_in = value[: rng.randrange(len(value) + 1)], rng.choice(("x", ":", "/", "-", "\t"))
+        return before + put_in + value[rng.randrange(len(value) + 1) :]
     if isinstance(value, int | float) and not isinstance(value, bool):
         return rng.choice((-value, value * 1000, value + 0.5, str(value), [value]))
     return [value]

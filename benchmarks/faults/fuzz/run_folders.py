@@ -14,28 +14,15 @@ from benchmarks.faults.fuzz.mutations import ODD, damaged, mutated
 from benchmarks.faults.fuzz.sound import ROOT
 
 STRANGERS = (
-    *("timeline.rankx.jsonl", "timeline.rank99999999999999999999.jsonl", "timeline.rank-1.jsonl", "timeline.rank1.jsonl"),
-    *("journal/step-x/replica-00000.0", "journal/step-00000002/replica-x", "journal/step-00000002/replica-00000.x"),
-    *("journal/step-00000002/replica-00000.99999999999999999999", "journal/x", "journal/step-00000099/replica-00000.0"),
-    *("checkpoints/step-x", "checkpoints/step-", "checkpoints/step-00000002.new", "checkpoints/step-99999999999999999999"),
-    *(
-        "checkpoints/.step-00000003.new",
-        "checkpoints/step-00000001.aside",
-        "responses/x",
-        "responses/step-x.jsonl",
-        "failures.log",
-    ),
-    *(
-        ".lock",
-        "best/x",
-        "policy/model.safetensors",
-        "drafter/config.json",
-        "adapter",
-        "tracking.log",
-        "best.new",
-        "policy.new",
-    ),
-)
+    "timeline.rankx.jsonl", "timeline.rank99999999999999999999.jsonl", "timeline.rank-1.jsonl",
+    "timeline.rank1.jsonl", "journal/step-x/replica-00000.0", "journal/step-00000002/replica-x",
+    "journal/step-00000002/replica-00000.x", "journal/step-00000002/replica-00000.99999999999999999999",
+    "journal/x", "journal/step-00000099/replica-00000.0", "checkpoints/step-x", "checkpoints/step-",
+    "checkpoints/step-00000002.new", "checkpoints/step-99999999999999999999",
+    "checkpoints/.step-00000003.new", "checkpoints/step-00000001.aside", "responses/x",
+    "responses/step-x.jsonl", "failures.log", ".lock", "best/x", "policy/model.safetensors",
+    "drafter/config.json", "adapter", "tracking.log", "best.new", "policy.new",
+)  # fmt: skip
 """Names that a run's folder has, or might seem to have."""
 
 
@@ -49,13 +36,8 @@ def run_folders(place: Place, rng: Random, ranks: str = "1") -> Case:
     named = rng.choice(checkpoints) if checkpoints and rng.random() < 0.15 else run
     resume: tuple[str, ...] = ("train", "--resume", str(named), "--run.num_ranks", ranks)
     if rng.random() < 0.15:
-        resume = (
-            "train",
-            str(place.sound.tasks / "run.toml"),
-            "--run.out_dir",
-            str(run),
-            *rng.choice(((), ("--resume", "auto"))),
-        )
+        config = str(place.sound.tasks / "run.toml")
+        resume = ("train", config, "--run.out_dir", str(run), *rng.choice(((), ("--resume", "auto"))))
     return Case(resume, trains=True, environ=environ)
 
 

@@ -11,11 +11,13 @@ from tlt.config.load import load_config
 
 NUMBERS = ("0", "1", "2", "7", "65536", "2147483648", "4611686018427387904", "-1")
 EXTREME = ("1e-320", "1e-300", "1e-9", "1e300", "1.7e308", "0", "1", "0.999999", "7", "-1")
+WORDS = ("auto", "off", "none", "adaptive", "x", "1x1x1", "ngram:4", "bfloat16", "float32")
 SLOW = {
-    *("run.num_steps", "run.num_ranks", "run.out_dir", "run.launcher", "task.num_problems", "evaluation.num_problems"),
-    *("rollout.samples_per_problem", "rollout.problems_per_step", "evaluation.samples_per_problem", "rewards.num_workers"),
-    *("sampling.max_tokens", "algorithm.max_resamples", "model.path"),
-}
+    "run.num_steps", "run.num_ranks", "run.out_dir", "run.launcher", "task.num_problems",
+    "evaluation.num_problems", "rollout.samples_per_problem", "rollout.problems_per_step",
+    "evaluation.samples_per_problem", "rewards.num_workers", "sampling.max_tokens",
+    "algorithm.max_resamples", "model.path",
+}  # fmt: skip
 """More of these is more work, which takes its time, or more processes."""
 
 
@@ -28,10 +30,7 @@ def settings(place: Place, rng: Random, ranks: int = 1) -> Case:
         if isinstance(value, bool):
             words += [f"--{key}", str(not value).lower()]
         elif isinstance(value, str):
-            words += [
-                f"--{key}",
-                rng.choice(("auto", "off", "none", "adaptive", "x", "1x1x1", "ngram:4", "bfloat16", "float32")),
-            ]
+            words += [f"--{key}", rng.choice(WORDS)]
         else:
             words += [f"--{key}", rng.choice(NUMBERS if isinstance(value, int) else EXTREME)]
     return place.train("--run.num_ranks", str(ranks), *words)

@@ -83,14 +83,8 @@ def make_models(folder: Path) -> Sound:
 
 def preload(sound: Sound) -> None:
     """Imports here what commands import when they need it: they are forks of this process, and find it there."""
-    for module in (
-        "tlt.training.start",
-        "tlt.training.loop",
-        "tlt.drafter.measure",
-        "tlt.drafter.formats.export",
-        "tlt.audit.report",
-    ):
-        importlib.import_module(module)
+    for name in ("training.start", "training.loop", "drafter.measure", "drafter.formats.export", "audit.report"):
+        importlib.import_module(f"tlt.{name}")
     load_tokenizer(sound.model)
 
 

@@ -11,21 +11,9 @@ from benchmarks.faults.fuzz.mutations import to_toml
 
 NUMBERS = ("0", "1", "2", "-1", "x", "", "²", "1.0", "99999999999999999999", " 1", "0x1", "1\n")
 NODELISTS = (
-    "",
-    "a",
-    "a[x-y]",
-    "a[1-",
-    "a]",
-    "a[1-999999999]",
-    "a[,]",
-    "[",
-    "a[3-1]",
-    "a[01-03,7],b",
-    ",",
-    "²",
-    "a[-]",
-    "a[1-²]",
-)
+    "", "a", "a[x-y]", "a[1-", "a]", "a[1-999999999]", "a[,]", "[", "a[3-1]", "a[01-03,7],b", ",", "²",
+    "a[-]", "a[1-²]",
+)  # fmt: skip
 RANKS = {
     **dict.fromkeys(("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"), NUMBERS),
     **dict.fromkeys(
@@ -41,11 +29,10 @@ SLURM = {"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_
 LAUNCHERS: tuple[dict[str, str | None], ...] = (
     {"RANK": "0", "WORLD_SIZE": "1"},
     {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
-    {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
-    {**SLURM},
+    {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, {**SLURM},
     {**SLURM, "SLURM_TASKS_PER_NODE": "2", "SLURM_JOB_ID": "7"},
     {"OMPI_COMM_WORLD_RANK": "0", "LOCAL_RANK": "0"},
-)
+)  # fmt: skip
 """What launchers say."""
 PLACES = {
     "TMPDIR": ("/no/such/folder", "", "/dev/null", "/proc", "."),
@@ -105,12 +92,15 @@ def started_by_others(place: Place, rng: Random) -> Case:
     return Case(("train", config, "--run.out_dir", "run"), trains=True, environ=environ)
 
 
+def _reading_words(place: Place) -> tuple[tuple[str, ...], ...]:
+    """Returns the words of commands that only read."""
+    config = str(place.write("run.toml", to_toml(place.config())))
+    return ("plan", "memory", config), ("--help",), ("train", "--help"), ("task", "countdown", "--num", "2", "--out", "o")
+
+
 def environments(place: Place, rng: Random) -> Case:
     """A command that reads, in a new Python."""
-    config = str(place.write("run.toml", to_toml(place.config())))
-    words = rng.choice(
-        (("plan", "memory", config), ("--help",), ("train", "--help"), ("task", "countdown", "--num", "2", "--out", "o"))
-    )
+    words = rng.choice(_reading_words(place))
     return Case(words, environ=_odd_environment(rng), is_fresh=True)
 
 
@@ -133,16 +123,7 @@ def _odd_environment(rng: Random) -> dict[str, str | None]:
 def streams(place: Place, rng: Random) -> Case:
     """Nobody reads what a command prints, or there is no room for it, or no file."""
     chosen = _odd_streams(rng)
-    config = str(place.write("run.toml", to_toml(place.config())))
-    words = rng.choice(
-        (
-            ("plan", "memory", config),
-            ("--help",),
-            ("train", "--help"),
-            ("task", "countdown", "--num", "2", "--out", "o"),
-            ("x",),
-        )
-    )
+    words = rng.choice((*_reading_words(place), ("x",)))
     return Case(words, is_fresh="closed" in chosen, streams=chosen, codes=frozenset({0, 2, 128 + 13}))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 
 from benchmarks.faults.fuzz.case import Case, Place
+from benchmarks.faults.fuzz.mutations import choices
 from benchmarks.faults.fuzz.rewards import CLOSES, ENDS, HEADER, HELPERS, PRINTS, RAISES, STARTS
 
 MODULE = """
@@ -24,35 +25,18 @@ class Tracker:
         {finish}
     {more}
 """
-ANSWERS = (
-    "None",
-    "1",
-    "'x' * 10**6",
-    "'\\x1b[2J'",
-    "'a\\nb'",
-    "'\\ud800'",
-    "object()",
-    "Odd",
-    "b'x'",
-    "[]",
-    "OddNumber()",
-    "lambda: 1",
-)
-AT_IMPORT = (
-    "raise ImportError('odd')",
-    "raise SystemExit(1)",
-    "import no_such_module",
-    "raise KeyError",
-    "print('x' * 10**6)",
-    "1 / 0",
-)
-MORE = (
-    "begin = None",
-    "log = 3",
-    "def log(self): pass",
-    "async def begin(self, run): return 'x'",
-    "def __getattr__(self, name): raise Odd",
-)
+ANSWERS = choices(r"""
+    None | 1 | 'x' * 10**6 | '\x1b[2J' | 'a\nb' | '\ud800' | object() | Odd | b'x' | [] | OddNumber()
+    lambda: 1
+""")
+AT_IMPORT = choices("""
+    raise ImportError('odd') | raise SystemExit(1) | import no_such_module | raise KeyError
+    print('x' * 10**6) | 1 / 0
+""")
+MORE = choices("""
+    begin = None | log = 3 | def log(self): pass | async def begin(self, run): return 'x'
+    def __getattr__(self, name): raise Odd
+""")
 SLOW = ("time.sleep(100)", "threading.Event().wait()", "signal.pause()")
 """They are waited for a minute at the end of a run: played in one case of twenty."""
 
@@ -61,9 +45,8 @@ def trackers(place: Place, rng: Random) -> Case:
     """A tracker is odd in one respect."""
     parts = {"at_import": "", "init": "pass", "begin": "pass", "log": "pass", "finish": "pass", "more": ""}
     where = rng.choice(("at_import", "init", "begin", "begin", "log", "log", "finish", "finish", "more", "answer"))
-    bodies = [
-        body for body in (*RAISES, *ENDS, *STARTS, *STARTS, *CLOSES, *PRINTS) if body not in SLOW and "SIGSTOP" not in body
-    ]
+    bodies = (*RAISES, *ENDS, *STARTS, *STARTS, *CLOSES, *PRINTS)
+    bodies = tuple(body for body in bodies if body not in SLOW and "SIGSTOP" not in body)
     if where in ("at_import", "more"):
         parts[where] = rng.choice(AT_IMPORT if where == "at_import" else MORE)
     elif where == "answer":
@@ -71,7 +54,5 @@ def trackers(place: Place, rng: Random) -> Case:
     else:
         parts[where] = rng.choice(SLOW if rng.random() < 0.05 else bodies)
     place.write("odd_trackers.py", MODULE.format(header=HEADER + HELPERS, **parts))
-    use = rng.choice(
-        ("odd_trackers:Tracker",) * 6 + ("odd_trackers:Odd", "odd_trackers:deep", "odd_trackers", "odd_trackers:x")
-    )
+    use = "odd_trackers" + rng.choice((":Tracker",) * 6 + (":Odd", ":deep", "", ":x"))
     return place.train("--tracking.use", use, prints="print(" in "".join(parts.values()), about=str(parts))
