@@ -6,7 +6,7 @@
                                                                                └ else                              a failure
     where it was detected: the user chooses step 10 ─▶ the same three questions
 
-    python -m benchmarks.faults.checkpoint_mutations --out benchmarks/results/checkpoint-mutations.json --num 2000 --seed 7
+    python -m benchmarks.faults.checkpoint_mutations --out benchmarks/results/checkpoint-mutations --num 2000
 
 A forged manifest is one whose digest was brought up to date with the edit. What the manifest alone says, the counters, the
 run's id and the package's version, is left out of that: only a secret key could protect it.
@@ -14,15 +14,14 @@ run's id and the package's version, is left out of that: only a secret key could
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
 import random
 import shutil
+import sys
 import tempfile
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.faults.mutations import DAMAGES, damage, exchange, mutated
+from benchmarks.faults.report import tally
 from tlt.distributed.world import World
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.adam import trained_tensors
@@ -84,35 +85,18 @@ def save_run(folder: Path, seed: int = 0) -> dict[int, Saved]:
 # ── mutations ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
+def _folders(folder: Path) -> tuple[Path, Path]:
+    """Returns the older checkpoint and the newer one."""
+    older, newer = (folder / f"step-{step:08d}" for step in STEPS)
+    return older, newer
+
+
 def _file(folder: Path, rng: random.Random) -> Path:
-    return rng.choice(sorted((folder / f"step-{STEPS[-1]:08d}").iterdir()))
+    return rng.choice(sorted(_folders(folder)[1].iterdir()))
 
 
-def truncate(folder: Path, rng: random.Random) -> None:
-    file = _file(folder, rng)
-    file.write_bytes(file.read_bytes()[: rng.randrange(file.stat().st_size)])
-
-
-def extend(folder: Path, rng: random.Random) -> None:
-    file = _file(folder, rng)
-    file.write_bytes(file.read_bytes() + rng.randbytes(rng.randint(1, 99)))
-
-
-def flip_bits(folder: Path, rng: random.Random) -> None:
-    file = _file(folder, rng)
-    data = bytearray(file.read_bytes())
-    for _ in range(rng.choice((1, 1, 1, 2, 8))):
-        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
-    file.write_bytes(data)
-
-
-def zero_block(folder: Path, rng: random.Random) -> None:
-    file = _file(folder, rng)
-    data = bytearray(file.read_bytes())
-    start = rng.randrange(len(data))
-    end = min(len(data), start + rng.randint(1, 4096))
-    data[start:end] = bytes(end - start)
-    file.write_bytes(data)
+def _damage(kind: str) -> Mutation:
+    return lambda folder, rng: damage(_file(folder, rng), kind, rng)
 
 
 def remove(folder: Path, rng: random.Random) -> None:
@@ -126,57 +110,60 @@ def make_folder(folder: Path, rng: random.Random) -> None:
 
 
 def add_stray_file(folder: Path, rng: random.Random) -> None:
-    place = rng.choice((folder, folder / f"step-{STEPS[-1]:08d}"))
+    place = rng.choice((folder, _folders(folder)[1]))
     (place / rng.choice(("rank-00007.safetensors", "notes.txt", ".nfs0001", "training.pt"))).write_bytes(rng.randbytes(9))
 
 
 def exchange_between_steps(folder: Path, rng: random.Random) -> None:
-    name = _file(folder, rng).name
-    old, new = (folder / f"step-{step:08d}" / name for step in STEPS)
-    _exchange(old, new)
+    file = _file(folder, rng)
+    exchange(_folders(folder)[0] / file.name, file)
 
 
 def exchange_between_ranks(folder: Path, rng: random.Random) -> None:
     kind = rng.choice(("json", "safetensors"))
-    one, other = (folder / f"step-{STEPS[-1]:08d}" / f"rank-{rank:05d}.{kind}" for rank in range(NUM_RANKS))
-    _exchange(one, other)
+    one, other = (_folders(folder)[1] / f"rank-{rank:05d}.{kind}" for rank in range(NUM_RANKS))
+    exchange(one, other)
 
 
 def exchange_folders(folder: Path, rng: random.Random) -> None:
-    _exchange(*(folder / f"step-{step:08d}" for step in STEPS))
+    exchange(*_folders(folder))
 
 
 def rename_folder(folder: Path, rng: random.Random) -> None:
-    (folder / f"step-{STEPS[-1]:08d}").rename(folder / f"step-{rng.randint(STEPS[-1] + 1, 10**7):08d}")
+    _folders(folder)[1].rename(folder / f"step-{rng.randint(STEPS[-1] + 1, 10**7):08d}")
 
 
 def copy_older(folder: Path, rng: random.Random) -> None:
-    old, new = (folder / f"step-{step:08d}" for step in STEPS)
-    shutil.rmtree(new)
-    shutil.copytree(old, new)
+    older, newer = _folders(folder)
+    shutil.rmtree(newer)
+    shutil.copytree(older, newer)
 
 
 def edit_manifest(folder: Path, rng: random.Random) -> None:
-    file = folder / f"step-{STEPS[-1]:08d}" / MANIFEST
+    file = _folders(folder)[1] / MANIFEST
     described = json.loads(file.read_text())
-    _edit(rng.choice([described, *[described["manifest"]] * 9]), rng)
+    if rng.random() < 0.1:
+        described = mutated(described, rng)
+    else:
+        described["manifest"] = mutated(described["manifest"], rng)
     file.write_text(json.dumps(described))
 
 
 def forge_manifest(folder: Path, rng: random.Random) -> None:
-    file = folder / f"step-{STEPS[-1]:08d}" / MANIFEST
+    file = _folders(folder)[1] / MANIFEST
     manifest = dataclasses.asdict(read_manifest(file.parent))
     told = {key: manifest.pop(key) for key in ("counters", "run", "tlt")}
-    _edit(manifest, rng)
-    body = {**manifest, **told}
-    file.write_text(_signed(body))
+    forged = None
+    while not isinstance(forged, dict):
+        forged = mutated(manifest, rng)
+    body = {**forged, **told}
+    digest = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    file.write_text(json.dumps({"manifest": body, "sha256": digest}, sort_keys=True))
 
 
-KINDS: dict[str, Callable[[Path, random.Random], None]] = {
-    "truncated": truncate,
-    "extended": extend,
-    "bits flipped": flip_bits,
-    "a block zeroed": zero_block,
+Mutation = Callable[[Path, random.Random], None]
+KINDS: dict[str, Mutation] = {
+    **{kind: _damage(kind) for kind in DAMAGES},
     "a file missing": remove,
     "a folder in a file's place": make_folder,
     "a stray file": add_stray_file,
@@ -188,45 +175,6 @@ KINDS: dict[str, Callable[[Path, random.Random], None]] = {
     "manifest edited": edit_manifest,
     "manifest forged": forge_manifest,
 }
-
-
-def _exchange(one: Path, other: Path) -> None:
-    between = one.with_name("between")
-    one.rename(between)
-    other.rename(one)
-    between.rename(other)
-
-
-def _signed(body: dict[str, Any]) -> str:
-    text = json.dumps(body, sort_keys=True)
-    return json.dumps({"manifest": body, "sha256": hashlib.sha256(text.encode()).hexdigest()}, sort_keys=True)
-
-
-def _edit(value: Any, rng: random.Random) -> None:
-    """Changes, removes or doubles something at a random place of nested lists and dicts."""
-    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
-    key = rng.choice(keys)
-    if isinstance(value[key], tuple):
-        value[key] = list(value[key])
-    if isinstance(value[key], dict | list) and value[key] and rng.random() < 0.8:
-        _edit(value[key], rng)
-        return
-    match rng.randrange(4):
-        case 0:
-            del value[key]
-        case 1 if isinstance(value, list):
-            value.insert(key, value[key])
-        case 2:
-            value[key] = rng.choice((None, -1, 0, 10**19, "", "../../../etc/passwd", [], {}, 0.5, True))
-        case _:
-            value[key] = _near(value[key], rng)
-
-
-def _near(value: Any, rng: random.Random) -> Any:
-    if isinstance(value, str):
-        place = rng.randrange(len(value) + 1)
-        return value[:place] + rng.choice("0a/.F") + value[place + 1 :]
-    return value + rng.choice((-1, 1, 8)) if isinstance(value, int) else [value]
 
 
 # ── what becomes of them ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,32 +225,21 @@ def try_one(folder: Path, saved: dict[int, Saved], kind: str, rng: random.Random
         return newest, judge(copy, saved[STEPS[0]], num_ranks)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--num", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
+def play(num: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Yields what became of every mutation, and of the older checkpoint where the newest was detected."""
     torch.set_num_threads(1)
-    outcomes: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
-    older: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "checkpoints"
         saved = save_run(folder)
-        for number in range(arguments.num):
+        for number in range(num):
             kind = list(KINDS)[number % len(KINDS)]
-            newest, chosen = try_one(folder, saved, kind, random.Random(f"{arguments.seed}/{number}"))
-            outcomes[kind][newest] += 1
-            older[kind][chosen] += bool(chosen)
-    rows = {kind: {"newest": dict(outcomes[kind]), "older, by choice": dict(+older[kind])} for kind in KINDS}
-    total = sum(outcomes.values(), Counter())
-    failures = sum(count for what, count in (total + sum(older.values(), Counter())).items() if what not in GOOD)
-    report = {"num": arguments.num, "seed": arguments.seed, "newest": dict(total), "failures": failures, "by_kind": rows}
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({key: report[key] for key in ("num", "newest", "failures")}))
+            newest, older = try_one(folder, saved, kind, random.Random(f"{seed}/{number}"))
+            yield kind, newest
+            if older:
+                yield kind, f"then the older one: {older}"
 
 
-GOOD = ("detected", "harmless", "")
+GOOD = ("detected", "harmless")
 
 if __name__ == "__main__":
-    main()
+    sys.exit(tally("checkpoint_mutations", __doc__, play, (*GOOD, *(f"then the older one: {outcome}" for outcome in GOOD))))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pkgutil
 import shutil
 import subprocess
 import sys
@@ -29,10 +28,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.faults import report
+from benchmarks.faults.commands import Command, run
 from benchmarks.faults.compare import difference
 from benchmarks.faults.kills import make_workspace
-from tlt.bench.report import environment, provenance, table, write_report
+from benchmarks.faults.victim import replace
+from tlt.cli.main import main as tlt
 
+LIMIT_SECONDS = 600.0
 NOT_ALLOWED = 3
 """Exit code where nothing can be mounted."""
 SIZE, INODES = "64m", 2000
@@ -167,44 +170,31 @@ def fail_at(fault: Fault, disk: Path) -> None:
     if not fault.function:
         FAIL[fault.how](disk)
         return
-    module, _, names = fault.function.partition(":")
-    owner, _, name = names.rpartition(".")
-    place, calls = pkgutil.resolve_name(f"{module}:{owner}" if owner else module), 0
-    done = getattr(place, name)
+    calls = 0
 
-    def call(*arguments: Any, **options: Any) -> Any:
-        nonlocal calls
-        calls += fault.of in str(arguments[1:])
-        if calls == fault.number and fault.of in str(arguments[1:]):
-            calls += 1
-            FAIL[fault.how](disk)
-        return done(*arguments, **options)
+    def make(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            nonlocal calls
+            calls += fault.of in str(arguments[1:])
+            if calls == fault.number and fault.of in str(arguments[1:]):
+                calls += 1
+                FAIL[fault.how](disk)
+            return function(*arguments, **options)
 
-    setattr(place, name, call)
+        return call
+
+    replace(fault.function, make)
 
 
-def play(words: Sequence[str], prepare: Callable[[], None] = lambda: None) -> tuple[int, str]:
+def play(folder: Path, words: Sequence[str], prepare: Callable[[], None] = lambda: None) -> tuple[int | None, str]:
     """Plays `tlt train WORDS` in a fork of this process, which has imported all; returns exit code and what it said."""
-    from tlt.cli.main import main
 
-    read, write = os.pipe()
-    if (pid := os.fork()) == 0:
-        for stream in (1, 2):
-            os.dup2(write, stream)
-        os.close(write)
-        os.close(read)
-        code = 99
-        try:
-            prepare()
-            code = main(["train", *words])
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    os.close(write)
-    with os.fdopen(read) as pipe:
-        said = pipe.read()
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said
+    def call() -> int:
+        prepare()
+        return tlt(["train", *words])
+
+    ending = run(Command(folder, call), LIMIT_SECONDS)
+    return ending.code, ending.out + ending.err
 
 
 Step = Callable[[Path], None]
@@ -217,26 +207,19 @@ def play_case(workspace: Path, fault: Fault, fails: Step, heals: Step, size: str
     disk.mkdir(exist_ok=True)
     mount("-t", "tmpfs", "-o", f"size={size},nr_inodes={INODES}", "tmpfs", str(disk))
     try:
-        run = disk / "run"
-        words = [str(workspace / "run.toml"), "--run.out_dir", str(run), *FEW, *fault.words]
-        code, said = play(words, lambda: fails(disk))
-        kept = sorted(path.name for path in run.glob("checkpoints/step-*"))
+        folder = disk / "run"
+        words = [str(workspace / "run.toml"), "--run.out_dir", str(folder), *FEW, *fault.words]
+        code, said = play(workspace, words, lambda: fails(disk))
+        kept = sorted(path.name for path in folder.glob("checkpoints/step-*"))
         heals(disk)
-        again, said_then = play([*words, "--resume", "auto"])
-        differs = said_then if again else difference(run, workspace / "whole") or other_evaluations(run, workspace / "whole")
+        again, said_then = play(workspace, [*words, "--resume", "auto"])
+        differs = said_then if again else difference(folder, workspace / "whole")
         lines = [line.strip() for line in said.splitlines() if "tlt: error: " in line or "cannot be" in line]
         told = [line.replace(str(disk), "DISK").replace(str(workspace), "WORK") for line in lines]
         facts = {"name": fault.name, "how": fault.how, "expected": fault.code, "code": code, "said": told, "kept": kept}
         return {**facts, "resumed": again, "differs": differs, "traceback": "Traceback" in said + said_then}
     finally:
         subprocess.run(["umount", str(disk)], check=True)
-
-
-def other_evaluations(run: Path, whole: Path) -> str:
-    """Returns what is not the same in the evaluations of two runs; empty: nothing is."""
-    read = [[json.loads(line) for line in (one / "evaluations.jsonl").read_text().splitlines()] for one in (run, whole)]
-    ours, theirs = ([(line["step"], line["by_problem"]) for line in lines] for lines in read)
-    return "" if ours == theirs else f"evaluations.jsonl: {ours} and {theirs}"
 
 
 def is_as_promised(case: Mapping[str, Any]) -> bool:
@@ -256,7 +239,7 @@ def measure(workspace: Path, faults: Sequence[Fault], shares: Sequence[float]) -
     sys.path.insert(0, str(workspace))
     os.environ.update(PYTHONPATH=os.pathsep.join([str(workspace), *sys.path]), NO_COLOR="1")
     whole = workspace / "whole"
-    code, said = play([str(workspace / "run.toml"), "--run.out_dir", str(whole), *FEW])
+    code, said = play(workspace, [str(workspace / "run.toml"), "--run.out_dir", str(whole), *FEW])
     assert code == 0, said
     cases = []
     for fault in faults:
@@ -270,26 +253,22 @@ def measure(workspace: Path, faults: Sequence[Fault], shares: Sequence[float]) -
     return cases
 
 
-def to_markdown(report: Mapping[str, Any]) -> str:
+def text_of(cases: Sequence[Mapping[str, Any]]) -> report.Text:
     rows = []
-    for case in report["cases"]:
+    for case in cases:
         printed = "<br>".join(line.replace("|", "\\|") for line in case["said"]) or "nothing of it"
         then = "same policy, metrics, evaluations" if not case["differs"] else "**differs**"
         rows.append([case["how"], case["name"], case["code"], printed, ", ".join(case["kept"]) or "none", then])
-    good = sum(map(is_as_promised, report["cases"]))
-    promised = (
-        "one line, or a note where a picture alone was lost, no traceback, and the run that goes on ends as if nothing was"
+    text = (
+        f"{sum(map(is_as_promised, cases))} of {len(cases)} cases as promised: one line, or a note where a picture alone was "
+        "lost, no traceback, and the run that goes on ends as if nothing was."
     )
-    text = f"{good} of {len(rows)} cases as promised: {promised}."
     columns = ["disk", "from this write on", "exit code", "printed", "checkpoints left", "with room again"]
-    return "\n\n".join(["# Disks that fail under a run", *provenance(report), text, table(columns, rows)]) + "\n"
+    return "Disks that fail under a run", text, columns, rows
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults.disks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
+    parser = report.make_parser("disks", __doc__)
     parser.add_argument("--only", default="", help="cases with this text in their name alone")
     parser.add_argument("--in-namespace", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -313,9 +292,7 @@ def main() -> int:
             cases = measure(workspace, faults, () if options.only else SHARES)
         finally:
             subprocess.run(["umount", "-R", name], check=True)
-    command = f"python -m benchmarks.faults.disks --out {options.out}"
-    report = {"command": command, "environment": environment(), "cases": cases}
-    write_report(options.out, report, to_markdown(report))
+    report.write(options.out, {**report.begin("disks"), "cases": cases}, text_of(cases))
     return int(not all(map(is_as_promised, cases)))
 
 

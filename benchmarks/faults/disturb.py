@@ -24,49 +24,26 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.faults.commands import Command, Ending, adopt_orphans, run
 from benchmarks.faults.compare import difference
-from benchmarks.faults.kills import make_models
 from benchmarks.faults.left import children, command_line, descendants
 from benchmarks.faults.once import passes
+from benchmarks.faults.report import Text, begin, make_parser, write
 from benchmarks.faults.victim import MOMENTS, fork_ranks, replace
-from tlt.bench.report import environment, provenance, table, write_report
+from benchmarks.faults.workspace import PASSING_TASK, ROOT, make_models
 from tlt.cli.main import main as tlt
 
-ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 300.0
 """Of a command: one that takes longer hangs."""
 PATIENCE = 60.0
 """Seconds for its processes to follow it: ranks that have lost their launcher may be importing."""
 AN_HOUR = 3600
 STEPS = 3
-TASK = """
-from benchmarks.faults.once import WORKER, passes, words
-import os
-
-IS_WORKER = WORKER in words(os.getpid())
-if IS_WORKER:
-    passes("start of a worker")
-
-class Digits:
-    def problems(self, num, seed, split="train"):
-        prompts = [f"[{i % 9 + 1},{i % 7 + 1}:{i % 50 + 1}]" for i in range(num)]
-        return [{"problem_id": f"{split}-{i}", "prompt": prompt} for i, prompt in enumerate(prompts)]
-
-    def score(self, problem, text):
-        if IS_WORKER:
-            passes("score " + problem["problem_id"].partition("-")[0])
-        share = sum(c.isdigit() for c in text) / max(len(text), 1)
-        return {"reward": share, "solved": share > 0.6}
-
-TASK = Digits()
-"""
-"""A response is rewarded for the digits in it, which a random policy learns to write: the evaluations grow better."""
 RUN = f"""
 [run]
 num_steps = {STEPS}
@@ -156,8 +133,7 @@ KINDS = (
 
 def make_workspace(folder: Path) -> None:
     """Writes all that a run takes, and its configuration."""
-    make_models(folder)
-    (folder / "digits.py").write_text(TASK)
+    make_models(folder, task=PASSING_TASK.replace("share > 0.5", "share > 0.6"))  # so that evaluations grow better
     (folder / "run.toml").write_text(RUN)
 
 
@@ -286,7 +262,7 @@ def judge(ending: Ending, code: int) -> str:
 
 
 def measure(options: argparse.Namespace) -> int:
-    report: dict[str, Any] = {"command": "python -m benchmarks.faults.disturb", "environment": environment(), "kinds": []}
+    report: dict[str, Any] = {**begin("disturb"), "kinds": []}
     kinds = [*enumerate(KINDS, start=1)]
     if options.only is not None:
         kinds = [kinds[number - 1] for number in options.only]
@@ -303,13 +279,11 @@ def measure(options: argparse.Namespace) -> int:
             report["kinds"].append({"kind": kind.name, "outcome": outcome, "seconds": round(time.monotonic() - began, 1)})
             print(number, json.dumps(report["kinds"][-1]), flush=True)
             shutil.rmtree(workspace / f"run-{number}")
-            if options.out is not None:
-                write_report(options.out, report, to_markdown(report))
+            write(options.out, report, text_of(report["kinds"]))
     return int(any(one["outcome"] != "same" for one in report["kinds"]))
 
 
-def to_markdown(report: Mapping[str, Any]) -> str:
-    kinds = report["kinds"]
+def text_of(kinds: Sequence[Mapping[str, Any]]) -> Text:
     same = sum(one["outcome"] == "same" for one in kinds)
     text = (
         f"{len(kinds)} disturbances, each of a run of its own, of {STEPS} steps on two ranks, evaluated before them and after "
@@ -317,14 +291,11 @@ def to_markdown(report: Mapping[str, Any]) -> str:
         "policy, the metrics, the evaluations and the best policy of the run that nobody disturbed, to the last bit."
     )
     rows = [[one["kind"], one["outcome"].partition(":")[0], one["seconds"]] for one in kinds]
-    return "\n\n".join(["# Disturbances", *provenance(report), text, table(["what", "the run", "s"], rows)]) + "\n"
+    return "Disturbances", text, ["what", "the run", "s"], rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults.disturb", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="results go to OUT.json and OUT.md")
+    parser = make_parser("disturb", __doc__)
     parser.add_argument("--only", type=int, nargs="+", help="the numbers of kinds to play alone, from 1 on")
     sys.exit(measure(parser.parse_args()))
 

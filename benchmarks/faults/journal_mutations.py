@@ -5,28 +5,26 @@
         ├ a part, each response and reward as it was written         the rest is generated again, by the law the same
         └ a token, a reward or a response that nobody wrote          a failure
 
-    python -m benchmarks.faults.journal_mutations --out benchmarks/results/journal-mutations.json --num 1000 --seed 7
+    python -m benchmarks.faults.journal_mutations --out benchmarks/results/journal-mutations --num 1000
 
 Knows no model: the responses are random numbers.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import shutil
 import sys
 import tempfile
-from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.distributed import HashStore
 
-from tlt.bench.report import environment
+from benchmarks.faults.mutations import DAMAGES, damage, exchange
+from benchmarks.faults.report import tally
 from tlt.distributed.world import World
 from tlt.report.timeline import Timeline
 from tlt.training.rollout.protocol import Recalled
@@ -113,74 +111,35 @@ def take_back(folder: Path, known: Known) -> tuple[list[Recalled], str]:
     return recalled, ""
 
 
-def mutate(folder: Path, rng: random.Random) -> str:
-    """Damages one file; returns how."""
-    path = rng.choice(sorted(folder.rglob("replica-*")))
-    data = bytearray(path.read_bytes())
-    place, length = rng.randrange(len(data)), rng.choice((1, 4, 64, 4096))
-    kind = rng.choice(("cut", "flip", "zeros", "noise", "remove", "repeat", "swap files", "delete", "append"))
-    if kind == "cut":
-        del data[place:]
-    elif kind == "flip":
-        data[place] ^= 1 << rng.randrange(8)
-    elif kind == "zeros":
-        data[place : place + length] = bytes(len(data[place : place + length]))
-    elif kind == "noise":
-        data[place : place + length] = rng.randbytes(len(data[place : place + length]))
-    elif kind == "remove":
-        del data[place : place + length]
-    elif kind == "repeat":
-        data[place:place] = data[place : place + length]
-    elif kind == "append":
-        data += rng.randbytes(length)
-    elif kind == "swap files":
-        other = rng.choice(sorted(folder.rglob("replica-*")))
-        data, mine = bytearray(other.read_bytes()), data
-        other.write_bytes(mine)
-    if kind == "delete":
-        path.unlink()
-    else:
-        path.write_bytes(data)
-    return kind
+KINDS = (*DAMAGES, "a file missing", "files exchanged")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=7)
-    parser.add_argument("--out", type=Path, required=True)
-    arguments = parser.parse_args()
-    rng = random.Random(arguments.seed)
-    outcomes: Counter[str] = Counter()
-    failures = []
+def mutate(folder: Path, kind: str, rng: random.Random) -> None:
+    """Damages one file, or exchanges it with another."""
+    one, other = (rng.choice(sorted(folder.rglob("replica-*"))) for _ in range(2))
+    if kind in DAMAGES:
+        damage(one, kind, rng)
+    elif kind == "a file missing":
+        one.unlink()
+    elif one != other:
+        exchange(one, other)
+
+
+def play(num: int, seed: int) -> Iterator[tuple[str, str]]:
+    """Yields what became of every mutation."""
     with tempfile.TemporaryDirectory() as name:
         original, copy = Path(name) / "original", Path(name) / "copy"
-        known = write(original, rng)
+        known = write(original, random.Random(seed))
         whole, fault = take_back(original, known)
         assert not fault, fault
-        for number in range(arguments.num):
+        for number in range(num):
+            kind = KINDS[number % len(KINDS)]
             shutil.copytree(original, copy)
-            kind = mutate(copy, rng)
+            mutate(copy, kind, random.Random(f"{seed}/{number}"))
             recalled, fault = take_back(copy, known)
-            outcome = "failure" if fault else "harmless" if recalled == whole else "generated again"
-            outcomes[f"{kind}: {outcome}"] += 1
-            if fault:
-                failures.append(f"mutation {number}, {kind}: {fault}")
+            yield kind, fault or ("harmless" if recalled == whole else "generated again")
             shutil.rmtree(copy)
-    totals: Counter[str] = Counter()
-    for label, num in outcomes.items():
-        totals[label.partition(": ")[2]] += num
-    report: dict[str, Any] = {
-        "command": f"python -m benchmarks.faults.journal_mutations --num {arguments.num} --seed {arguments.seed}",
-        "environment": environment(),
-        "totals": dict(totals),
-        "by_kind": dict(sorted(outcomes.items())),
-        "failures": failures,
-    }
-    arguments.out.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps(report["totals"]))
-    sys.exit(int(bool(failures)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(tally("journal_mutations", __doc__, play, ("harmless", "generated again")))

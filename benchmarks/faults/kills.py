@@ -29,18 +29,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.faults.compare import difference
+from benchmarks.faults.report import Text, begin, make_parser, write
 from benchmarks.faults.victim import ANYWHERE, LAUNCHER, MOMENTS, Kill, read_events
-from tlt.bench.report import environment, number, provenance, table, write_report
-from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
-from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import save_model
+from benchmarks.faults.workspace import make_models
+from tlt.bench.report import number
 
-BASE = Path(__file__).parents[2] / "recipes" / "countdown" / "base"
 TIMEOUT_SECONDS = 1800.0
 """Of a run with all its kills: one that takes longer hangs."""
 KILLS_OF_A_RUN = 8
@@ -49,19 +43,6 @@ LEADERS = {"record", "manifest", "removing older", "products", "evaluation"}
 LAUNCHER_SHARE, ANYWHERE_SHARE = 0.1, 0.2
 EARLY = 0.1
 """Share of a run in which an attempt is killed: with eight kills most of them come about before the run ends."""
-TASK = """
-class Digits:
-    def problems(self, num, seed, split="train", first=1):
-        prompts = [f"[{i % 9 + 1},{i % 7 + first}:{i % 50 + 1}]" for i in range(num)]
-        return [{"problem_id": f"{split}-{i}", "prompt": prompt} for i, prompt in enumerate(prompts)]
-
-    def score(self, problem, text):
-        share = sum(c.isdigit() for c in text) / max(len(text), 1)
-        return {"reward": share, "solved": share > 0.5}
-
-TASK = Digits()
-"""
-"""A response is rewarded for the digits in it, so that a random policy has something to learn."""
 RUN = """
 [run]
 num_steps = {num_steps}
@@ -106,16 +87,6 @@ def generate_ahead(folder: Path, num_steps: int, migrates: bool = True) -> None:
     config = folder / "run.toml"
     rollout = f'"ahead+hybrid:64x1x64"\nahead = {num_steps}\nmigrate = {str(migrates).lower()}'
     config.write_text(config.read_text().replace('"2x1x2"', rollout))
-
-
-def make_models(folder: Path) -> None:
-    """Writes a random policy with Countdown's tokenizer, its random drafter, and a task."""
-    tokens = load_model_config(BASE).vocab_size
-    shape = ModelConfig("llama", tokens, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=256)
-    policy = Transformer(shape).initialize(0, std=0.15)
-    save_model(folder / "model", shape, policy.state_dict(), dtype=torch.float32, source=BASE)
-    save_drafter(folder / "drafter", DraftModel(drafter_shape(shape)).initialize(0), torch.float32)
-    (folder / "digits.py").write_text(TASK)
 
 
 def run_with(workspace: Path, name: str, plan: Sequence[Kill]) -> dict[str, Any]:
@@ -163,9 +134,8 @@ def draw(rng: random.Random, calls: Sequence[Mapping[str, int]], seconds: float)
 def measure(options: argparse.Namespace) -> int:
     rng = random.Random(options.seed)
     report: dict[str, Any] = {
-        "command": f"python -m benchmarks.faults.kills --kills {options.kills} --seed {options.seed} --ahead {options.ahead}",
+        **begin(f"kills --kills {options.kills} --seed {options.seed} --ahead {options.ahead}"),
         "ahead": options.ahead,
-        "environment": environment(),
         "kills": [],
         "runs": [],
     }
@@ -200,7 +170,7 @@ def measure(options: argparse.Namespace) -> int:
             outcome = {"kills": len(killed), "seconds": time.time() - began, "outcome": result["outcome"], "twice": twice}
             report["runs"].append({**outcome, "said": said})
             print(json.dumps(report["runs"][-1]), flush=True)
-            write_report(options.out, report, to_markdown(report))
+            write(options.out, report, text_of(report))
             if not killed and outcome["outcome"] != "same":
                 break  # it died otherwise, and its outcome says of what
     return int(any(run["outcome"] != "same" or run["twice"] for run in report["runs"]))
@@ -217,7 +187,7 @@ def recoveries(plan: Sequence[Kill], events: Sequence[Mapping[str, Any]]) -> lis
     return found
 
 
-def to_markdown(report: dict[str, Any]) -> str:
+def text_of(report: Mapping[str, Any]) -> Text:
     by_moment: dict[str, list[float | None]] = defaultdict(list)
     for kill in report["kills"]:
         name = f"{kill['moment']}, the launcher" if kill["rank"] == LAUNCHER else kill["moment"]
@@ -236,17 +206,14 @@ def to_markdown(report: dict[str, Any]) -> str:
         f"again: {twice}."
     )
     columns = ["killed in", "kills", "recovery, s (median)", "(most)"]
-    return "\n\n".join(["# Kills at all moments", *provenance(report), text, table(columns, rows)]) + "\n"
+    return "Kills at all moments", text, columns, rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults.kills", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("kills", __doc__)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=11)
     parser.add_argument("--ahead", type=int, default=0, help="steps that idle ranks generate ahead")
-    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     sys.exit(measure(parser.parse_args()))
 
 

@@ -1,5 +1,5 @@
 """Finds the processes that a command has left behind: its descendants, whatever sessions they have begun and whoever of their
-parents is gone. Knows nothing of what they are.
+parents is gone. Knows nothing of what they are; imports nothing heavy, as reward workers import it.
 
     adopt_orphans()           once, in the process that starts commands: whose parent ends is its child from then on
     left_behind(5, known)     after a command has ended: what lives still of all but those known before, after so many seconds
@@ -11,6 +11,7 @@ import ctypes
 import os
 import signal
 import time
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -41,12 +42,17 @@ def descendants(parent: int) -> list[int]:
     return found[1:]
 
 
-def children(parent: int) -> frozenset[int]:
-    """Returns the children of a process, living or to be waited for."""
-    return frozenset(child for child, (of, _) in processes().items() if of == parent)
+def children(parent: int) -> list[int]:
+    """Returns the children of a process, living or to be waited for, in the order in which they were started."""
+    return sorted(child for child, (of, _) in processes().items() if of == parent)
 
 
-def left_behind(patience: float, known: frozenset[int] = frozenset()) -> list[str]:
+def parent(process: int) -> int:
+    """Returns the parent of a process."""
+    return processes()[process][0]
+
+
+def left_behind(patience: float, known: Collection[int] = ()) -> list[str]:
     """Returns the command lines of this process's descendants, but for the children `known` and theirs, that still live after
     so many seconds; kills them. New children that have ended are waited for."""
     deadline = time.monotonic() + patience
@@ -57,15 +63,15 @@ def left_behind(patience: float, known: frozenset[int] = frozenset()) -> list[st
         if not living or time.monotonic() > deadline:
             break
         time.sleep(0.02)
-    found = [command_line(process) for process in living]
+    found = [command_line(process)[:200] for process in living]
     kill(living)
     reap(known)
     return found
 
 
-def reap(known: frozenset[int]) -> None:
+def reap(known: Collection[int]) -> None:
     """Waits for the children that have ended, but for those of somebody else."""
-    for child in children(os.getpid()) - known:
+    for child in {*children(os.getpid())}.difference(known):
         with suppress(ChildProcessError):
             os.waitpid(child, os.WNOHANG)
 
@@ -83,4 +89,4 @@ def command_line(process: int) -> str:
         words = Path(f"/proc/{process}/cmdline").read_bytes().split(b"\0")
     except OSError:
         return "?"
-    return " ".join(word.decode(errors="replace") for word in words if word)[:200]
+    return " ".join(word.decode(errors="replace") for word in words if word)

@@ -13,10 +13,11 @@ import os
 import signal
 import subprocess
 import time
-from contextlib import suppress
 from pathlib import Path
 
-WORKER = b"tlt.rl.reward_worker"
+from benchmarks.faults.left import children, command_line, parent
+
+WORKER = "tlt.rl.reward_worker"
 
 
 def passes(place: str) -> None:
@@ -55,7 +56,7 @@ def find(whom: str) -> list[int]:
     """Returns the processes meant, as this one sees them, a rank or one of its workers. A worker's keeper is the process
     between it and its rank."""
     lineage = [os.getpid()]
-    while WORKER in words(lineage[-1]):
+    while WORKER in command_line(lineage[-1]):
         lineage.append(parent(lineage[-1]))
     rank = lineage[-1]
     launcher = parent(rank)
@@ -63,7 +64,7 @@ def find(whom: str) -> list[int]:
         case "worker" if lineage[0] != rank:
             return lineage[:1]
         case "worker":
-            worker = next(child for child in children(rank) if WORKER in words(child))
+            worker = next(child for child in children(rank) if WORKER in command_line(child))
             return [(children(worker) or [worker])[0]]
         case "keeper":
             return [parent(lineage[0])]
@@ -72,22 +73,4 @@ def find(whom: str) -> list[int]:
         case "launcher":
             return [launcher]
         case _:  # whom a terminal's Ctrl-C reaches
-            return [launcher, *(child for child in children(launcher) if words(child) == words(launcher))]
-
-
-def words(process: int) -> bytes:
-    return Path(f"/proc/{process}/cmdline").read_bytes()
-
-
-def parent(process: int) -> int:
-    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def children(process: int) -> list[int]:
-    """Returns the children of a process, in the order in which they were started."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended meanwhile
-            if parent(int(folder.name)) == process:
-                found.append(int(folder.name))
-    return sorted(found)
+            return [launcher, *(child for child in children(launcher) if command_line(child) == command_line(launcher))]

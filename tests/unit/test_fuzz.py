@@ -17,7 +17,8 @@ from benchmarks.faults.commands import Command, Ending, run
 from benchmarks.faults.fuzz.case import Case
 from benchmarks.faults.fuzz.judge import GOOD, judge, try_one
 from benchmarks.faults.fuzz.kinds import INPUTS
-from benchmarks.faults.fuzz.sound import ROOT, Sound, make_models, preload
+from benchmarks.faults.fuzz.sound import Sound, make_models, preload
+from benchmarks.faults.workspace import ROOT
 from tlt.cli.main import main
 from tlt.distributed.signals import say
 

@@ -1,6 +1,5 @@
 """What do the commands say to input that is damaged or absurd? `python -m benchmarks.faults.fuzz` asks them.
 
-mutations                      values and bytes, changed at random
 case                           a command in a folder of its own, and what it may end with
 sound                          what every case begins with: a model, a drafter, a task, the folder of a run
 inputs · arguments · surroundings · settings · run_folders · rewards · tasks · trackers     the kinds of cases, by what is odd

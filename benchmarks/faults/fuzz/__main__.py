@@ -33,8 +33,8 @@ from benchmarks.faults.commands import adopt_orphans
 from benchmarks.faults.fuzz.judge import GOOD, try_one
 from benchmarks.faults.fuzz.kinds import KINDS, all_cases
 from benchmarks.faults.fuzz.sound import make_models, make_run, preload
+from benchmarks.faults.report import Text, begin, make_parser, write
 from benchmarks.faults.victim import fork_ranks
-from tlt.bench.report import environment, provenance, table, write_report
 
 TOLD = ("words", "environ", "streams", "is_fresh", "about")
 """What is told of a case."""
@@ -87,8 +87,7 @@ def report(options: argparse.Namespace) -> int:
         if one["what"] not in GOOD or options.only:
             print(one["number"], json.dumps(one, ensure_ascii=True)[:3000], flush=True)
     told: dict[str, Any] = {
-        "command": f"python -m benchmarks.faults.fuzz --num {len(numbers)} --seed {options.seed}",
-        "environment": environment(),
+        **begin(f"fuzz --num {len(numbers)} --seed {options.seed}"),
         "by_kind": by_kind(played),
         "total": counts(played),
         "seconds": round(time.monotonic() - began, 1),
@@ -96,8 +95,7 @@ def report(options: argparse.Namespace) -> int:
         "missing": sorted({*numbers} - {one["number"] for one in played}),
     }
     print(json.dumps({key: told[key] for key in ("total", "seconds", "missing")}))
-    if options.out is not None:
-        write_report(options.out, told, to_markdown(told))
+    write(options.out, told, text_of(told))
     return int(bool(failures or told["missing"]))
 
 
@@ -121,7 +119,7 @@ def by_kind(played: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     return {kind: counts(grouped[kind]) for kind in KINDS if kind in grouped}
 
 
-def to_markdown(told: Mapping[str, Any]) -> str:
+def text_of(told: Mapping[str, Any]) -> Text:
     total = told["total"]
     text = (
         f"{total['cases']} cases, each a command in a folder of its own. {total['success']} ended well, {total['refused']} "
@@ -131,14 +129,11 @@ def to_markdown(told: Mapping[str, Any]) -> str:
     )
     rows = [[kind, *counted.values()] for kind, counted in [*told["by_kind"].items(), ("all", total)]]
     columns = ["kind", "cases", "ended well", "refused", "faults", "with ranks", "s", "longest, s"]
-    return "\n\n".join(["# Commands on damaged and absurd input", *provenance(told), text, table(columns, rows)]) + "\n"
+    return "Commands on damaged and absurd input", text, columns, rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.faults.fuzz", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--out", type=Path, help="results go to OUT.json and OUT.md")
+    parser = make_parser("fuzz", __doc__)
     parser.add_argument("--num", type=int, help="of cases, the first of all")
     parser.add_argument("--only", type=int, nargs="+", help="the numbers of the cases to play alone")
     parser.add_argument("--seed", type=int, default=0)

@@ -7,7 +7,7 @@ from random import Random
 
 from benchmarks.faults.fuzz.case import Case, Place, lines
 from benchmarks.faults.fuzz.inputs import PROBLEMS, RESPONSES
-from benchmarks.faults.fuzz.mutations import ODD, to_toml
+from benchmarks.faults.mutations import ODD, to_toml
 from tlt.cli.commands import COMMANDS
 
 AMOUNTS = {

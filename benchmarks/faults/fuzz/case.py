@@ -13,8 +13,8 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.faults.commands import Command
-from benchmarks.faults.fuzz.mutations import to_toml
 from benchmarks.faults.fuzz.sound import CONFIG, Sound
+from benchmarks.faults.mutations import to_toml
 from tlt.cli.main import main as tlt
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.faults.fuzz.case import Case, Place, lines
-from benchmarks.faults.fuzz.mutations import ODD, damaged, mutated, to_toml
 from benchmarks.faults.fuzz.sound import CONFIG
+from benchmarks.faults.mutations import ODD, damaged, mutated, to_toml
 from tlt.config.load import load_config
 
 PROBLEMS = [

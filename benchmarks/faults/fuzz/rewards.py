@@ -7,13 +7,14 @@ import os
 from random import Random
 
 from benchmarks.faults.fuzz.case import Case, Place
-from benchmarks.faults.fuzz.mutations import choices
+from benchmarks.faults.mutations import choices
 
 HEADER = """
 import asyncio, atexit, ctypes, decimal, fractions, gc, json, os, signal, subprocess, sys, threading, time
-from benchmarks.faults.once import WORKER, words
+from benchmarks.faults.left import command_line
+from benchmarks.faults.once import WORKER
 
-IS_WORKER = WORKER in words(os.getpid())
+IS_WORKER = WORKER in command_line(os.getpid())
 
 class Odd(Exception):
     def __str__(self): raise ValueError("no text either")

@@ -10,8 +10,8 @@ from pathlib import Path
 from random import Random
 
 from benchmarks.faults.fuzz.case import Case, Place
-from benchmarks.faults.fuzz.mutations import ODD, damaged, mutated
-from benchmarks.faults.fuzz.sound import ROOT
+from benchmarks.faults.mutations import ODD, damaged, mutated
+from benchmarks.faults.workspace import ROOT
 
 STRANGERS = (
     "timeline.rankx.jsonl", "timeline.rank99999999999999999999.jsonl", "timeline.rank-1.jsonl",

@@ -10,20 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from benchmarks.faults import workspace
 from benchmarks.faults.commands import Command, run
-from benchmarks.faults.fuzz.mutations import to_toml
+from benchmarks.faults.mutations import to_toml
+from benchmarks.faults.workspace import ROOT
 from tlt.cli.main import main as tlt
-from tlt.drafter.formats.folder import save_drafter
-from tlt.drafter.model import DraftModel, drafter_shape
-from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import save_model
 from tlt.models.tokenizer import load_tokenizer
 
-ROOT = Path(__file__).parents[3]
-BASE = ROOT / "recipes" / "countdown" / "base"
 CONFIG: dict[str, Any] = {
     "run": {"num_steps": 2, "num_ranks": 1, "dtype": "float64", "seed": 7, "device": "cpu"},
     "parallel": {"policy": "auto"},
@@ -38,23 +31,6 @@ CONFIG: dict[str, Any] = {
     "rewards": {"num_workers": 1, "timeout_seconds": 5.0},
     "tracking": {"use": [], "project": "fuzz"},
 }
-TASK = """
-import os
-from benchmarks.faults.once import WORKER, passes, words
-
-class Digits:
-    def problems(self, num, seed, split="train"):
-        prompts = [f"[{i % 9 + 1},{i % 7 + 1}:{i % 50 + 1}]" for i in range(num)]
-        return [{"problem_id": f"{split}-{i}", "prompt": prompt} for i, prompt in enumerate(prompts)]
-
-    def score(self, problem, text):
-        if WORKER in words(os.getpid()):
-            passes("score " + problem["problem_id"].partition("-")[0])
-        share = sum(c.isdigit() for c in text) / max(len(text), 1)
-        return {"reward": share, "solved": share > 0.5}
-
-TASK = Digits()
-"""
 RUN_CHANGES = {
     "run": {"num_steps": 3, "checkpoint_every": 1, "keep_responses": True},
     "task": {"name": "digits:TASK", "num_problems": 8, "options": {}},
@@ -75,9 +51,7 @@ class Sound:
 
 def make_models(folder: Path) -> Sound:
     """Writes a random model with Countdown's tokenizer, and a drafter."""
-    shape = ModelConfig("llama", load_model_config(BASE).vocab_size, 16, 24, 2, 2, 1, 8, tie_embeddings=True, max_positions=128)
-    save_model(folder / "model", shape, Transformer(shape).initialize(0).state_dict(), dtype=torch.float32, source=BASE)
-    save_drafter(folder / "drafter", DraftModel(drafter_shape(shape)).initialize(0), torch.float32)
+    workspace.make_models(folder, (16, 24, 2, 2, 1, 8), max_positions=128, std=0.02)
     return Sound(folder / "model", folder / "drafter", folder / "sound-run" / "run", folder / "sound-run")
 
 
@@ -93,7 +67,7 @@ def make_run(sound: Sound) -> None:
     journal then, and everything else."""
     folder, marks = sound.tasks, sound.tasks / "marks"
     marks.mkdir(parents=True)
-    (folder / "digits.py").write_text(TASK)
+    (folder / "digits.py").write_text(workspace.PASSING_TASK)
     config: dict[str, Any] = json.loads(json.dumps(CONFIG))
     config["model"]["path"], config["drafter"]["path"] = str(sound.model), str(sound.drafter)
     for section, values in RUN_CHANGES.items():

@@ -7,7 +7,7 @@ from random import Random
 
 from benchmarks.faults.commands import STREAMS
 from benchmarks.faults.fuzz.case import Case, Place
-from benchmarks.faults.fuzz.mutations import to_toml
+from benchmarks.faults.mutations import to_toml
 
 NUMBERS = ("0", "1", "2", "-1", "x", "", "²", "1.0", "99999999999999999999", " 1", "0x1", "1\n")
 NODELISTS = (

@@ -5,8 +5,8 @@ from __future__ import annotations
 from random import Random
 
 from benchmarks.faults.fuzz.case import Case, Place
-from benchmarks.faults.fuzz.mutations import choices
 from benchmarks.faults.fuzz.rewards import ENDS, HEADER, HELPERS, RAISES, RETURNS, STARTS
+from benchmarks.faults.mutations import choices
 
 MODULE = """
 {header}

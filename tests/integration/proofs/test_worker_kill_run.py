@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.compare import difference
-from benchmarks.faults.kills import TASK, make_workspace, run_with
+from benchmarks.faults.kills import make_workspace, run_with
+from benchmarks.faults.workspace import TASK
 
 KILLED_ONCE = """
 import os, signal

@@ -1,11 +1,13 @@
-"""Changes values and bytes at random, into what no program expects. Knows no command."""
+"""Changes values, bytes and files at random, into what no program expects: what the fuzz, checkpoints and journals are damaged
+by. Knows no command."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 ODD: tuple[Any, ...] = (
@@ -82,26 +84,79 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
     return bytes(out)
 
 
+# ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _flip(data: bytearray, at: slice, rng: random.Random) -> None:
+    for _ in range(rng.choice((1, 1, 1, 2, 8))):
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+
+
+def _cut(data: bytearray, at: slice, rng: random.Random) -> None:
+    del data[at.start :]
+
+
+def _extend(data: bytearray, at: slice, rng: random.Random) -> None:
+    data += rng.randbytes(rng.randint(1, 99))
+
+
+def _zero(data: bytearray, at: slice, rng: random.Random) -> None:
+    data[at] = bytes(len(data[at]))
+
+
+def _fill(data: bytearray, at: slice, rng: random.Random) -> None:
+    data[at] = rng.randbytes(len(data[at]))
+
+
+def _remove(data: bytearray, at: slice, rng: random.Random) -> None:
+    del data[at]
+
+
+def _repeat(data: bytearray, at: slice, rng: random.Random) -> None:
+    data[at.start : at.start] = data[at]
+
+
+Damage = Callable[[bytearray, slice, random.Random], None]
+DAMAGES: dict[str, Damage] = {
+    "truncated": _cut, "extended": _extend, "bits flipped": _flip, "a block zeroed": _zero, "a block of noise": _fill,
+    "a block missing": _remove, "a block repeated": _repeat,
+}  # fmt: skip
+"""Of a file's bytes, given a block of them."""
+
+
+def damage(path: Path, kind: str, rng: random.Random) -> None:
+    """Damages a file that is not empty, in one of the ways of `DAMAGES`."""
+    data = bytearray(path.read_bytes())
+    start = rng.randrange(len(data))
+    DAMAGES[kind](data, slice(start, start + rng.choice((1, 4, 64, 4096))), rng)
+    path.write_bytes(data)
+
+
+def exchange(one: Path, other: Path) -> None:
+    """Gives each of two files or folders the other's name."""
+    between = one.with_name("between")
+    one.rename(between)
+    other.rename(one)
+    between.rename(other)
+
+
+# ── TOML ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
 def to_toml(values: Mapping[str, Any]) -> str:
     """Returns TOML; what TOML has no word for is left to be refused."""
     lines = []
     for section, table in values.items():
         if isinstance(table, dict):
-            lines += [f"[{_toml_key(section)}]", *(f"{_toml_key(key)} = {_toml(value)}" for key, value in table.items())]
+            lines += [f"[{json.dumps(section)}]", *(f"{json.dumps(key)} = {_toml(value)}" for key, value in table.items())]
         else:
-            lines.insert(0, f"{_toml_key(section)} = {_toml(table)}")
+            lines.insert(0, f"{json.dumps(section)} = {_toml(table)}")
     return "\n".join(lines) + "\n"
-
-
-def _toml_key(key: str) -> str:
-    return json.dumps(key)
 
 
 def _toml(value: Any) -> str:
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{json.dumps(key)} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, float):
-        return repr(value)
-    return json.dumps(value)
+    return repr(value) if isinstance(value, float) else json.dumps(value)

@@ -1,0 +1,59 @@
+"""The command line and the report that all proofs of this folder have: a text, and a table of what was played."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tlt.bench.report import environment, provenance, table, write_report
+
+Text = tuple[str, str, Sequence[str], Iterable[Sequence[Any]]]
+"""Title, text, and the table's columns and rows."""
+
+
+def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
+    """Returns the parser of `python -m benchmarks.faults.NAME`, which knows --out."""
+    prog, form = f"python -m benchmarks.faults.{name}", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=doc, formatter_class=form)
+    parser.add_argument("--out", type=Path, help="results go to OUT.json and OUT.md; default: nowhere")
+    return parser
+
+
+def begin(command: str) -> dict[str, Any]:
+    """Returns the beginning of a report. command: the words behind `python -m benchmarks.faults.`."""
+    return {"command": f"python -m benchmarks.faults.{command}", "environment": environment()}
+
+
+def write(out: Path | None, report: Mapping[str, Any], text: Text) -> None:
+    """Writes OUT.json and OUT.md; None: nothing."""
+    if out is not None:
+        title, words, columns, rows = text
+        blocks = [f"# {title}", *provenance(report), words, table(columns, rows)]
+        write_report(out, report, "\n\n".join(blocks) + "\n")
+
+
+def tally(name: str, doc: str | None, play: Callable[[int, int], Iterator[tuple[str, str]]], good: Sequence[str]) -> int:
+    """Plays so many seeded mutations, writes OUT.json, what became of each kind, and returns the exit code. play: given num and
+    seed, yields (kind, outcome).  good: outcomes that are none to be told of."""
+    parser = make_parser(name, doc)
+    parser.add_argument("--num", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=7)
+    options = parser.parse_args()
+    by_kind: dict[str, Counter[str]] = defaultdict(Counter)
+    for kind, outcome in play(options.num, options.seed):
+        by_kind[kind][outcome] += 1
+    total = sum(by_kind.values(), Counter[str]())
+    report = {
+        **begin(f"{name} --num {options.num} --seed {options.seed}"),
+        "total": total,
+        "failures": sum(num for outcome, num in total.items() if outcome not in good),
+        "by_kind": by_kind,
+    }
+    if options.out is not None:
+        options.out.with_suffix(".json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    print(json.dumps({key: report[key] for key in ("total", "failures")}))
+    return int(bool(report["failures"]))
