@@ -31,11 +31,12 @@ from typing import Any
 
 from benchmarks.faults.commands import Command, Ending, adopt_orphans, run
 from benchmarks.faults.compare import difference
+from benchmarks.faults.kills import make_workspace
 from benchmarks.faults.left import children, command_line, descendants
 from benchmarks.faults.once import passes
 from benchmarks.faults.report import Text, begin, make_parser, write
 from benchmarks.faults.victim import MOMENTS, fork_ranks, replace
-from benchmarks.faults.workspace import PASSING_TASK, ROOT, make_models
+from benchmarks.faults.workspace import PASSING_TASK, ROOT
 from tlt.cli.main import main as tlt
 
 LIMIT_SECONDS = 300.0
@@ -44,40 +45,12 @@ PATIENCE = 60.0
 """Seconds for its processes to follow it: ranks that have lost their launcher may be importing."""
 AN_HOUR = 3600
 STEPS = 3
-RUN = f"""
-[run]
-num_steps = {STEPS}
-num_ranks = 2
-dtype = "float64"
-checkpoint_every = 2
-timeout_seconds = 60
-time_limit_minutes = 60
-[model]
-path = "model"
-[task]
-name = "digits:TASK"
-num_problems = 12
-[rollout]
-problems_per_step = 4
-samples_per_problem = 4
-max_batch_size = 6
-speculation = "2x1x2"
-[sampling]
-max_tokens = 32
-[drafter]
-path = "drafter"
-train = true
-tokens_per_micro_step = 128
-[optimizer]
-learning_rate = 3e-3
-[rewards]
-num_workers = 2
-timeout_seconds = 3
-[evaluation]
-every = 1
-num_problems = 4
-samples_per_problem = 4
-"""
+RUN = (
+    *("--run.out_dir", "run", "--resume", "auto", "--run.timeout_seconds", "60", "--run.time_limit_minutes", "60"),
+    *("--sampling.max_tokens", "32", "--drafter.tokens_per_micro_step", "128", "--evaluation.every", "1"),
+    *("--evaluation.samples_per_problem", "4", "--rewards.num_workers", "2", "--rewards.timeout_seconds", "3"),
+)
+"""Where the run is another than that of kills.py."""
 
 
 @dataclass(frozen=True)
@@ -131,12 +104,6 @@ KINDS = (
 )
 
 
-def make_workspace(folder: Path) -> None:
-    """Writes all that a run takes, and its configuration."""
-    make_models(folder, task=PASSING_TASK.replace("share > 0.5", "share > 0.6"))  # so that evaluations grow better
-    (folder / "run.toml").write_text(RUN)
-
-
 def train(run_toml: Path, place: str) -> int:
     """Runs `tlt train`, whose ranks are forked, and pass `place` where that is a moment of theirs."""
     fork_ranks()
@@ -150,7 +117,7 @@ def train(run_toml: Path, place: str) -> int:
             return watched
 
         replace(MOMENTS[place], make)
-    return tlt(["train", str(run_toml), "--run.out_dir", "run", "--resume", "auto"])
+    return tlt(["train", str(run_toml), *RUN])
 
 
 def play(workspace: Path, number: int, kind: Kind | None) -> str:
@@ -181,8 +148,7 @@ def play(workspace: Path, number: int, kind: Kind | None) -> str:
 def attempt_by(how: str, folder: Path, environ: Mapping[str, str], place: str) -> Ending:
     """Runs the command once, disturbed from outside where that is how."""
     run_toml = folder.parent / "run.toml"
-    words = ("train", str(run_toml), "--run.out_dir", "run", "--resume", "auto")
-    fresh = functools.partial(Command, folder, words=(sys.executable, "-m", "tlt", *words))
+    fresh = functools.partial(Command, folder, words=(sys.executable, "-m", "tlt", "train", str(run_toml), *RUN))
     if how.startswith("clock"):
         shift = folder / "shift"
         shift.write_bytes(struct.pack("q", 0))
@@ -269,7 +235,9 @@ def measure(options: argparse.Namespace) -> int:
     adopt_orphans()
     with tempfile.TemporaryDirectory() as name:
         workspace = Path(name)
-        make_workspace(workspace)
+        make_workspace(workspace, STEPS)
+        task = PASSING_TASK.replace("share > 0.5", "share > 0.6")  # so that evaluations grow better
+        (workspace / "digits.py").write_text(task)
         if wrong := play(workspace, 0, None):
             print(f"the run that nobody disturbs: {wrong}")
             return 1

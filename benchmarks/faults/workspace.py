@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -50,13 +51,7 @@ TASK = Passing()
 """Its workers pass the places of once.py."""
 
 
-def make_models(
-    folder: Path,
-    sizes: tuple[int, int, int, int, int, int] = (32, 64, 2, 4, 2, 8),
-    max_positions: int = 256,
-    std: float = 0.15,
-    task: str = TASK,
-) -> None:
+def make_models(folder: Path, sizes: Sequence[int] = (32, 64, 2, 4, 2, 8), max_positions: int = 256, std: float = 0.15) -> None:
     """Writes a random policy with Countdown's tokenizer, its random drafter, and a task into folders of these names.
 
     sizes: hidden, MLP, layers, heads, heads of keys and values, of a head.
@@ -66,4 +61,4 @@ def make_models(
     policy = Transformer(shape).initialize(0, std=std)
     save_model(folder / "model", shape, policy.state_dict(), dtype=torch.float32, source=BASE)
     save_drafter(folder / "drafter", DraftModel(drafter_shape(shape)).initialize(0), torch.float32)
-    (folder / "digits.py").write_text(task)
+    (folder / "digits.py").write_text(TASK)
