@@ -236,10 +236,10 @@ def play(num: int, seed: int) -> Iterator[tuple[str, str]]:
             newest, older = try_one(folder, saved, kind, random.Random(f"{seed}/{number}"))
             yield kind, newest
             if older:
-                yield kind, f"then the older one: {older}"
+                yield kind, f"older one {older}"
 
 
-GOOD = ("detected", "harmless")
+GOOD = ("detected", "harmless", "older one detected", "older one harmless")
 
 if __name__ == "__main__":
-    sys.exit(tally("checkpoint_mutations", __doc__, play, (*GOOD, *(f"then the older one: {outcome}" for outcome in GOOD))))
+    sys.exit(tally("checkpoint_mutations", __doc__, play, GOOD))

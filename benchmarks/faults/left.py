@@ -43,7 +43,7 @@ def descendants(parent: int) -> list[int]:
 
 
 def children(parent: int) -> list[int]:
-    """Returns the children of a process, living or to be waited for, in the order in which they were started."""
+    """Returns the children of a process, living or to be waited for, the oldest first."""
     return sorted(child for child, (of, _) in processes().items() if of == parent)
 
 

@@ -1,5 +1,5 @@
-"""Changes values, bytes and files at random, into what no program expects: what the fuzz, checkpoints and journals are damaged
-by. Knows no command."""
+"""Changes values, bytes and files at random, into what no program expects: inputs of the fuzz, checkpoints, journals. Knows
+no command."""
 
 from __future__ import annotations
 
@@ -30,9 +30,8 @@ def choices(text: str) -> tuple[str, ...]:
 
 def mutated(value: Any, rng: random.Random) -> Any:
     """Returns nested lists and dicts with something replaced, removed, doubled, renamed or put in elsewhere."""
-    value = json.loads(json.dumps(value))
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        value = _mutated_once(value, rng)
+        value = _mutated_once(json.loads(json.dumps(value)), rng)  # a copy: what was put in twice, or is of ODD, stays as it is
     return value
 
 
@@ -118,8 +117,8 @@ def _repeat(data: bytearray, at: slice, rng: random.Random) -> None:
 
 Damage = Callable[[bytearray, slice, random.Random], None]
 DAMAGES: dict[str, Damage] = {
-    "truncated": _cut, "extended": _extend, "bits flipped": _flip, "a block zeroed": _zero, "a block of noise": _fill,
-    "a block missing": _remove, "a block repeated": _repeat,
+    "truncated": _cut, "extended": _extend, "bits flipped": _flip, "a block zeroed": _zero,
+    "a block of noise": _fill, "a block missing": _remove, "a block repeated": _repeat,
 }  # fmt: skip
 """Of a file's bytes, given a block of them."""
 
@@ -148,7 +147,8 @@ def to_toml(values: Mapping[str, Any]) -> str:
     lines = []
     for section, table in values.items():
         if isinstance(table, dict):
-            lines += [f"[{json.dumps(section)}]", *(f"{json.dumps(key)} = {_toml(value)}" for key, value in table.items())]
+            keys = [f"{json.dumps(key)} = {_toml(value)}" for key, value in table.items()]
+            lines += [f"[{json.dumps(section)}]", *keys]
         else:
             lines.insert(0, f"{json.dumps(section)} = {_toml(table)}")
     return "\n".join(lines) + "\n"

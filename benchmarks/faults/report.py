@@ -1,4 +1,4 @@
-"""The command line and the report that all proofs of this folder have: a text, and a table of what was played."""
+"""Reads the options and writes the report of a proof of this folder: a text, and a table of what was played."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from tlt.bench.report import environment, provenance, table, write_report
 
 Text = tuple[str, str, Sequence[str], Iterable[Sequence[Any]]]
 """Title, text, and the table's columns and rows."""
+Play = Callable[[int, int], Iterator[tuple[str, str]]]
 
 
 def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
@@ -36,9 +37,11 @@ def write(out: Path | None, report: Mapping[str, Any], text: Text) -> None:
         write_report(out, report, "\n\n".join(blocks) + "\n")
 
 
-def tally(name: str, doc: str | None, play: Callable[[int, int], Iterator[tuple[str, str]]], good: Sequence[str]) -> int:
-    """Plays so many seeded mutations, writes OUT.json, what became of each kind, and returns the exit code. play: given num and
-    seed, yields (kind, outcome).  good: outcomes that are none to be told of."""
+def tally(name: str, doc: str | None, play: Play, good: Sequence[str]) -> int:
+    """Plays seeded mutations, writes what became of each kind into OUT.json, and returns the exit code.
+
+    play: given the number of mutations and a seed, yields (kind, outcome).  good: the outcomes that are no failure.
+    """
     parser = make_parser(name, doc)
     parser.add_argument("--num", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=7)

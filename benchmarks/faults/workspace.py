@@ -52,7 +52,7 @@ TASK = Passing()
 
 
 def make_models(folder: Path, sizes: Sequence[int] = (32, 64, 2, 4, 2, 8), max_positions: int = 256, std: float = 0.15) -> None:
-    """Writes a random policy with Countdown's tokenizer, its random drafter, and a task into folders of these names.
+    """Writes a random policy with Countdown's tokenizer, its random drafter, and a task.
 
     sizes: hidden, MLP, layers, heads, heads of keys and values, of a head.
     """

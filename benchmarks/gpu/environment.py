@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.harness import Record
+from benchmarks.gpu.harness import Record, seconds_of
 from tlt.bench.report import environment
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "numba", "pydantic", "vllm", "huggingface_hub", "safetensors")
@@ -58,8 +58,6 @@ def copy_gbps(device: torch.device, num_bytes: int) -> float:
     """Returns how fast the device copies within its memory, in GB a second, read and written bytes counted."""
     source = torch.ones(num_bytes // 4, device=device)
     target = torch.empty_like(source)
-    from benchmarks.gpu.timing import seconds_of
-
     return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device) / 1e9
 
 

@@ -3,7 +3,7 @@
     part ─▶ python -m benchmarks.gpu.MODULE '{"out": …, …}' ─▶ ok │ failed │ timed out │ skipped: a line of the report
               └─ writes its record whenever it has something new: what was measured before a time-out stays
 
-What a part leaves of its time goes to the later ones; no part goes on beyond the end of all. Knows no GPU.
+What a part leaves of its time goes to the later ones; no part goes on beyond the end of all.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from tlt.files import dumps, write_atomically
 
@@ -133,3 +136,27 @@ class Record:
         """Ends the process: the part has nothing to measure here."""
         self.add(skipped=why)
         raise SystemExit(0)
+
+
+# ── seconds on a device ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def wait_for(device: torch.device) -> None:
+    """Waits until a GPU has done all that it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds_of(call: Callable[[], object], device: torch.device, num_calls: int = 10, num_rounds: int = 3) -> float:
+    """Returns the seconds of one call: the median of rounds of `num_calls`, after two that warm up."""
+    call()
+    call()
+    rounds = []
+    for _ in range(num_rounds):
+        wait_for(device)
+        began = time.perf_counter()
+        for _ in range(num_calls):
+            call()
+        wait_for(device)
+        rounds.append((time.perf_counter() - began) / num_calls)
+    return statistics.median(rounds)

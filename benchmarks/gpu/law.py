@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.harness import Record
-from benchmarks.gpu.timing import seconds_of
+from benchmarks.gpu.harness import Record, seconds_of
 from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import reference
 from tlt.speculative.sampling import gumbel_noise

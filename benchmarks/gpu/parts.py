@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from benchmarks.gpu.harness import Part
@@ -19,67 +21,48 @@ HALF = {"parallel.policy": "fsdp", "parallel.param_dtype": "bfloat16"}
 
 def parts_of_gpu() -> list[Part]:
     """Returns the parts in the order of what they tell for their time; their seconds add up to `SECONDS`."""
-    common: dict[str, Any] = {"device": "cuda", "threads": min(os.cpu_count() or 1, 8)}
-    law = {
-        "draws": [[61, 8192], [1003, 4096], [5000, 2048], [152_064, 48]],
-        "noise_vocab": 152_064, "vocabularies": [49_152, 151_936], "rows": [1, 16, 64, 256], "calls": 10,
-    }  # fmt: skip
-    equality = {
-        "dtypes": ["float64", "float32", "bfloat16"], "variants": ["adaptive", "4x1x4", "4x3x12"],
-        "batch": 64, "num_requests": 128, "num_on_cpu": 16, "max_tokens": 256,
-    }  # fmt: skip
-    steps = {"geometry": "qwen2.5-1.5b", "batches": [1, 64], "strategies": ["off", "4x1x4", "ngram:4x1x4"]}
-    step = {
-        "geometry": "qwen2.5-1.5b", "dtype": "bfloat16", "steps": 2, "problems": 8, "samples": 4, "max_tokens": 384,
-        "tokens_per_micro_batch": 8192,
-    }  # fmt: skip
-
-    def throughput(size: str, seconds: float) -> Part:
-        settings = {"dtype": "bfloat16", "batches": BATCHES, "variants": VARIANTS, "rounds": 2, "seconds": 0.5}
-        return Part(f"throughput {size}", _module("throughput"), seconds, {**common, **settings, "geometry": f"qwen2.5-{size}"})
-
-    vllm = {"geometry": "qwen2.5-0.5b", "dtype": "bfloat16", "batches": BATCHES, "tokens": 128}
+    part = partial(_part, device="cuda", threads=min(os.cpu_count() or 1, 8))
+    step = partial(part, "training", geometry="qwen2.5-1.5b", dtype="bfloat16", steps=2, problems=8, samples=4,
+                   max_tokens=384, tokens_per_micro_batch=8192)  # fmt: skip
+    constant = partial(part, "throughput", dtype="bfloat16", batches=BATCHES, variants=VARIANTS, rounds=2,
+                       seconds_a_round=0.5)  # fmt: skip
     return [
-        Part("environment", _module("environment"), 20, {**common, "copy_bytes": 2**30}),
-        Part("law", _module("law"), 60, {**common, **law}),
-        Part("equality", _module("equality"), 80, {**common, **equality}),
-        Part("steps", _module("steps"), 50, {**common, **steps}),
-        Part("step, LoRA", _module("training"), 55, {**common, **step, "keys": LORA}),
-        Part("step, full weights", _module("training"), 60, {**common, **step, "keys": {}}),
-        throughput("1.5b", 60),
-        throughput("7b", 75),
-        throughput("0.5b", 55),
-        Part("step, full weights in bfloat16", _module("training"), 45, {**common, **step, "keys": HALF}),
-        Part("vllm", _module("vllm"), 40, {**common, **vllm}),
-    ]
+        part("environment", "environment", 20, copy_bytes=2**30),
+        part("law", "law", 60, draws=[[61, 8192], [1003, 4096], [5000, 2048], [152_064, 48]],
+             noise_vocab=152_064, vocabularies=[49_152, 151_936], rows=[1, 16, 64, 256], calls=10),
+        part("equality", "equality", 80, dtypes=["float64", "float32", "bfloat16"],
+             variants=["adaptive", "4x1x4", "4x3x12"], batch=64, num_requests=128, num_on_cpu=16, max_tokens=256),
+        part("steps", "steps", 50, geometry="qwen2.5-1.5b", batches=[1, 64], strategies=["off", "4x1x4", "ngram:4x1x4"]),
+        step("step, LoRA", 55, keys=LORA),
+        step("step, full weights", 60, keys={}),
+        constant("throughput 1.5b", 60, geometry="qwen2.5-1.5b"),
+        constant("throughput 7b", 75, geometry="qwen2.5-7b"),
+        constant("throughput 0.5b", 55, geometry="qwen2.5-0.5b"),
+        step("step, full weights in bfloat16", 45, keys=HALF),
+        part("vllm", "vllm", 40, geometry="qwen2.5-0.5b", dtype="bfloat16", batches=BATCHES, tokens=128),
+    ]  # fmt: skip
 
 
 def parts_of_rehearsal() -> list[Part]:
     """Returns the same parts in small, on a CPU: Triton interprets, the GPU of `steps` is the tests' pretended one."""
-    common: dict[str, Any] = {"device": "cpu", "threads": 1}
-    law = {"draws": [[61, 64], [5000, 8]], "noise_vocab": 5000, "vocabularies": [2048], "rows": [1, 2], "calls": 1}
-    equality = {
-        "dtypes": ["float64", "float32"], "variants": ["adaptive", "4x3x12"],
-        "batch": 8, "num_requests": 12, "num_on_cpu": 4, "max_tokens": 40,
-    }  # fmt: skip
-    throughput = {"geometry": "tiny", "dtype": "float32", "batches": [1, 4], "variants": VARIANTS, "rounds": 1, "seconds": 0.3}
-    step = {
-        "geometry": "tiny", "dtype": "float32", "steps": 2, "problems": 2, "samples": 2, "max_tokens": 32,
-        "tokens_per_micro_batch": 2048,
-    }  # fmt: skip
-    lora = {"lora.rank": 4}
-    vllm = {"geometry": "tiny", "dtype": "float32", "batches": [1], "tokens": 8}
+    part = partial(_part, device="cpu", threads=1)
+    step = partial(part, "training", geometry="tiny", dtype="float32", steps=2, problems=2, samples=2, max_tokens=32,
+                   tokens_per_micro_batch=2048)  # fmt: skip
+    interpreted = {"TRITON_INTERPRET": "1"}
     return [
-        Part("environment", _module("environment"), 60, {**common, "copy_bytes": 2**24}),
-        Part("law", _module("law"), 120, {**common, **law}, {"TRITON_INTERPRET": "1"}),
-        Part("equality", _module("equality"), 120, {**common, **equality}),
-        Part("steps", _module("steps"), 90, {**common, "strategies": ["off", "learned:4x1x4", "hybrid:4x1x4"]}),
-        Part("step, LoRA", _module("training"), 60, {**common, **step, "keys": lora}),
-        Part("step, full weights", _module("training"), 60, {**common, **step, "keys": {}}),
-        Part("throughput tiny", _module("throughput"), 60, {**common, **throughput}),
-        Part("vllm", _module("vllm"), 10, {**common, **vllm}),
-    ]
+        part("environment", "environment", 60, copy_bytes=2**24),
+        part("law", "law", 120, interpreted, draws=[[61, 64], [5000, 8]], noise_vocab=5000, vocabularies=[2048],
+             rows=[1, 2], calls=1),
+        part("equality", "equality", 120, dtypes=["float64", "float32"], variants=["adaptive", "4x3x12"],
+             batch=8, num_requests=12, num_on_cpu=4, max_tokens=40),
+        part("steps", "steps", 90, strategies=["off", "learned:4x1x4", "hybrid:4x1x4"]),
+        step("step, LoRA", 60, keys={"lora.rank": 4}),
+        step("step, full weights", 60, keys={}),
+        part("throughput", "throughput tiny", 60, geometry="tiny", dtype="float32", batches=[1, 4],
+             variants=VARIANTS, rounds=1, seconds_a_round=0.3),
+        part("vllm", "vllm", 10, geometry="tiny", dtype="float32", batches=[1], tokens=8),
+    ]  # fmt: skip
 
 
-def _module(name: str) -> str:
-    return f"benchmarks.gpu.{name}"
+def _part(module: str, name: str, seconds: float, variables: Mapping[str, str] | None = None, **settings: Any) -> Part:
+    return Part(name, f"benchmarks.gpu.{module}", seconds, settings, variables or {})

@@ -18,15 +18,14 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.harness import Record
+from benchmarks.gpu.harness import Record, wait_for
 from benchmarks.gpu.subjects import grown_subject, recipe
-from benchmarks.gpu.timing import wait_for
 from tlt.engine.backend import RolloutBackend
 from tlt.types import Request
 
 NUM_STEPS = 20
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
-COPIES = {"DtoH": "copies to the host", "HtoD": "copies to the GPU", "DtoD": "copies within", "emset": "fills"}
+COPIES = {"DtoH": "copies to the host", "HtoD": "copies to the GPU"}
 LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx")
 
 
@@ -63,9 +62,7 @@ def profile_of(engine: RolloutBackend) -> dict[str, Any]:
     for event in profile.events() or []:
         if event.device_type == torch.autograd.DeviceType.CUDA:
             busy += event.time_range.elapsed_us() / 1e6
-            counts[
-                "copies to the host" if "DtoH" in event.name else "copies to the GPU" if "HtoD" in event.name else "other"
-            ] += 1
+            counts[next((name for mark, name in COPIES.items() if mark in event.name), "other")] += 1
         elif event.name in LAUNCHES:
             counts["launches"] += 1
         elif event.name in WAITING_CALLS:
@@ -107,11 +104,8 @@ def main() -> None:
             engine.add(endless(request) for request in made.subject.requests(0, batch))
             for _ in range(5):
                 engine.step()
-            measured = {
-                "step_seconds": seconds_of_steps(engine, device),
-                **profile_of(engine),
-                "waits_by_line": waits_of(engine),
-            }
+            measured = {"step_seconds": seconds_of_steps(engine, device), **profile_of(engine)}
+            measured["waits_by_line"] = waits_of(engine)
             measured["host_share"] = max(1 - measured["busy_seconds"] / measured["step_seconds"], 0.0)
             record.append("steps", {"strategy": strategy, "batch": batch, **measured})
 

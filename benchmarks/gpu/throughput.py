@@ -24,7 +24,7 @@ def measure(record: Record, folder: Path) -> None:
     made = grown_subject(config, geometry_of(settings["geometry"], folder), device)
     record.add(lines=made.lines, growing_seconds=time.perf_counter() - began)
     for batch in settings["batches"]:
-        measured = constant(made.subject, settings["variants"], batch, settings["rounds"], settings["seconds"])
+        measured = constant(made.subject, settings["variants"], batch, settings["rounds"], settings["seconds_a_round"])
         record.append("constant", measured)
         gc.collect()
         if device.type == "cuda":
