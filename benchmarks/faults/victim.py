@@ -143,10 +143,16 @@ def note(folder: Path, **event: Any) -> None:
         file.write(json.dumps(event) + "\n")
 
 
-def replace(place: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def owner_of(place: str) -> tuple[Any, str]:
+    """Returns the module or class that has the function, and its name there."""
     module, _, path = place.partition(":")
-    owner_path, _, name = path.rpartition(".")
-    owner = resolve_name(f"{module}:{owner_path}" if owner_path else module)
+    owner, _, name = path.rpartition(".")
+    return resolve_name(f"{module}:{owner}" if owner else module), name
+
+
+def replace(place: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Puts another function in the place of one."""
+    owner, name = owner_of(place)
     setattr(owner, name, functools.wraps(getattr(owner, name))(make(getattr(owner, name))))
 
 

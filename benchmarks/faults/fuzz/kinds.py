@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from benchmarks.faults.fuzz import arguments, inputs, rewards, run_folders, settings, surroundings, tasks, trackers
 from benchmarks.faults.fuzz.case import Kind
 
@@ -27,15 +29,15 @@ INPUTS: dict[str, tuple[Kind, int]] = {
 """Commands that end before ranks would start, or have none."""
 RUNS: dict[str, tuple[Kind, int]] = {
     "settings of a run": (settings.settings, 130),
-    "settings of a run, two ranks": (settings.settings_on_two_ranks, 15),
+    "settings of a run, two ranks": (partial(settings.settings, ranks=2), 15),
     "the folder of a run": (run_folders.run_folders, 120),
-    "the folder of a run, two ranks": (run_folders.run_folders_of_two_ranks, 15),
+    "the folder of a run, two ranks": (partial(run_folders.run_folders, ranks=2), 15),
     "reward functions": (rewards.rewards, 100),
-    "reward functions, two ranks": (rewards.rewards_on_two_ranks, 15),
+    "reward functions, two ranks": (partial(rewards.rewards, ranks=2), 15),
     "tasks": (tasks.tasks, 60),
     "trackers": (trackers.trackers, 45),
     "environment of a run": (surroundings.runs_in_environments, 15),
-    "environment of a run, two ranks": (surroundings.runs_of_two_ranks_in_environments, 5),
+    "environment of a run, two ranks": (partial(surroundings.runs_in_environments, ranks=2), 5),
     "standard streams of a run": (surroundings.runs_with_streams, 25),
 }
 """Runs, whose ranks start where what is odd lets them."""

@@ -115,7 +115,7 @@ def numpy(text):
 """
 
 
-def rewards(place: Place, rng: Random, ranks: str = "1") -> Case:
+def rewards(place: Place, rng: Random, ranks: int = 1) -> Case:
     """A reward function is odd whenever it is called, or now and then."""
     bodies = rng.choice((RAISES, RAISES, ENDS, STARTS, STARTS, PRINTS, CLOSES, RETURNS, RETURNS, RETURNS, METRICS, COROUTINES))
     body = rng.choice(bodies)
@@ -127,11 +127,9 @@ def rewards(place: Place, rng: Random, ranks: str = "1") -> Case:
     words = ["--rewards.functions", functions, "--rewards.timeout_seconds", "1", "--rewards.num_workers", num]
     if bodies in (RETURNS, METRICS) and rng.random() < 0.3:
         words[-1] = "0"
-    return place.train("--run.num_ranks", ranks, *words, prints=bodies in (PRINTS, METRICS), environ=_here(place), about=code)
-
-
-def rewards_on_two_ranks(place: Place, rng: Random) -> Case:
-    return rewards(place, rng, "2")
+    return place.train(
+        "--run.num_ranks", str(ranks), *words, prints=bodies in (PRINTS, METRICS), environ=_here(place), about=code
+    )
 
 
 def _here(place: Place) -> dict[str, str | None]:

@@ -26,7 +26,7 @@ STRANGERS = (
 """Names that a run's folder has, or might seem to have."""
 
 
-def run_folders(place: Place, rng: Random, ranks: str = "1") -> Case:
+def run_folders(place: Place, rng: Random, ranks: int = 1) -> Case:
     """What the folder of a run holds is damaged, here and there, and the run is to go on."""
     run = place.copy(place.sound.run)
     for _ in range(rng.choice((1, 1, 1, 2, 3))):
@@ -34,15 +34,11 @@ def run_folders(place: Place, rng: Random, ranks: str = "1") -> Case:
     environ = {"PYTHONPATH": os.pathsep.join([str(place.sound.tasks), str(ROOT)])}
     checkpoints = sorted(run.glob("checkpoints/step-*"))
     named = rng.choice(checkpoints) if checkpoints and rng.random() < 0.15 else run
-    resume: tuple[str, ...] = ("train", "--resume", str(named), "--run.num_ranks", ranks)
+    resume: tuple[str, ...] = ("train", "--resume", str(named), "--run.num_ranks", str(ranks))
     if rng.random() < 0.15:
         config = str(place.sound.tasks / "run.toml")
         resume = ("train", config, "--run.out_dir", str(run), *rng.choice(((), ("--resume", "auto"))))
     return Case(resume, trains=True, environ=environ)
-
-
-def run_folders_of_two_ranks(place: Place, rng: Random) -> Case:
-    return run_folders(place, rng, "2")
 
 
 def _damage(run: Path, rng: Random) -> None:

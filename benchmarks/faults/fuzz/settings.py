@@ -36,10 +36,6 @@ def settings(place: Place, rng: Random, ranks: int = 1) -> Case:
     return place.train("--run.num_ranks", str(ranks), *words)
 
 
-def settings_on_two_ranks(place: Place, rng: Random) -> Case:
-    return settings(place, rng, 2)
-
-
 def _keys(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for section, keys in values.items():
         for key, value in keys.items():

@@ -104,14 +104,9 @@ def environments(place: Place, rng: Random) -> Case:
     return Case(words, environ=_odd_environment(rng), is_fresh=True)
 
 
-def runs_in_environments(place: Place, rng: Random) -> Case:
-    """A run, in a new Python."""
-    return place.train(environ=_odd_environment(rng), is_fresh=True)
-
-
-def runs_of_two_ranks_in_environments(place: Place, rng: Random) -> Case:
-    """A run of two ranks, each of which is a new Python."""
-    return place.train("--run.num_ranks", "2", environ=_odd_environment(rng), is_fresh=True)
+def runs_in_environments(place: Place, rng: Random, ranks: int = 1) -> Case:
+    """A run, each of whose ranks is a new Python."""
+    return place.train("--run.num_ranks", str(ranks), environ=_odd_environment(rng), is_fresh=True)
 
 
 def _odd_environment(rng: Random) -> dict[str, str | None]:
