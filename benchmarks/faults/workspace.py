@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import save_model
 
+Sizes = tuple[int, int, int, int, int, int]
 ROOT = Path(__file__).parents[2]
 BASE = ROOT / "recipes" / "countdown" / "base"
 TASK = """
@@ -51,7 +51,7 @@ TASK = Passing()
 """Its workers pass the places of once.py."""
 
 
-def make_models(folder: Path, sizes: Sequence[int] = (32, 64, 2, 4, 2, 8), max_positions: int = 256, std: float = 0.15) -> None:
+def make_models(folder: Path, sizes: Sizes = (32, 64, 2, 4, 2, 8), max_positions: int = 256, std: float = 0.15) -> None:
     """Writes a random policy with Countdown's tokenizer, its random drafter, and a task.
 
     sizes: hidden, MLP, layers, heads, heads of keys and values, of a head.
