@@ -200,8 +200,8 @@ def test_what_is_learned_of_forwards_is_the_posterior_of_the_textbook(monkeypatc
 
 def expected(acceptance: Acceptance, arm: Strategy, batch_size: int = 4) -> tuple[float, float]:
     """Tokens per verification and the standard deviation of its logarithm."""
-    tokens, variances = acceptance.expected_tokens([arm], batch_size)
-    return float(tokens[0]), math.sqrt(variances[0])
+    found = acceptance.expected([arm], batch_size)
+    return float(found.tokens_A[0]), float(np.linalg.norm(found.spread_AR[0]))
 
 
 def test_acceptance_is_shared_between_depths_and_agrees_with_counting() -> None:

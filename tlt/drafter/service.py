@@ -185,10 +185,10 @@ class DrafterWatch:
         states = self._exchange_states(num_tokens)
         if not is_due and not any(state.has_trained for state in states):
             self._num_checks += 1
-            training = self._outcome(Update(), is_limited=False)
-            return DrafterCheck(self.served.version, math.nan, math.nan, training)
+            return DrafterCheck(self.served.version, math.nan, math.nan, self._outcome(Update(), False))
         begun = time.perf_counter()
-        measurement = self._choose_responses(rollouts, temperature, is_due)
+        rng = random.Random(f"{self._num_checks}/{self.ranks.rank}")  # others on every rank and in every step
+        measurement = Measurement(self.subject, rollouts, temperature, rng, is_due)
         if self.publisher is not None:
             measurement.note_before()
         if is_due:
@@ -225,11 +225,6 @@ class DrafterWatch:
             self.publisher.undo(version)
         return update
 
-    def _choose_responses(self, rollouts: Sequence[Rollout], temperature: float, is_due: bool) -> Measurement:
-        """Chooses what the drafter is measured on: other responses in every rank and every step."""
-        rng = random.Random(f"{self._num_checks}/{self.ranks.rank}")
-        return Measurement(self.subject, rollouts, temperature, rng, is_due)
-
     def _measure(self, measurement: Measurement, begun: float) -> Measured:
         """Measures the drafter as it is now. begun: when its publication did; inf: there is none."""
         tally = measurement.tally()
@@ -262,7 +257,8 @@ class DrafterWatch:
 
 
 def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> None:
-    """Raises RuntimeError where ranks hold different weights, or an engine's copy computes other logits than the trainer's."""
+    """Raises RuntimeError where ranks hold different weights, or an engine's copy computes other logits than the
+    trainer's."""
     for rank, tally in enumerate(tallies):
         if tally.checksum != tallies[0].checksum:
             raise RuntimeError(

@@ -19,35 +19,25 @@ import numpy as np
 from tlt.tuning.expectation import Array, Expectation, Rates, Table
 from tlt.types import Hindsight, Lead, Strategy
 
-_PRIOR_RATE, _PRIOR_RATE_OF_RETRIEVAL = 0.7, 0.03
-"""The acceptance rate that is assumed at depth 1 before anything was verified: of a drafter, and of texts that may repeat."""
-_PRIOR_COUNT = 1.0
-"""The verifications that this assumption counts as, and at deeper levels the rate of the level before."""
-_MAX_LEANING, _MUCH = 0.8, 8.0
-"""The largest rate that is assumed of a depth because the one before it has such a rate, until so many verifications are behind
-that: a streak of luck is none."""
-_WORTH_OF_RECORDED = 8.0
-"""Verifications that the acceptance counts as which a drafter's folder records: it was measured on other texts."""
-_ENOUGH = 3.0
-"""Verifications of a drafter's chains after which something is known of it."""
-_WORTH_OF_RESEMBLED = 4.0
-"""Verifications that those of the learned drafter count as, at most, for the hybrid."""
-_MEMORY, _MIN_STEPS = 100.0, 6.0
-"""Verifications that the curve of one octave spans, and the fewest engine steps: texts of a batch that began together
-change together, and a large batch shows that within a few steps. Retrieval's curve spans `_MEMORY` engine steps instead,
-for often only a few sequences of a step say anything about it."""
-_MEMORY_EVERYWHERE = 400.0
-"""Verifications that the curve over all batch sizes spans."""
-_MEMORY_OF_RUN = 4000.0
-"""Engine steps that a lasting curve spans, at its batch sizes."""
-_UNWATCHED = 4.0
-"""How many times as fast the evidence about retrieval fades while the hybrid drafts, which hides it."""
-_WORTH_ELSEWHERE = 16.0
-"""Verifications that the evidence of all batch sizes counts as, at most, at any one of them; at a depth: as many as would
-come there."""
-_WORTH_AT_NEW_VERSION = 16.0
-"""Verifications that the evidence about an older policy or drafter counts as, at most. This is enough to start from, and so
-little that a drafter which has become better, or worse, is soon found out."""
+# Constants. Counts are verifications, unless engine steps are named. A date is that of the entry of benchmarks/log.md
+# which has the values compared; "-": none were.
+#
+#                                meaning                                                         chosen by
+_RATE = 0.7  #                   rate assumed of a drafter at depth 1, before any evidence       -
+_RATE_OF_RETRIEVAL = 0.03  #     the same of retrieval, for few texts repeat themselves          0.5: 2026-11-21
+_WORTH_OF_RATE = 1.0  #          what an assumed rate counts as                                  -
+_WORTH_OF_RECORDED = 8.0  #      what the rate of a drafter's folder counts as: other texts      2026-11-24
+_WORTH_OF_RESEMBLED = 4.0  #     what the learned drafter's evidence adds to the hybrid's        -
+_WORTH_ELSEWHERE = 16.0  #       what evidence of other batch sizes counts as, at most           6, 8, 48: 2026-11-21
+_WORTH_OF_OLDER = 16.0  #        the same of an older policy or drafter: soon outweighed         see 2026-11-25
+_ENOUGH = 3.0  #                 evidence after which a drafter's chains are known               -
+_MAX_LEANING = 0.8  #            highest rate a depth takes over from the one before it,         see 2026-11-24
+_MUCH = 8.0  #                   until that one has so much evidence: luck makes no chain        -
+_MEMORY = 100.0  #               span of an octave's curve; retrieval's, in engine steps         25 to 400: 2026-11-21, -24
+_MIN_STEPS = 6.0  #              its fewest engine steps: texts of a batch change together       2026-11-24
+_MEMORY_EVERYWHERE = 400.0  #    span of the curve over all batch sizes                          4000: 2026-11-24
+_MEMORY_OF_RUN = 4000.0  #       span of a lasting curve, in engine steps                        -
+_UNWATCHED = 4.0  #              how much faster retrieval's curve fades while the hybrid runs   2026-11-24
 
 
 class Curve(NamedTuple):
@@ -69,22 +59,13 @@ class Curve(NamedTuple):
     def of(strategy: Strategy, octave: int | None) -> Curve:
         return Curve(strategy.drafter, strategy.width, None if strategy.width == 1 else strategy.budget, octave)
 
-    @property
-    def everywhere(self) -> Curve:
-        """Returns the same curve over all batch sizes."""
-        return Curve(self.drafter, self.width, self.budget, None, self.where_drafted)
-
-
-def _zeros() -> Array:
-    return np.zeros(Strategy.MAX_DEPTH)
-
 
 @dataclass
 class _Counts:
     """Verifications that came to each depth (`tried`), and of those the ones that went on from there (`survived`)."""
 
-    tried: Array = field(default_factory=_zeros)
-    survived: Array = field(default_factory=_zeros)
+    tried: Array = field(default_factory=lambda: np.zeros(Strategy.MAX_DEPTH))
+    survived: Array = field(default_factory=lambda: np.zeros(Strategy.MAX_DEPTH))
 
     def add(self, tried_D: Array, survived_D: Array, fade: float) -> None:
         self.scale(fade)
@@ -141,10 +122,10 @@ class Acceptance:
         here, whole_run = math.exp(-share / num_steps), math.exp(-share / _MEMORY_OF_RUN)
         spans = ((self.counts, None, math.exp(-len(accepted) / _MEMORY_EVERYWHERE)), (self.counts, octave, here))
         for counts, where, fade in (*spans, (self.lasting, None, whole_run), (self.lasting, octave, whole_run)):
-            counts[Curve.of(strategy, where)].add(tried_D, survived_D, fade)
+            curve = Curve.of(strategy, where)
+            counts[curve].add(tried_D, survived_D, fade)
             if strategy.width == 1:
-                curve = Curve(strategy.drafter, 1, None, where, where_drafted=True)
-                counts[curve].add(drafted_D, survived_D, fade)
+                counts[curve._replace(where_drafted=True)].add(drafted_D, survived_D, fade)
         if strategy.drafter == "hybrid":  # meanwhile nobody watches what retrieval alone would have drafted
             for curve, counts_of_it in self.counts.items():
                 if curve.drafter == "ngram":
@@ -173,7 +154,7 @@ class Acceptance:
         if chains:
             self.observe(Hindsight.STRATEGY, [c.accepted for c in chains], [c.drafted for c in chains], batch_size)
 
-    def age(self, worth: float = _WORTH_AT_NEW_VERSION) -> None:
+    def age(self, worth: float = _WORTH_OF_OLDER) -> None:
         """Lets each curve's evidence count as `worth` verifications at most."""
         self._forget_estimates()
         for counts in self.counts.values():
@@ -214,16 +195,9 @@ class Acceptance:
         """Returns tokens per verification of one arm that follows no reference, the bonus token included."""
         return float(self._table(Curve.of(arm, octave_of(batch_size))).tokens_D[arm.depth - 1])
 
-    def expected_tokens(self, arms: Sequence[Strategy], batch_size: int, leads: Sequence[Lead] = ()) -> tuple[Array, Array]:
-        """Returns tokens per verification, the bonus token included, and the variance of their logarithms: each [arms].
-
-        leads: of the sequences that have a reference to follow.
-        """
-        found = self.expected(arms, batch_size, leads)
-        return found.tokens_A, (found.spread_AR**2).sum(1)
-
     def expected(self, arms: Sequence[Strategy], batch_size: int, leads: Sequence[Lead] = ()) -> Expectation:
-        """Returns the same with what the arms' errors have in common."""
+        """Returns tokens per verification, the bonus token included, and how far they may err. leads: of the
+        sequences that have a reference to follow."""
         octave, columns = octave_of(batch_size), dict[Curve, int]()
         drafting = [arm.elsewhere if arm.follows else arm for arm in arms]
         curves = [Curve.of(arm, octave) for arm in drafting]
@@ -251,22 +225,22 @@ class Acceptance:
         return table
 
     def counters(self) -> dict[str, list[Any]]:
-        """Returns (curve, verifications tried, survived) of every curve, the latest and the lasting ones, as JSON."""
-        kinds = {"latest": self.counts, "lasting": self.lasting}
-        known = {
-            name: [[list(curve), c.tried.tolist(), c.survived.tolist()] for curve, c in kind.items()]
-            for name, kind in kinds.items()
+        """Returns (key, verifications tried, survived) of all that is counted, as JSON."""
+        return {
+            name: [[key, c.tried.tolist(), c.survived.tolist()] for key, c in known.items()]
+            for name, known in self._kinds().items()
         }
-        return known | {"drafts": [[d, c.tried.tolist(), c.survived.tolist()] for d, c in self.drafts.items()]}
 
     def restore(self, counters: Mapping[str, Sequence[Any]]) -> None:
-        """Takes up what `counters` returned."""
+        """Takes up what `counters` returned; an older checkpoint has no "drafts"."""
         self._forget_estimates()
-        for drafter, tried, survived in counters.get("drafts", ()):
-            self.drafts[drafter] = _Counts(np.array(tried), np.array(survived))
-        for counts, known in ((self.counts, counters["latest"]), (self.lasting, counters["lasting"])):
-            counts.clear()
-            counts.update((Curve(*curve), _Counts(np.array(tried), np.array(survived))) for curve, tried, survived in known)
+        for name, known in self._kinds().items():
+            known.clear()
+            for key, tried, survived in counters.get(name, ()):
+                known[key if name == "drafts" else Curve(*key)] = _Counts(np.array(tried), np.array(survived))
+
+    def _kinds(self) -> dict[str, dict[Any, _Counts]]:
+        return {"latest": self.counts, "lasting": self.lasting, "drafts": self.drafts}
 
     def forget_the_latest(self) -> None:
         """Estimates from what lasts alone, for whoever asks what a whole run was like."""
@@ -292,11 +266,11 @@ class Acceptance:
     def _estimate(self, curve: Curve) -> Rates:
         """Returns posterior means under a chain of priors: at all batch sizes, then at the curve's own octave."""
         prior = self._prior(curve)
-        here, everywhere = self.counts.get(curve, _NOTHING), self.counts.get(curve.everywhere, _NOTHING)
+        here, everywhere = self.counts.get(curve, _NOTHING), self.counts.get(curve._replace(octave=None), _NOTHING)
         tried, survived = here.tried.tolist(), here.survived.tolist()
         all_tried, all_survived = everywhere.tried.tolist(), everywhere.survived.tolist()
-        first = _PRIOR_RATE_OF_RETRIEVAL if curve.drafter == "ngram" else _PRIOR_RATE
-        known = _PRIOR_COUNT
+        first = _RATE_OF_RETRIEVAL if curve.drafter == "ngram" else _RATE
+        known = _WORTH_OF_RATE
         if self.recorded is not None and curve.drafter == "learned":
             first, known = self.recorded / (2 - self.recorded), _WORTH_OF_RECORDED
         elif curve.drafter == "hybrid":  # what it resembles was seen

@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tlt.tuning.acceptance import Acceptance
-from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, Work, drafters_of
+from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, Work, uses
 from tlt.types import BatchState, Hindsight, Reading, StepOutcome, Strategy, StrategyTuner
 
 TRIALS = 2.0
@@ -44,6 +44,8 @@ MIN_RETRIEVED = 1.05
 """Tokens per verification that retrieval must bring in hindsight before it drafts."""
 HORIZON = 300.0
 """Seconds within which a trial must pay: later the texts are others, and so is the batch."""
+DECIDE_EVERY = 0.03
+"""Seconds of engine time between two decisions for an unchanged batch size: bounds what deciding costs."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,6 @@ class CostModel(StrategyTuner):
     prior: the drafter's size beside the target's.  acceptance: what was recorded of the drafter; None: nothing.
     explores: whether anything is tried.
     has_hindsight: whether batches tell what retrieval would have drafted; else it is tried like any other drafter.
-    decide_every: seconds of engine time between two decisions for an unchanged batch size; bounds what deciding costs.
     """
 
     def __init__(
@@ -82,12 +83,10 @@ class CostModel(StrategyTuner):
         acceptance: float | None = None,
         explores: bool = True,
         has_hindsight: bool = True,
-        decide_every: float = 0.03,
     ) -> None:
         assert Strategy.OFF in arms, "off is always an arm"
         self.arms = tuple(arms)
-        self._arms_without_references = tuple(arm for arm in arms if not arm.follows)
-        self.explores, self.has_hindsight, self.decide_every = explores, has_hindsight, decide_every
+        self.explores, self.has_hindsight = explores, has_hindsight
         self.acceptance, self.costs = Acceptance(acceptance), StepCosts(prior)
         self._choice = Strategy.OFF
         self._chosen_for: tuple[int, bool] | None = None
@@ -97,7 +96,7 @@ class CostModel(StrategyTuner):
         self._versions: tuple[int, int] | None = None
         self._unread = 0.0
         """Tokens of a sequence, on average, that the learned drafter has not read."""
-        self._narrowed: dict[tuple[tuple[Strategy, ...], bool, bool], tuple[Strategy, ...]] = {}
+        self._narrowed: dict[tuple[bool, bool, bool], tuple[Strategy, ...]] = {}
         """Memory of `_candidates`."""
         self._known: set[tuple[int, Strategy]] = set()
         """Batch sizes and arms of which a step was made."""
@@ -106,12 +105,14 @@ class CostModel(StrategyTuner):
     def choose(self, batch: BatchState) -> Strategy:
         versions = (batch.policy_version, batch.drafter_version)
         if versions != self._versions:
-            self._age(versions)
+            if self._versions is not None:
+                self.acceptance.age()
+            self._versions, self._chosen_for = versions, None
         if batch.reading is not None and batch.reading is not self._reading:
             self._reading = batch.reading
             self.costs.observe_reading(batch.reading.num_tokens, batch.reading.num_forwards, batch.reading.seconds)
         place = batch.num_running, bool(batch.leads)
-        if place != self._chosen_for or self._seconds_since >= min(self.decide_every, 0.02 * self._seconds):
+        if place != self._chosen_for or self._seconds_since >= min(DECIDE_EVERY, 0.02 * self._seconds):
             predictions, choice = self._decide(batch)
             self._choice, self._chosen_for, self._seconds_since = choice.strategy, place, 0.0
             has_measured = bool(self.costs.num_steps)
@@ -128,9 +129,7 @@ class CostModel(StrategyTuner):
         return self._decide(batch)[0]
 
     def _decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:
-        arms = self.arms if batch.leads else self._arms_without_references
-        size = batch.num_running
-        arms = self._candidates(arms, size)
+        arms, size = self._candidates(batch), batch.num_running
         cost = self.costs.forecast([self._work(arm, batch) for arm in arms])
         expected = self.acceptance.expected(arms, size, batch.leads)
         speed_A = size * expected.tokens_A / cost.seconds_A
@@ -143,35 +142,31 @@ class CostModel(StrategyTuner):
         seconds_A[off] /= 1 + MARGIN
         best = int(seconds_A.argmin()) if self.explores else int(speed_A.argmax())
         variance_A = self.costs.learned(cost.shares_AP, best, TRIALS) + expected.learned(best, TRIALS * size)
-        rows = zip(
-            arms,
-            speed_A.tolist(),
-            low_A.tolist(),
-            doubt_A.tolist(),
-            np.sqrt(variance_A).tolist(),
-            cost.seconds_A.tolist(),
-            cost.once_A.tolist(),
-            strict=True,
-        )
-        predictions = [Prediction(*row) for row in rows]
+        columns = (speed_A, low_A, doubt_A, np.sqrt(variance_A), cost.seconds_A, cost.once_A)
+        predictions = list(map(Prediction, arms, *(column.tolist() for column in columns)))
         if not self.explores:
             return predictions, predictions[best]
         if self.costs.num_steps.get(Strategy.OFF, 0) < NUM_FIRST:
             return predictions, predictions[off]
         return predictions, _trial(predictions, predictions[best], num_left) or predictions[best]
 
-    def _candidates(self, arms: tuple[Strategy, ...], batch_size: int) -> tuple[Strategy, ...]:
-        """Returns the arms that may run: retrieval where hindsight says that it brings something; trees and the hybrid
-        once learned chains were tried, for they resemble these."""
-        is_retrieval_worth = not self.has_hindsight or self.acceptance.tokens(Hindsight.STRATEGY, batch_size) > MIN_RETRIEVED
+    def _candidates(self, batch: BatchState) -> tuple[Strategy, ...]:
+        """Returns the arms that may run: those that follow references where there are any, retrieval where hindsight
+        says that it brings something, trees and the hybrid once learned chains, which these resemble, were tried."""
+        retrieved = self.acceptance.tokens(Hindsight.STRATEGY, batch.num_running)
+        is_retrieval_worth = not self.has_hindsight or retrieved > MIN_RETRIEVED
         is_learned_known = self.acceptance.is_known(Strategy("learned", 1, 1, 1))
-        key = (arms, is_retrieval_worth, is_learned_known)
+        key = bool(batch.leads), is_retrieval_worth, is_learned_known
+
+        def may_run(arm: Strategy) -> bool:
+            if arm.follows:
+                return bool(batch.leads) and may_run(arm.elsewhere)
+            if arm.drafter == "ngram":
+                return is_retrieval_worth
+            return is_learned_known or (arm.width <= 1 and arm.drafter != "hybrid")
+
         if key not in self._narrowed:
-            self._narrowed[key] = tuple(
-                arm
-                for arm, own in ((arm, arm.elsewhere if arm.follows else arm) for arm in arms)
-                if (is_retrieval_worth if own.drafter == "ngram" else is_learned_known or _is_first(own))
-            )
+            self._narrowed[key] = tuple(filter(may_run, self.arms))
         return self._narrowed[key]
 
     def _work(self, arm: Strategy, batch: BatchState) -> Work:
@@ -193,7 +188,7 @@ class CostModel(StrategyTuner):
         work = work._replace(rows=batch.num_running + sum(outcome.drafted), levels=_levels(strategy, outcome))
         self.costs.observe(work, outcome.seconds, is_typical=not batch.num_admitted or batch.reading is not None)
         self._known.add((batch.num_running, strategy))
-        if "learned" in drafters_of(strategy):
+        if uses(strategy)[0]:
             self._unread = 0.0
         else:
             self._unread = min(work.unread + outcome.num_tokens, batch.num_running * batch.mean_length) / batch.num_running
@@ -208,15 +203,6 @@ class CostModel(StrategyTuner):
         self.costs.restore(counters["costs"])
         self._versions = None if counters["versions"] is None else tuple(counters["versions"])
         self._chosen_for = None
-
-    def _age(self, versions: tuple[int, int]) -> None:
-        if self._versions is not None:
-            self.acceptance.age()
-        self._versions, self._chosen_for = versions, None
-
-
-def _is_first(arm: Strategy) -> bool:
-    return arm.width <= 1 and arm.drafter != "hybrid"
 
 
 def _levels(strategy: Strategy, outcome: StepOutcome) -> float:

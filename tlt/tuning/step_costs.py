@@ -26,10 +26,17 @@ from tlt.types import Strategy
 
 KNOTS = 14
 """The forward is known at 1, 2, 4, … rows, and in between by interpolation of logarithms."""
-PARTS = ("cached", "draft", "level", "level_row", "hybrid", "retrieved", "unread", "first")
-"""A step has, beside its forward: tokens in the caches; a draft of the learned drafter, its levels, and the rows of
-these beyond the first; the levels of the hybrid, of which retrieval saves some; sequences for which is retrieved; tokens
-that the learned drafter reads late; and 1 where its shape is new."""
+PARTS = {
+    "cached": 1.0,  # tokens in the caches
+    "draft": 0.5,  # a draft of the learned drafter
+    "level": 0.15,  # its levels
+    "level_row": 0.7,  # the rows of these beyond the first
+    "hybrid": 0.2,  # the hybrid's levels, of which retrieval saves some
+    "retrieved": 0.7,  # sequences for which is retrieved
+    "unread": 0.7,  # tokens that the learned drafter reads late
+    "first": 1.3,  # 1 where the shape is new
+}
+"""What a step has beside its forward, and the prior standard deviation of the logarithm of its seconds."""
 _NUM = KNOTS + len(PARTS)
 _CACHED, _DRAFT, _LEVEL, _LEVEL_ROW, _HYBRID, _RETRIEVED, _UNREAD, _FIRST = range(KNOTS, _NUM)
 ONCE = slice(_UNREAD, _NUM)
@@ -41,19 +48,19 @@ _MAX_SURPRISE = 2.5
 """Standard deviations that a single step can differ by, as far as it counts: most likely the machine was busy."""
 _FORGET = 1 / 4000
 """The share of the prior's uncertainty that comes back with every step: costs drift."""
-
-_DRAFTERS_OF = {"none": set(), "learned": {"learned"}, "ngram": {"ngram"}, "hybrid": {"learned", "ngram"}}
-
-
-def drafters_of(strategy: Strategy) -> set[str]:
-    """Returns the drafters that run for a strategy; to follow a reference is none."""
-    return _DRAFTERS_OF[strategy.elsewhere.drafter if strategy.follows else strategy.drafter]
+_RETRIEVED_SECONDS = 30e-6
+"""Prior: a lookup for one sequence."""
+_ROUGH = 0.06
+"""Prior standard deviation of the forward about a roofline, in logarithms."""
+_DEVIATION_OF_DRAFTER = 0.4
+"""Prior standard deviation of the logarithm that all parts of the learned drafter have in common."""
 
 
 @functools.cache
-def _uses(strategy: Strategy) -> tuple[bool, bool]:
-    """Returns whether the learned drafter runs for a strategy, and whether retrieval does."""
-    return "learned" in drafters_of(strategy), "ngram" in drafters_of(strategy)
+def uses(strategy: Strategy) -> tuple[bool, bool]:
+    """Returns whether the learned drafter runs for a strategy, and whether retrieval does. References need none."""
+    drafter = (strategy.elsewhere if strategy.follows else strategy).drafter
+    return drafter in ("learned", "hybrid"), drafter in ("ngram", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class Work(NamedTuple):
 
     def amounts(self) -> list[float]:
         """Returns how much of each of PARTS that is."""
-        is_learned, is_retrieved = _uses(self.strategy)
+        is_learned, is_retrieved = uses(self.strategy)
         levels = self.levels if is_learned else 0.0
         rows = self.batch_size * (1 + (self.strategy.width - 1) / 2)
         learned = [1.0, 0.0 if is_retrieved else levels, levels * (rows - 1), levels if is_retrieved else 0.0]
@@ -116,32 +123,27 @@ class StepCosts:
     def __init__(self, prior: CostPrior = UNKNOWN) -> None:
         self.prior = prior
         self.mean_P, self._drift_PP = _prior(prior)
-        scale_P = np.where(np.arange(_NUM) == _RETRIEVED, 0.0, 1.0)
-        self.covariance_PP = self._drift_PP + 16.0 * np.outer(scale_P, scale_P)  # the machine's speed is not known at all
-        self._drift_PP = _FORGET * (self._drift_PP + 0.1 * np.outer(scale_P, scale_P))
+        is_scaled_P = np.where(np.arange(_NUM) == _RETRIEVED, 0.0, 1.0)
+        scale_PP = np.outer(is_scaled_P, is_scaled_P)
+        self.covariance_PP = self._drift_PP + 16.0 * scale_PP  # the machine's speed is not known at all
+        self._drift_PP = _FORGET * (self._drift_PP + 0.1 * scale_PP)
         self.num_steps: dict[Strategy, int] = {}
         """Engine steps observed, by arm."""
 
     def observe(self, work: Work, seconds: float, is_typical: bool = True) -> None:
         """Counts one engine step. is_typical: whether prompts were read elsewhere, if any were."""
         self.num_steps[work.strategy] = self.num_steps.get(work.strategy, 0) + 1
-        self._update(_knots(np.array([work.rows]))[0], np.array(work.amounts()), seconds, _NOISE if is_typical else 3 * _NOISE)
+        self._update(work.rows, work.amounts(), seconds, _NOISE if is_typical else 3 * _NOISE)
 
     def observe_reading(self, num_tokens: float, num_forwards: int, seconds: float) -> None:
         """Counts the reading of prompts: as many rows as tokens, without their head."""
-        rows = num_tokens / num_forwards * (1 - self.prior.head)
-        amounts_J = np.zeros(len(PARTS))
-        amounts_J[-1] = 1.0
-        self._update(_knots(np.array([max(rows, 1.0)]))[0], amounts_J, seconds / num_forwards, _NOISE_OF_READING)
+        rows = max(num_tokens / num_forwards * (1 - self.prior.head), 1.0)
+        self._update(rows, [0.0] * (len(PARTS) - 1) + [1.0], seconds / num_forwards, _NOISE_OF_READING)
 
     def forecast(self, works: Sequence[Work]) -> Forecast:
-        rows_A = np.array([work.rows for work in works])
-        return self.forecast_amounts(rows_A, np.array([work.amounts() for work in works]))
-
-    def forecast_amounts(self, rows_A: Array, amounts_AJ: Array) -> Forecast:
-        knots_AK = _knots(rows_A)
+        knots_AK = _knots(np.array([work.rows for work in works]))
         forward_A = np.exp(knots_AK @ _rising(self.mean_P[:KNOTS], self.covariance_PP.diagonal()[:KNOTS]))
-        parts_AJ = amounts_AJ * np.exp(self.mean_P[KNOTS:])
+        parts_AJ = np.array([work.amounts() for work in works]) * np.exp(self.mean_P[KNOTS:])
         once_A = parts_AJ[:, -2:].sum(1)
         seconds_A = forward_A + parts_AJ.sum(1) - once_A
         shares_AP = np.hstack([knots_AK * forward_A[:, None], parts_AJ])
@@ -162,9 +164,10 @@ class StepCosts:
         result: Array = (own_A - covariance_AA[best]) ** 2 / (own_A + _NOISE**2 / num_steps)
         return result
 
-    def _update(self, knots_K: Array, amounts_J: Array, seconds: float, noise: float) -> None:
+    def _update(self, rows: float, amounts: Sequence[float], seconds: float, noise: float) -> None:
+        knots_K = _knots(np.array([rows]))[0]
         forward = math.exp(knots_K @ self.mean_P[:KNOTS])
-        parts_J = amounts_J * np.exp(self.mean_P[KNOTS:])
+        parts_J = np.array(amounts) * np.exp(self.mean_P[KNOTS:])
         expected = forward + parts_J.sum()
         shares_P = np.concatenate([knots_K * forward, parts_J]) / expected
         spread_P = self.covariance_PP @ shares_P
@@ -231,25 +234,7 @@ def _prior(prior: CostPrior) -> tuple[Array, Array]:
     mean_P, covariance_PP = np.mean(machines, 0), np.cov(np.array(machines).T)
     mean_P += math.log(0.01)
     mean_P[_RETRIEVED] = math.log(_RETRIEVED_SECONDS)
-    own_P = np.array([_ROUGH] * KNOTS + [_DEVIATIONS[name] for name in PARTS])
+    own_P = np.array([_ROUGH] * KNOTS + [*PARTS.values()])
     drafter_P = np.zeros(_NUM)
     drafter_P[[_DRAFT, _LEVEL, _LEVEL_ROW, _HYBRID]] = _DEVIATION_OF_DRAFTER
     return mean_P, covariance_PP + np.diag(own_P**2) + np.outer(drafter_P, drafter_P)
-
-
-_RETRIEVED_SECONDS = 30e-6
-"""Prior: a lookup for one sequence."""
-_ROUGH = 0.06
-"""Prior standard deviation of the forward about a roofline, in logarithms."""
-_DEVIATION_OF_DRAFTER = 0.4
-_DEVIATIONS = {
-    "cached": 1.0,
-    "draft": 0.5,
-    "level": 0.15,
-    "level_row": 0.7,
-    "hybrid": 0.2,
-    "retrieved": 0.7,
-    "unread": 0.7,
-    "first": 1.3,
-}
-"""Prior standard deviations of the logarithms: common to all that the drafter does, and of each part."""
