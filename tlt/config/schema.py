@@ -190,6 +190,17 @@ class RolloutSection(Section):
     """What chooses adaptive speculation: measured costs and acceptance (cost-model), or the TLT paper's bandit (beg-mab)."""
 
     @property
+    def steps_ahead(self) -> int:
+        """Policy steps whose responses are generated ahead at most; for `adaptive` two, of which more brought no more
+        (benchmarks/log.md)."""
+        return 2 if self.ahead == "adaptive" else self.ahead
+
+    @property
+    def compares_idle_work(self) -> bool:
+        """Whether responses are generated ahead only where that is worth more than other uses of idle time."""
+        return self.ahead == "adaptive"
+
+    @property
     def follows(self) -> bool:
         """Whether responses that were drawn before with the same noise are drafted from."""
         return self.references_mib > 0 and may_follow(self.speculation, self.tuner)
@@ -198,7 +209,7 @@ class RolloutSection(Section):
     def asks_for_references(self) -> bool:
         """Whether the user asks for it, and does not only leave it to adaptive speculation."""
         is_fixed = self.speculation != "adaptive" and may_follow(self.speculation)
-        return bool(self.ahead or self.replay) or is_fixed
+        return self.steps_ahead > 0 or self.replay is not None or is_fixed
 
     @field_validator("speculation")
     @classmethod

@@ -8,14 +8,11 @@ from tlt.training.rollout.protocol import NO_AHEAD, Ahead
 from tlt.training.run import Run
 from tlt.types import Request
 
-MAX_AHEAD = 2
-"""Steps. Eight brought no more (benchmarks/log.md)."""
-
 
 def ahead_of(run: Run, generates: bool) -> Ahead:
     """Returns who generates the responses of the next steps in this one's idle time. generates: whether anything is."""
     rollout, seed, last = run.config.rollout, run.config.run.seed, run.config.run.num_steps - 1
-    if not rollout.ahead:
+    if not rollout.steps_ahead:
         return NO_AHEAD
 
     def requests_of(step: int) -> list[Request]:
@@ -23,8 +20,7 @@ def ahead_of(run: Run, generates: bool) -> Ahead:
         numbers = range(rollout.samples_per_problem)
         return [Request(p.problem_id, i, p.prompt_ids, run.params, "rollout", step) for p in problems for i in numbers]
 
-    num_steps = MAX_AHEAD if rollout.ahead == "adaptive" else rollout.ahead
-    later = range(run.step + 1, min(run.step + num_steps, last) + 1)
+    later = range(run.step + 1, min(run.step + rollout.steps_ahead, last) + 1)
     requests = [request for step in later for request in requests_of(step)] if generates else []
     past = requests_of(run.step)
     return AheadOfPolicy(run.engine, run.references, run.world.world_size, requests, past, run.lengths)

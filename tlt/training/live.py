@@ -133,7 +133,7 @@ class LiveRollouts:
         receivers = Receivers(Unscored(), lambda _: "")
         self._phase = RolloutPhase(world, self.engine, coordinator, receivers, self.timeline, lambda: False)
         trains = folder is not None and settings.section.train
-        self._idle = idle_choice(world, self.timeline.epoch.machine, 0, trains)
+        self._idle = idle_choice(world, self.timeline.epoch.machine, False, trains)
         self._occurrences = {purpose: Occurrences() for purpose in ("rollout", "evaluation", "generate")}
         self._num_calls = 0
         self.latest: PhaseResult | None = None

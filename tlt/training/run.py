@@ -136,7 +136,8 @@ class Run:
         settings = replace(EngineSettings.of_run(config, world.device), window=window)
         self.references = References(config.rollout.references_mib)
         self.lengths: dict[str, float] = {}
-        self.idle = idle_choice(world, self.timeline.epoch.machine, config.rollout.ahead, config.drafter.train)
+        ahead, compares = config.rollout.steps_ahead > 0, config.rollout.compares_idle_work
+        self.idle = idle_choice(world, self.timeline.epoch.machine, ahead, config.drafter.train, compares)
         self.engine = build_backend(model, settings, stored, on_span=self.timeline.add, references=self.references)
         self.drafter = self._watch_drafter(stored)
         self.checkpoints = CheckpointWriter(self.out_dir / "checkpoints", world, config.run.keep_checkpoints)

@@ -33,16 +33,17 @@ class IdleWork:
     plan: IdlePlan = field(default_factory=IdlePlan)
 
 
-def idle_choice(world: World, machine: str, ahead: int | str, trains: bool) -> IdleChoice:
+def idle_choice(world: World, machine: str, ahead: bool, trains: bool, compares: bool = False) -> IdleChoice:
     """Builds the IdleChoice, the policy for idle ranks. A collective.
 
     machine: this rank's machine.
-    ahead: the setting rollout.ahead.
+    ahead: whether responses are generated ahead.
+    trains: whether the drafter is trained.
+    compares: whether the one that is worth more comes first.
     """
     machines = gather_objects(world, machine)
-    there_is = {IdleUse.AHEAD: ahead != 0, IdleUse.TRAIN: trains}
-    uses = [use for use, is_there in there_is.items() if is_there]
-    return IdleChoice(uses, compares=ahead == "adaptive", has_neighbours=len(set(machines)) < len(machines))
+    uses = [use for use, is_there in {IdleUse.AHEAD: ahead, IdleUse.TRAIN: trains}.items() if is_there]
+    return IdleChoice(uses, compares, has_neighbours=len(set(machines)) < len(machines))
 
 
 class IdleTime:
