@@ -8,7 +8,8 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -18,7 +19,9 @@ import torch
 
 import tlt
 from tlt.api import Engine, Sampling, _named, train
+from tlt.build.engine import EngineSettings
 from tlt.cli.main import main
+from tlt.config.engine import DeviceSection, EngineSection
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import save_drafter
@@ -29,6 +32,7 @@ from tlt.models.hf_weights import save_model
 from tlt.recipes import find_recipe
 from tlt.tasks.base import get_task
 from tlt.tasks.countdown import TASK
+from tlt.training.live import LiveSettings
 from tlt.types import Reward, SamplingParams, Strategy, UserError
 
 BASE = find_recipe("countdown").parent / "base"
@@ -145,6 +149,20 @@ def test_stats_are_of_the_latest_call(folder: Path) -> None:
 
 def test_the_sampling_arguments_are_those_of_the_law() -> None:
     assert get_type_hints(Sampling) == get_type_hints(SamplingParams)
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (Engine.from_pretrained, {"engine", "max_batch_size", "device", "dtype"}),
+        (EngineSettings, {"engine", "max_batch_size", "kv_gib"}),
+        (LiveSettings, {"max_batch_size"}),
+    ],
+)
+def test_an_engine_has_the_defaults_of_the_configuration(call: Callable[..., Any], names: set[str]) -> None:
+    declared = {**EngineSection().model_dump(), **DeviceSection().model_dump()}
+    defaults = {name: parameter.default for name, parameter in signature(call).parameters.items()}
+    assert {name: defaults[name] for name in names} == {name: declared[name] for name in names}
 
 
 @pytest.mark.parametrize(

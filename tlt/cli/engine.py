@@ -8,14 +8,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from tlt.cli.options import Drafter, Options, StopTexts
 from tlt.config.drafter import DrafterSection, DraftVocabOption, check_served
+from tlt.config.engine import DeviceSection, EngineSection
 from tlt.config.sampling import SamplingSection
 from tlt.config.vllm import VllmSection
 from tlt.hub import Repository, resolve_model
-from tlt.kinds import BatchSize, Gib, MaxTokens, Samples, Seed, Threads
+from tlt.kinds import MaxTokens, Samples, Seed, Threads
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
@@ -41,24 +42,14 @@ class SamplingOptions(SamplingSection, Options):
     """Seed of the sampling: the same seed gives the same tokens, whatever the speculation."""
 
 
-class EngineOptions(VllmSection, Options):
+class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
     """The engine: its drafter, its numbers and its device."""
 
-    engine: Literal["tlt", "vllm"] = "tlt"
-    """What generates: TLT's own engine, or an installed vLLM with the same sampling law inside."""
     drafter: Drafter = None
     """Learned drafter: a folder as tlt drafter train writes it, or OWNER/NAME on the hub. Retrieval (ngram) needs none."""
     draft_vocab: DraftVocabOption = "auto"
     """Tokens that the learned drafter may propose: the N most frequent ones of what is sampled, all (full), or as many as pay
     where the head is a tenth of a forward or more (auto). TLT's own engine; changes the speed alone."""
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Number type of the engine's weights and activations."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device that the engine computes on; auto takes a GPU where there is one."""
-    max_batch_size: BatchSize = 64
-    """Sequences that are decoded at a time."""
-    kv_gib: Gib | None = None
-    """GiB for keys, values and the drafter's caches. None: four fifths of what is free on a GPU, half of a machine's memory."""
     threads: Threads = 1
     """CPU threads to compute with."""
 
@@ -97,7 +88,7 @@ class EngineOptions(VllmSection, Options):
             drafting=DrafterSection(vocabulary=self.draft_vocab),
             kv_gib=self.kv_gib,
             engine=self.engine,
-            vllm=VllmSection.model_validate({key: getattr(self, key) for key in VllmSection.model_fields}),
+            vllm=self,
             window=window,
         )
 

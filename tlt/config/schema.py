@@ -12,6 +12,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tlt.config.algorithm import AlgorithmSection
 from tlt.config.drafter import DrafterSection
+from tlt.config.engine import DeviceSection, EngineSection
 from tlt.config.lora import LoraSection
 from tlt.config.mistakes import mistake, validate
 from tlt.config.rewards import RewardsSection
@@ -19,9 +20,7 @@ from tlt.config.sampling import SamplingSection
 from tlt.config.section import AnyPath, Section, split_words
 from tlt.config.vllm import VllmSection
 from tlt.kinds import (
-    BatchSize,
     Epsilon,
-    Gib,
     LearningRate,
     NonNegativeFloat,
     NonNegativeInt,
@@ -48,7 +47,7 @@ def may_follow(speculation: str, tuner: str = "cost-model") -> bool:
     return tuner == "cost-model" if speculation == "adaptive" else Strategy.parse(speculation).follows
 
 
-class RunSection(Section):
+class RunSection(DeviceSection):
     """Where the run lives, how long it goes on, and what it computes with."""
 
     out_dir: AnyPath = DEFAULT_OUT_DIR
@@ -68,10 +67,6 @@ class RunSection(Section):
     """Seconds for which a rank waits for the others, in a collective or for a sign of life, before it gives the attempt up."""
     threads_per_rank: Threads = 1
     """CPU threads of each rank."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device that ranks compute on; auto takes GPUs where every rank can have one of its own, else the CPU."""
-    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
-    """Number type of the engine's weights and activations."""
     checkpoint_every: NonNegativeInt = 10
     """Policy steps between checkpoints; 0: only at the end."""
     keep_checkpoints: PositiveInt = 2
@@ -156,21 +151,13 @@ class TaskSection(Section):
         return values
 
 
-class RolloutSection(Section):
+class RolloutSection(EngineSection):
     """The responses of a policy step: how many, and how they are generated."""
 
     problems_per_step: Problems = 8
     """Problems that each policy step answers."""
     samples_per_problem: Annotated[Samples, Field(ge=2)] = 4
     """Responses to each problem of a step, a GRPO group: advantages compare them, so at least 2."""
-    max_batch_size: BatchSize = 64
-    """Sequences that each rank decodes at a time."""
-    kv_gib: Gib | None = None
-    """GiB that each rank has for keys, values and the drafter's caches. Where they are spent, some sequences wait and are read
-    again later, with the same tokens (docs/memory.md). None: four fifths of what is free on a GPU; on a CPU half of the
-    machine's memory, divided by its ranks."""
-    engine: Literal["tlt", "vllm"] = "tlt"
-    """What generates: TLT's own engine, or vLLM with the same sampling law inside (docs/vllm.md), which has to be installed."""
     speculation: str = "off"
     """How tokens are drafted: off, adaptive (chosen at every step), or a fixed [drafter:]DEPTHxWIDTHxBUDGET such as 4x1x4.
     The drafter is learned, ngram (retrieval from the problem's own responses) or hybrid; ahead, or ahead+hybrid, drafts from
