@@ -12,8 +12,8 @@ from pathlib import Path
 from tlt.types import UserError
 
 
-def make_parser(name: str, doc: str | None, out: str | None = None) -> argparse.ArgumentParser:
-    """Returns a parser that knows --out. out: its default, None: it has to be given."""
+def make_parser(name: str, doc: str | None, out: str | None = None, needs_out: bool = True) -> argparse.ArgumentParser:
+    """Returns a parser that knows --out. out: its default; None: it has to be given where it is needed."""
     parser = argparse.ArgumentParser(
         prog=f"python -m benchmarks.{name}",
         description=doc,
@@ -22,7 +22,7 @@ def make_parser(name: str, doc: str | None, out: str | None = None) -> argparse.
     )
     default = None if out is None else Path(out)
     written = "results go to OUT.json and OUT.md"
-    parser.add_argument("--out", type=Path, default=default, required=out is None, help=written)
+    parser.add_argument("--out", type=Path, default=default, required=needs_out and out is None, help=written)
     return parser
 
 

@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlt.bench.report import environment, provenance, table, write_report
+from benchmarks import command
+from tlt.bench.report import environment, markdown, table, write_report
 
 Text = tuple[str, str, Sequence[str], Iterable[Sequence[Any]]]
 """Title, text, and the table's columns and rows."""
@@ -17,24 +18,20 @@ Play = Callable[[int, int], Iterator[tuple[str, str]]]
 
 
 def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Returns the parser of `python -m benchmarks.faults.NAME`, which knows --out."""
-    prog, form = f"python -m benchmarks.faults.{name}", argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=prog, description=doc, formatter_class=form)
-    parser.add_argument("--out", type=Path, help="results go to OUT.json and OUT.md; default: nowhere")
-    return parser
+    """Returns the parser of `python -m benchmarks.faults.NAME`, which writes where --out is given."""
+    return command.make_parser(f"faults.{name}", doc, needs_out=False)
 
 
-def begin(command: str) -> dict[str, Any]:
-    """Returns the beginning of a report. command: the words behind `python -m benchmarks.faults.`."""
-    return {"command": f"python -m benchmarks.faults.{command}", "environment": environment()}
+def begin(words: str) -> dict[str, Any]:
+    """Returns the beginning of a report. words: those behind `python -m benchmarks.faults.`."""
+    return {"command": f"python -m benchmarks.faults.{words}", "environment": environment()}
 
 
 def write(out: Path | None, report: Mapping[str, Any], text: Text) -> None:
     """Writes OUT.json and OUT.md; None: nothing."""
     if out is not None:
         title, words, columns, rows = text
-        blocks = [f"# {title}", *provenance(report), words, table(columns, rows)]
-        write_report(out, report, "\n\n".join(blocks) + "\n")
+        write_report(out, report, markdown(title, report, words, table(columns, rows)))
 
 
 def tally(name: str, doc: str | None, play: Play, good: Sequence[str]) -> int:

@@ -8,10 +8,7 @@ planned for. Planned is the largest phase of one rank, measured the largest resi
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -21,8 +18,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.command import command_of, make_parser, run_child
 from benchmarks.growth import child, endless_copy
-from tlt.bench.report import environment, number, provenance, table, write_report
+from tlt.bench.report import environment, markdown, number, table, write_report
 from tlt.cli.plan import PlanMemory, read_run
 from tlt.config.load import load_config
 from tlt.drafter.formats.folder import save_drafter
@@ -103,14 +101,10 @@ def words(shape: Shape, folder: Path) -> list[str]:
     return [word for key, value in keys.items() for word in (f"--{key}", str(value).lower() if value is True else str(value))]
 
 
-def measure(shape: Shape, overrides: list[str]) -> float:
+def measure(overrides: list[str]) -> float:
     """Returns the largest resident set of a rank that trains so, in GiB."""
-    command = [sys.executable, "-m", "benchmarks.scale.memory", "--child", "tlt", "train", "math", *overrides]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{shape.name}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return int(done.stdout.split()[-1]) / 1024
+    words = [sys.executable, "-m", "benchmarks.scale.memory", "--child", "tlt", "train", "math", *overrides]
+    return int(run_child(words).split()[-1]) / 1024
 
 
 def run_shape(shape: Shape, measured: float | None = None) -> dict[str, Any]:
@@ -123,7 +117,7 @@ def run_shape(shape: Shape, measured: float | None = None) -> dict[str, Any]:
         options = PlanMemory(config=find_recipe("math"), overrides=tuple(overrides), prompt_tokens=longest)
         plan = read_run(options).plan()
         phase, planned = plan.peak
-        measured = measure(shape, overrides) if measured is None else measured
+        measured = measure(overrides) if measured is None else measured
     parts = {part.name: part.num_bytes / GIB for part in plan.parts if not part.phases or phase in part.phases}
     return {
         "shape": shape.name,
@@ -136,31 +130,22 @@ def run_shape(shape: Shape, measured: float | None = None) -> dict[str, Any]:
 
 
 def to_markdown(report: dict[str, Any]) -> str:
-    rows = [
-        [run["shape"], run["phase"], number(run["planned_gib"]), number(run["measured_gib"]), number(run["ratio"])]
-        for run in report["runs"]
-    ]
+    keys = ("planned_gib", "measured_gib", "ratio")
+    rows = [[run["shape"], run["phase"], *(number(run[key]) for key in keys)] for run in report["runs"]]
     columns = ["memory lies in", "largest phase", "planned, GiB", "measured, GiB", "planned / measured"]
-    return "\n\n".join(["# Memory, planned and measured", *provenance(report), table(columns, rows)]) + "\n"
+    return markdown("Memory, planned and measured", report, table(columns, rows))
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--child"]:
         sys.exit(child(sys.argv[2:]))
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scale.memory", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = make_parser("scale.memory", __doc__)
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES), help="which, by the first word")
     parser.add_argument("--replan", action="store_true", help="plans anew, and takes what was measured from OUT.json")
-    parser.add_argument("--out", type=Path, required=True, help="results go to OUT.json and OUT.md")
     options = parser.parse_args()
     known = json.loads(options.out.with_suffix(".json").read_text())["runs"] if options.replan else []
     before = {run["shape"]: run["measured_gib"] for run in known}
-    report: dict[str, Any] = {
-        "command": f"python -m benchmarks.scale.memory{' --replan' if options.replan else ''} --out {options.out}",
-        "environment": environment(),
-        "runs": [],
-    }
+    report: dict[str, Any] = {"command": command_of(parser), "environment": environment(), "runs": []}
     for shape in SHAPES:
         if shape.name.split(",")[0] in options.shapes:
             report["runs"].append(run_shape(shape, before.get(shape.name)))
