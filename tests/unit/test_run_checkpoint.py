@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -213,10 +214,11 @@ def test_a_folder_without_checkpoints_has_none(tmp_path: Path) -> None:
     assert find_checkpoint(tmp_path / "none", ALONE) is None
 
 
-def test_a_checkpoint_of_another_format_is_refused_in_one_line(tmp_path: Path) -> None:
-    with patch.object(manifest, "FORMAT", 2), patch.object(checkpoint, "FORMAT", 2):
+@pytest.mark.parametrize("other", [2, "a\nb"])
+def test_a_checkpoint_of_another_format_is_refused_in_one_line(other: Any, tmp_path: Path) -> None:
+    with patch.object(manifest, "FORMAT", other), patch.object(checkpoint, "FORMAT", other):
         save(tmp_path, 3)
-    expected = "has format 2, not 3; go on with the version of TLT that wrote it"
+    expected = f"has format {other!r}, not 3; go on with the version of TLT that wrote it"
     assert refusal(find_checkpoint, tmp_path, ALONE).endswith(expected)
 
 

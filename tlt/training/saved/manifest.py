@@ -123,7 +123,7 @@ def parse_manifest(text: bytes, path: Path) -> Manifest:
     if not is_unchanged:
         raise damaged(path, MANIFEST, "is not as it was written (its SHA-256 differs)")
     if body.get("format") != FORMAT:
-        raise UserError(f"{path}: has format {body.get('format')}, not {FORMAT}; go on with the version of TLT that wrote it")
+        raise UserError(f"{path}: has format {body.get('format')!r}, not {FORMAT}; go on with the version of TLT that wrote it")
     try:
         manifest = _READER.validate_python(body)
     except ValidationError as error:
