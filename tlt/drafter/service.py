@@ -2,7 +2,7 @@
 
     this step's update ── finite on every rank? ── no ─▶ undone: back to the last finite version
                                 │ yes
-                            published ─▶ the engine's copy on this step's responses ── not the trainer's? ─▶ error
+                            published ─▶ the engine's copy on responses ── not the trainer's? ─▶ error
                                              └▶ acceptance, for the metrics and for the choice of idle work
 
 measure.py says how good a drafter is; that a bad one drafts little is the tuner's doing. All ranks decide
@@ -257,8 +257,8 @@ class DrafterWatch:
 
 
 def check_arrival(tallies: Sequence[Tally], version: int, tolerance: float) -> None:
-    """Raises RuntimeError where ranks hold different weights, or an engine's copy computes other logits than the
-    trainer's."""
+    """Raises RuntimeError where ranks hold different weights, or an engine's copy computes other logits than
+    the trainer's."""
     for rank, tally in enumerate(tallies):
         if tally.checksum != tallies[0].checksum:
             raise RuntimeError(

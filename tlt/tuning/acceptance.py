@@ -19,25 +19,25 @@ import numpy as np
 from tlt.tuning.expectation import Array, Expectation, Rates, Table
 from tlt.types import Hindsight, Lead, Strategy
 
-# Constants. Counts are verifications, unless engine steps are named. A date is that of the entry of benchmarks/log.md
-# which has the values compared; "-": none were.
+# Constants. Counts are verifications, unless engine steps are named. A date is that of an entry in
+# benchmarks/log.md, which has the values compared; "-": none were.
 #
-#                                meaning                                                         chosen by
-_RATE = 0.7  #                   rate assumed of a drafter at depth 1, before any evidence       -
-_RATE_OF_RETRIEVAL = 0.03  #     the same of retrieval, for few texts repeat themselves          0.5: 2026-11-21
-_WORTH_OF_RATE = 1.0  #          what an assumed rate counts as                                  -
-_WORTH_OF_RECORDED = 8.0  #      what the rate of a drafter's folder counts as: other texts      2026-11-24
-_WORTH_OF_RESEMBLED = 4.0  #     what the learned drafter's evidence adds to the hybrid's        -
-_WORTH_ELSEWHERE = 16.0  #       what evidence of other batch sizes counts as, at most           6, 8, 48: 2026-11-21
-_WORTH_OF_OLDER = 16.0  #        the same of an older policy or drafter: soon outweighed         see 2026-11-25
-_ENOUGH = 3.0  #                 evidence after which a drafter's chains are known               -
-_MAX_LEANING = 0.8  #            highest rate a depth takes over from the one before it,         see 2026-11-24
-_MUCH = 8.0  #                   until that one has so much evidence: luck makes no chain        -
-_MEMORY = 100.0  #               span of an octave's curve; retrieval's, in engine steps         25 to 400: 2026-11-21, -24
-_MIN_STEPS = 6.0  #              its fewest engine steps: texts of a batch change together       2026-11-24
-_MEMORY_EVERYWHERE = 400.0  #    span of the curve over all batch sizes                          4000: 2026-11-24
-_MEMORY_OF_RUN = 4000.0  #       span of a lasting curve, in engine steps                        -
-_UNWATCHED = 4.0  #              how much faster retrieval's curve fades while the hybrid runs   2026-11-24
+#                              meaning                                                      chosen by
+_RATE = 0.7  #                 rate assumed of a drafter at depth 1, before any evidence    -
+_RATE_OF_RETRIEVAL = 0.03  #   the same of retrieval, for few texts repeat                  2026-11-21
+_WORTH_OF_RATE = 1.0  #        what an assumed rate counts as                               -
+_WORTH_OF_RECORDED = 8.0  #    what the rate of a drafter's folder counts as: other texts   2026-11-24
+_WORTH_OF_RESEMBLED = 4.0  #   what the learned drafter's evidence adds to the hybrid's     -
+_WORTH_ELSEWHERE = 16.0  #     what evidence of other batch sizes counts as, at most        2026-11-21
+_WORTH_OF_OLDER = 16.0  #      the same of an older policy or drafter: soon outweighed      see 2026-11-25
+_ENOUGH = 3.0  #               evidence after which a drafter's chains are known            -
+_MAX_LEANING = 0.8  #          highest rate a depth takes over from the one before it,      see 2026-11-24
+_MUCH = 8.0  #                 until that one has so much evidence: luck makes no chain     -
+_MEMORY = 100.0  #             span of an octave's curve; retrieval's, in engine steps      2026-11-21, 24
+_MIN_STEPS = 6.0  #            its fewest engine steps: texts of a batch change together    2026-11-24
+_MEMORY_EVERYWHERE = 400.0  #  span of the curve over all batch sizes                       2026-11-24
+_MEMORY_OF_RUN = 4000.0  #     span of a lasting curve, in engine steps                     -
+_UNWATCHED = 4.0  #            how much faster retrieval's fades while the hybrid runs      2026-11-24
 
 
 class Curve(NamedTuple):
@@ -198,25 +198,23 @@ class Acceptance:
     def expected(self, arms: Sequence[Strategy], batch_size: int, leads: Sequence[Lead] = ()) -> Expectation:
         """Returns tokens per verification, the bonus token included, and how far they may err. leads: of the
         sequences that have a reference to follow."""
-        octave, columns = octave_of(batch_size), dict[Curve, int]()
-        drafting = [arm.elsewhere if arm.follows else arm for arm in arms]
+        octave, drafting = octave_of(batch_size), [arm.elsewhere if arm.follows else arm for arm in arms]
         curves = [Curve.of(arm, octave) for arm in drafting]
-        for curve in curves:
-            columns.setdefault(curve, len(columns))
+        columns = {curve: column for column, curve in enumerate(dict.fromkeys(curves))}
         tables = [self._table(curve) for curve in columns]
         tokens_A, spread_ACD = np.ones(len(arms)), np.zeros((len(arms), len(columns), Strategy.MAX_DEPTH))
         for i, arm in enumerate(drafting):
             if not arm.is_off:
-                table, row = tables[columns[curves[i]]], arm.depth - 1
-                tokens_A[i], spread_ACD[i, columns[curves[i]]] = table.tokens_D[row], table.spread_DD[row]
+                column, row = columns[curves[i]], arm.depth - 1
+                tokens_A[i] = tables[column].tokens_D[row]
+                spread_ACD[i, column] = tables[column].spread_DD[row]
             if arms[i].follows:
                 share, kept = 1 - len(leads) / batch_size, sum(lead.expected(arms[i].depth) for lead in leads) / batch_size
                 alone, tokens_A[i] = tokens_A[i], 1 + kept + share * (tokens_A[i] - 1)
                 spread_ACD[i] *= share * alone / tokens_A[i]
         counts_R = np.concatenate([table.counts_D for table in tables])
-        return Expectation(
-            tokens_A, spread_ACD.reshape(len(arms), -1), counts_R, np.concatenate([t.survivals_D for t in tables])
-        )
+        survivals_R = np.concatenate([table.survivals_D for table in tables])
+        return Expectation(tokens_A, spread_ACD.reshape(len(arms), -1), counts_R, survivals_R)
 
     def _table(self, curve: Curve) -> Table:
         table = self._tables.get(curve)
@@ -266,7 +264,8 @@ class Acceptance:
     def _estimate(self, curve: Curve) -> Rates:
         """Returns posterior means under a chain of priors: at all batch sizes, then at the curve's own octave."""
         prior = self._prior(curve)
-        here, everywhere = self.counts.get(curve, _NOTHING), self.counts.get(curve._replace(octave=None), _NOTHING)
+        here = self.counts.get(curve, _NOTHING)
+        everywhere = self.counts.get(curve._replace(octave=None), _NOTHING)
         tried, survived = here.tried.tolist(), here.survived.tolist()
         all_tried, all_survived = everywhere.tried.tolist(), everywhere.survived.tolist()
         first = _RATE_OF_RETRIEVAL if curve.drafter == "ngram" else _RATE

@@ -151,8 +151,9 @@ class CostModel(StrategyTuner):
         return predictions, _trial(predictions, predictions[best], num_left) or predictions[best]
 
     def _candidates(self, batch: BatchState) -> tuple[Strategy, ...]:
-        """Returns the arms that may run: those that follow references where there are any, retrieval where hindsight
-        says that it brings something, trees and the hybrid once learned chains, which these resemble, were tried."""
+        """Returns the arms that may run: those that follow references where there are any, retrieval where
+        hindsight says that it brings something, trees and the hybrid once learned chains were tried, for they
+        resemble these."""
         retrieved = self.acceptance.tokens(Hindsight.STRATEGY, batch.num_running)
         is_retrieval_worth = not self.has_hindsight or retrieved > MIN_RETRIEVED
         is_learned_known = self.acceptance.is_known(Strategy("learned", 1, 1, 1))

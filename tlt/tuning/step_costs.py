@@ -58,7 +58,8 @@ _DEVIATION_OF_DRAFTER = 0.4
 
 @functools.cache
 def uses(strategy: Strategy) -> tuple[bool, bool]:
-    """Returns whether the learned drafter runs for a strategy, and whether retrieval does. References need none."""
+    """Returns whether the learned drafter runs for a strategy, and whether retrieval does. To follow a reference
+    needs neither."""
     drafter = (strategy.elsewhere if strategy.follows else strategy).drafter
     return drafter in ("learned", "hybrid"), drafter in ("ngram", "hybrid")
 
