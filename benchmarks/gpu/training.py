@@ -23,7 +23,7 @@ from tlt.config.schema import Config
 from tlt.distributed.signals import StopRequest
 from tlt.distributed.work_queue import connect_coordinator
 from tlt.distributed.world import shutdown
-from tlt.plan.memory import PHASES, MemoryPlan
+from tlt.plan.memory import ALWAYS, MemoryPlan, plan_memory
 from tlt.report.timeline import read_spans
 from tlt.training.loop import advance
 from tlt.training.run import Run, join_ranks
@@ -52,8 +52,8 @@ def planned(plan: MemoryPlan) -> dict[str, Any]:
     return {
         "peak_gib": plan.peak[1] / gib,
         "phase": plan.peak[0],
-        "by_phase": {phase: plan.total(phase) / gib for phase in PHASES},
-        "parts": {part.name: part.num_bytes / gib for part in plan.parts},
+        "by_phase": {phase: plan.total(phase) / gib for phase in ALWAYS},
+        "parts": {term.name: term.num_bytes / gib for term in plan.terms},
     }
 
 
@@ -96,7 +96,7 @@ def main() -> None:
         config = configuration(record.settings, folder)
         growth = plan_growth(config, geometry_of(record.settings["geometry"], folder))
         subject = replace(plan_subject(config), model=growth.grown.config, drafter=growth.drafter_shape)
-        record.add(planned=planned(subject.plan()))
+        record.add(planned=planned(plan_memory(subject)))
         began = time.perf_counter()
         with grown_config(config, growth, keep=folder / "grown") as (grown, described):
             record.add(lines=described["geometry"]["lines"], growing_seconds=time.perf_counter() - began)

@@ -28,6 +28,7 @@ from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import Transformer
 from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import save_model
+from tlt.plan.memory import plan_memory
 from tlt.recipes import find_recipe
 from tlt.training.problems import load_problems
 
@@ -115,10 +116,10 @@ def run_shape(shape: Shape, measured: float | None = None) -> dict[str, Any]:
         problems = load_problems(load_config(find_recipe("math"), overrides), "train")
         longest = max(len(problem.prompt_ids) for problem in problems)
         options = PlanMemory(config=find_recipe("math"), overrides=tuple(overrides), prompt_tokens=longest)
-        plan = read_run(options).plan()
+        plan = plan_memory(read_run(options))
         phase, planned = plan.peak
         measured = measure(overrides) if measured is None else measured
-    parts = {part.name: part.num_bytes / GIB for part in plan.parts if not part.phases or phase in part.phases}
+    parts = {term.name: term.num_bytes / GIB for term in plan.terms if phase in term.phases}
     return {
         "shape": shape.name,
         "planned_gib": planned / GIB,

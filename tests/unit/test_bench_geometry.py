@@ -23,6 +23,7 @@ from tlt.models.decoder import ModelConfig
 from tlt.models.geometry import find_geometry
 from tlt.models.hf_config import config_to_hf
 from tlt.models.hf_files import write_json
+from tlt.plan.memory import ALWAYS, plan_memory
 from tlt.types import UserError
 
 RECIPE = Path(__file__).parents[2] / "recipes/countdown/headline.toml"
@@ -184,12 +185,12 @@ def test_what_has_no_room_side_by_side_is_refused_before_anything_grows(
 
 def test_side_by_side_engines_add_what_they_do_not_share_and_runs_all_they_hold(config: Config) -> None:
     run = plan_subject(config)
-    plan = run.plan()
-    sizes = {part.name: part.num_bytes for part in plan.parts}
+    plan = plan_memory(run)
+    sizes = {term.name: term.num_bytes for term in plan.terms}
     assert engines_bytes(plan, 3) - engines_bytes(plan, 2) == sizes["drafter"] + plan.least
     assert sizes["engine"] < engines_bytes(plan, 1) < plan.needed
     assert runs_bytes(plan, 1) == plan.needed
-    standing = sum(part.num_bytes for part in plan.parts if not part.phases)
+    standing = sum(term.num_bytes for term in plan.terms if term.phases == ALWAYS)
     assert runs_bytes(plan, 3) - plan.needed == 2 * (standing - sizes["process"])
     refuse_engines(run, 2)
     refuse_runs(run, 3)

@@ -16,8 +16,8 @@ from tlt.config.load import load_config
 from tlt.config.mistakes import section_of
 from tlt.config.schema import Config
 from tlt.models.hf_config import load_model_config
-from tlt.plan.fit import Run, judge, refuse
-from tlt.plan.subject import Place
+from tlt.plan.fit import judge, refuse
+from tlt.plan.sizes import PlannedRun
 from tlt.recipes import find_recipe
 from tlt.types import SamplingParams, UserError
 
@@ -81,7 +81,7 @@ def test_a_value_beyond_all_sense_is_one_line_and_the_bounds_themselves_can_be_p
             config = load_config("countdown", {**others, name: bound})
         except UserError:
             continue  # it contradicts another key of the recipe
-        run = Run(config, model, None, Place(2, 2, False, False, 2**34, 1024))
+        run = PlannedRun(config, model, None, 2, False, 2**33, 1024)
         with suppress(UserError):  # some do not fit
             assert judge(run).line
             refuse(run)

@@ -29,8 +29,9 @@ from tlt.models.decoder import ModelConfig, Transformer
 from tlt.models.lora import BaseOf, adapted, count_adapters, is_of_adapter, start_value
 from tlt.models.packed import PackedTransformer
 from tlt.models.peft_files import save_adapter
-from tlt.plan.fit import Run, judge
-from tlt.plan.subject import Place
+from tlt.plan.fit import fits, judge
+from tlt.plan.memory import plan_memory
+from tlt.plan.sizes import PlannedRun
 from tlt.rl.update import PolicyTrainer
 from tlt.training.start import describe_lora
 from tlt.types import UserError
@@ -286,13 +287,15 @@ def test_adapters_are_counted_before_anything_is_loaded(shape: str) -> None:
 
 
 def test_the_plan_counts_gradients_and_optimizer_of_the_adapters_alone() -> None:
-    config, place = make_config("bfloat16", base_dtype="bfloat16"), Place(1, 1, True, False, None, 16)
+    config = make_config("bfloat16", base_dtype="bfloat16")
     num, whole = count_adapters(LLAMA, config.lora), sum(p.numel() for p in base_of(LLAMA).parameters())
-    parts = {part.name: part.num_bytes for part in Run(config, LLAMA, None, place).plan().parts}
+    plan = plan_memory(PlannedRun(config, LLAMA, None, 1, True, None, 16))
+    parts = {term.name: term.num_bytes for term in plan.terms}
     assert (parts["frozen weights"], parts["adapters"]) == (2 * whole, 4 * num)
     assert (parts["optimizer"], parts["gradients"]) == (8 * num, 4 * num)
     kl = config.model_copy(update={"algorithm": config.algorithm.model_copy(update={"kl_coefficient": 0.1})})
-    assert {part.name for part in Run(kl, LLAMA, None, place).plan().parts} == parts.keys(), "no reference policy"
+    without_reference = plan_memory(PlannedRun(kl, LLAMA, None, 1, True, None, 16))
+    assert {term.name for term in without_reference.terms} == parts.keys()
 
 
 def test_the_header_says_how_much_is_trained() -> None:
@@ -305,10 +308,11 @@ def test_frozen_weights_in_bfloat16_are_a_remedy_where_they_do_not_fit() -> None
     shape = replace(LLAMA, hidden_size=4096, intermediate_size=16384, num_heads=512, num_kv_heads=512)
     config = make_config("bfloat16", rank=8)
     num_layers = sum(p.numel() for p in plan_policy(config, shape).parameters()) * 2
-    run = Run(config, shape, None, Place(1, 1, True, False, None, 16))
-    smaller = run.changed({"lora.base_dtype": "bfloat16", "parallel.checkpoint_activations": True}).plan().needed
-    tight = replace(run, machine=replace(run.machine, device_bytes=smaller + num_layers // 8))
-    assert not tight.fits
+    run = PlannedRun(config, shape, None, 1, True, None, 16)
+    changes = {"lora.base_dtype": "bfloat16", "parallel.checkpoint_activations": True}
+    smaller = plan_memory(run.changed(changes)).needed
+    tight = replace(run, rank_bytes=smaller + num_layers // 8)
+    assert not fits(tight)
     assert "lora.base_dtype = bfloat16" in judge(tight).line
 
 

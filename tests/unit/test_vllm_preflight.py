@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from tlt.config.load import load_config
 from tlt.config.vllm import VllmSection
 from tlt.plan.memory import COPY, plan_memory
-from tlt.plan.subject import Place, Subject
+from tlt.plan.sizes import PlannedRun
 from tlt.training import start
 from tlt.types import UserError
 from tlt.vllm import preflight
@@ -113,14 +112,12 @@ def test_a_plan_counts_vllm_s_weights_and_caches_and_the_policy_s_copy_beside_th
         config = load_config(RECIPE, {"rollout.engine": engine})
         model, drafter = start.load_model_config(config.model.path), start.load_drafter
         shape = drafter(config.drafter.path, model).config if config.drafter.path is not None else None
-        place = Place(1, 1, is_gpu=False, is_sharded=False, device_bytes=None, longest_prompt=20)
-        plans[engine] = {part.name: part.num_bytes for part in plan_memory(config, model, shape, place).parts}
-        num_bytes = 4 * Subject(config, model, shape, place).num_parameters
+        run = PlannedRun(config, model, shape, 1, is_gpu=False, rank_bytes=None, longest_prompt=20)
+        plans[engine] = {term.name: term.num_bytes for term in plan_memory(run).terms}
     assert plans["vllm"][COPY] == plans["tlt"]["engine"], "the same layout"
-    assert plans["vllm"]["engine"] == num_bytes
+    assert plans["vllm"]["engine"] == 4 * run.num_parameters
     assert plans["vllm"]["vLLM"] > 0
     assert plans["vllm"]["caches"] == 2**30
     assert COPY not in plans["tlt"]
-    untrained = load_config(RECIPE, {**VLLM, "rollout.speculation": "off", "drafter.train": False})
-    alone = plan_memory(untrained, model, shape, replace(place, longest_prompt=20))
-    assert COPY not in {part.name for part in alone.parts}, "nobody trains or measures a drafter"
+    alone = plan_memory(run.changed({"rollout.speculation": "off", "drafter.train": False}))
+    assert COPY not in {term.name for term in alone.terms}, "nobody trains or measures a drafter"

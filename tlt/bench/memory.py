@@ -6,18 +6,17 @@ runs       process + what each holds always + the most that one of them takes fo
 
 from __future__ import annotations
 
-from tlt.build.model import drafter_folder, model_folder
+from tlt.build.model import drafter_folder, local_ranks, model_folder
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import load_shape
 from tlt.models.hf_config import load_model_config
-from tlt.plan.fit import GIB
-from tlt.plan.fit import Run as PlannedRun
-from tlt.plan.memory import CACHES, MemoryPlan
+from tlt.plan.memory import ALWAYS, MemoryPlan, plan_memory
+from tlt.plan.sizes import GIB, PlannedRun
 from tlt.training.problems import load_problems
 from tlt.training.start import plan_run
 from tlt.types import UserError
 
-PROCESS, WEIGHTS, DRAFTER = "process", ("engine", "rotary positions"), "drafter"
+PROCESS, ENGINE, DRAFTER = "process", "engine", "drafter"
 
 
 def plan_subject(config: Config) -> PlannedRun:
@@ -30,15 +29,16 @@ def plan_subject(config: Config) -> PlannedRun:
 
 def refuse_engines(run: PlannedRun, num_engines: int) -> None:
     """Raises UserError where so many engines of ours, which share their weights, have no room on the device of one process."""
-    available, needed = run.machine.device_bytes, engines_bytes(run.plan(), num_engines)
-    if available is not None and needed > available:
+    needed = engines_bytes(plan_memory(run), num_engines)
+    num_sharing = 1 if run.is_gpu else local_ranks(run.config)
+    if run.rank_bytes is not None and needed > (available := run.rank_bytes * num_sharing):
         sizes = f"{num_engines} engines, which share the weights, take {needed / GIB:.1f} GiB of {available / GIB:.1f}"
         raise UserError(f"memory: {sizes}; set run.dtype to bfloat16, lower sampling.max_tokens, or take a smaller model")
 
 
 def refuse_runs(run: PlannedRun, num_runs: int) -> None:
     """Raises UserError where a rank has no room for so many of these runs."""
-    available, needed = run.place.rank_bytes, runs_bytes(run.plan(), num_runs)
+    available, needed = run.rank_bytes, runs_bytes(plan_memory(run), num_runs)
     if available is not None and needed > available:
         sizes = f"{num_runs} runs side by side take {needed / GIB:.1f} GiB of {available / GIB:.1f} that a rank has"
         raise UserError(
@@ -48,13 +48,18 @@ def refuse_runs(run: PlannedRun, num_runs: int) -> None:
 
 def engines_bytes(plan: MemoryPlan, num_engines: int) -> int:
     """Returns what the engines of a rollout take together with the least caches, one at work at a time."""
-    sizes = {part.name: part.num_bytes for part in plan.parts if not part.phases}
-    passing = sum(part.num_bytes for part in plan.parts if "rollout" in part.phases and part.name != CACHES)
-    shared = sizes[PROCESS] + sum(sizes[name] for name in WEIGHTS)
-    return shared + num_engines * (sizes.get(DRAFTER, 0) + plan.least) + passing
+    standing = _standing(plan)
+    passing = sum(term.num_bytes for term in plan.terms if term.phases == ("rollout",))
+    each = standing.get(DRAFTER, 0) + plan.least
+    return standing[PROCESS] + standing[ENGINE] + num_engines * each + passing
 
 
 def runs_bytes(plan: MemoryPlan, num_runs: int) -> int:
     """Returns what the runs take together, of which one is at work at a time."""
-    sizes = {part.name: part.num_bytes for part in plan.parts if not part.phases}
-    return plan.needed + (num_runs - 1) * (sum(sizes.values()) - sizes[PROCESS])
+    standing = _standing(plan)
+    return plan.needed + (num_runs - 1) * (sum(standing.values()) - standing[PROCESS])
+
+
+def _standing(plan: MemoryPlan) -> dict[str, int]:
+    """Returns the bytes of what lies there always, by name."""
+    return {term.name: term.num_bytes for term in plan.terms if term.phases == ALWAYS}

@@ -1,24 +1,19 @@
-"""`tlt plan memory`: what a run takes on each device, before anything is loaded. The arithmetic is tlt.plan's."""
+"""`tlt plan memory`: shows what a run takes on each device. The arithmetic is tlt.plan's."""
 
 from __future__ import annotations
 
-import os
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from tlt.cli.options import ConfigFile, File, WithOverrides
 from tlt.config.load import load_config
-from tlt.config.schema import Config
 from tlt.files import Record, check_output_file, with_folder, write_json
 from tlt.kinds import Gib, NonNegativeInt, Processes
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from tlt.plan.fit import Run, Verdict
+    from tlt.plan.fit import Verdict
     from tlt.plan.memory import MemoryPlan
-    from tlt.plan.subject import Place
-
-GIB = 2**30
+    from tlt.plan.sizes import PlannedRun
 
 
 class PlanMemory(WithOverrides):
@@ -47,107 +42,64 @@ def memory(options: PlanMemory) -> Record:
         check_output_file(options.out, "--out")
     run = read_run(options)
     from tlt.plan.fit import judge
+    from tlt.plan.memory import ALWAYS, plan_memory
+    from tlt.plan.sizes import GIB
 
-    plan, verdict = run.plan(), judge(run)
-    figures = to_record(run, plan, verdict)
+    plan, verdict = plan_memory(run), judge(run)
     print_plan(run, plan, verdict)
-    if options.out is not None:
-        write_json(with_folder(options.out), figures)
-    return {key: value for key, value in figures.items() if key != "parts"}
-
-
-def read_run(options: PlanMemory) -> Run:
-    """Returns the run that the options name."""
-    config = load_config(options.config, options.overrides)
-    from tlt.drafter.formats.folder import load_shape
-    from tlt.hub import resolve_description
-    from tlt.models.hf_config import load_model_config
-    from tlt.plan.fit import Run
-
-    model = load_model_config(resolve_description(config.model.path, config.model.revision))
-    path = config.drafter.path
-    drafter = None if path is None else load_shape(resolve_description(path), model)
-    return Run(config, model, drafter, find_machine(config, options))
-
-
-def find_machine(config: Config, options: PlanMemory) -> Place:
-    """Returns the devices that the options name, or those that are here."""
-    import torch
-
-    from tlt.build.model import local_ranks
-    from tlt.distributed.place import read_number
-    from tlt.engine.memory import machine_bytes
-    from tlt.plan.subject import Place
-
-    has_gpu = torch.cuda.is_available()
-    is_gpu = config.run.device == "cuda" or (config.run.device == "auto" and (has_gpu or options.device_gib is not None))
-    if options.device_gib is not None:
-        device_bytes: int | None = int(options.device_gib * GIB)
-    elif is_gpu:
-        device_bytes = torch.cuda.get_device_properties(0).total_memory if has_gpu else None
-    else:
-        device_bytes = machine_bytes()
-    num_local = local_ranks(config)
-    num_ranks = options.ranks or max(read_number(os.environ, "WORLD_SIZE", default=1), num_local)
-    return Place(num_ranks, num_local, is_gpu, False, device_bytes, options.prompt_tokens)
-
-
-def to_record(run: Run, plan: MemoryPlan, verdict: Verdict) -> dict[str, Any]:
-    """Returns all figures; sizes are in GiB."""
-    from tlt.plan.memory import PHASES
-
-    place = run.place
-    return {
+    figures: Record = {
         "fits": verdict.fits,
         "verdict": verdict.line,
-        "missing": list(verdict.missing),
-        "device_gib": None if place.rank_bytes is None else place.rank_bytes / GIB,
+        "device_gib": None if run.rank_bytes is None else run.rank_bytes / GIB,
         "needed_gib": plan.needed / GIB,
-        "peak_gib": {phase: plan.total(phase) / GIB for phase in PHASES},
-        "policy": "fsdp" if place.is_sharded else "replicate",
-        "ranks": place.num_ranks,
-        "parts": [
-            {"name": part.name, "gib": part.num_bytes / GIB, "phases": list(part.phases), "how": part.how}
-            for part in plan.parts
-        ],
+        "peak_gib": {phase: plan.total(phase) / GIB for phase in ALWAYS},
+        "policy": "fsdp" if run.is_sharded else "replicate",
+        "ranks": run.num_ranks,
     }
+    if options.out is not None:
+        parts = [asdict(term) | {"gib": term.num_bytes / GIB} for term in plan.terms]
+        write_json(with_folder(options.out), figures | {"parts": parts})
+    return figures
 
 
-def print_plan(run: Run, plan: MemoryPlan, verdict: Verdict) -> None:
+def read_run(options: PlanMemory) -> PlannedRun:
+    """Returns the run that the options name, on the devices that they name, or those that are here."""
+    config = load_config(options.config, options.overrides)
+    import torch
+
+    from tlt.build.model import all_ranks, local_ranks
+    from tlt.drafter.formats.folder import load_shape
+    from tlt.engine.memory import machine_bytes
+    from tlt.hub import resolve_description
+    from tlt.models.hf_config import load_model_config
+    from tlt.plan.sizes import GIB, PlannedRun
+
+    model = load_model_config(resolve_description(config.model.path, config.model.revision))
+    path, device, has_gpu = config.drafter.path, config.run.device, torch.cuda.is_available()
+    drafter = None if path is None else load_shape(resolve_description(path), model)
+    is_gpu = device == "cuda" or (device == "auto" and (has_gpu or options.device_gib is not None))
+    if options.device_gib is not None:
+        num_bytes: int | None = int(options.device_gib * GIB)
+    elif is_gpu:
+        num_bytes = torch.cuda.get_device_properties(0).total_memory if has_gpu else None
+    else:
+        num_bytes = machine_bytes()
+    rank_bytes = num_bytes if is_gpu or num_bytes is None else num_bytes // local_ranks(config)
+    num_ranks = options.ranks or all_ranks(config)
+    return PlannedRun(config, model, drafter, num_ranks, is_gpu, rank_bytes, options.prompt_tokens)
+
+
+def print_plan(run: PlannedRun, plan: MemoryPlan, verdict: Verdict) -> None:
     """Prints a table with a column for each phase, and the verdict below it."""
-    import rich.console
+    from tlt.plan.memory import ALWAYS
+    from tlt.plan.sizes import GIB
 
-    from tlt.report.console import WIDTH
-
-    place = run.place
-    layout = "sharded (FSDP2)" if place.is_sharded else "replicated"
-    device = "a GPU" if place.is_gpu else "a rank"
-    console = rich.console.Console(width=None if _is_terminal() else WIDTH + 28, highlight=False, emoji=False, markup=False)
-    console.print(f"memory of {device} in GiB: {run.config.model.path}, {place.num_ranks} rank(s), policy {layout}")
-    console.print(to_table(plan))
-    console.print(verdict.line, soft_wrap=True)
-    for line in verdict.missing:
-        console.print(f"missing: {line}", soft_wrap=True)
-
-
-def to_table(plan: MemoryPlan) -> Table:
-    from rich.table import Table
-
-    from tlt.plan.memory import PHASES
-
-    table = Table(box=None, pad_edge=False)
-    table.add_column("part", no_wrap=True)
-    for phase in PHASES:
-        table.add_column(phase, justify="right", width=8)
-    table.add_column("how", style="dim", overflow="fold")
-    for part in plan.parts:
-        cells = [f"{part.num_bytes / GIB:.2f}" if not part.phases or phase in part.phases else "" for phase in PHASES]
-        table.add_row(part.name, *cells, part.how)
-    table.add_row("total", *(f"{plan.total(phase) / GIB:.2f}" for phase in PHASES), "", style="bold")
-    return table
-
-
-def _is_terminal() -> bool:
-    import sys
-
-    return sys.stdout.isatty()
+    layout = "sharded (FSDP2)" if run.is_sharded else "replicated"
+    ranks = f"{run.num_ranks} rank(s), policy {layout}"
+    print(f"memory of {'a GPU' if run.is_gpu else 'a rank'} in GiB: {run.config.model.path}, {ranks}")
+    print(f"{'part':20}", *(f"{phase:>9}" for phase in ALWAYS), "  how", sep="")
+    for term in plan.terms:
+        cells = (f"{term.num_bytes / GIB:9.2f}" if phase in term.phases else " " * 9 for phase in ALWAYS)
+        print(f"{term.name:20}", *cells, f"  {term.how}", sep="")
+    print(f"{'total':20}", *(f"{plan.total(phase) / GIB:9.2f}" for phase in ALWAYS), sep="")
+    print(verdict.line)

@@ -36,9 +36,8 @@ from tlt.models.hf_config import load_model_config
 from tlt.models.hf_weights import expected_shapes
 from tlt.models.lora import count_adapters
 from tlt.models.prompts import check_room
-from tlt.plan import subject
-from tlt.plan.fit import Run as PlannedRun
 from tlt.plan.fit import refuse
+from tlt.plan.sizes import PlannedRun
 from tlt.report.console import Console, near
 from tlt.report.trackers import check_trackers
 from tlt.rl.scoring import Scorer
@@ -227,8 +226,8 @@ def plan_run(config: Config, model: ModelConfig, drafter: DrafterShape | None, l
     """Returns the run as a plan of its memory sees it, on the devices of this machine."""
     is_gpu, num_local = device_of(config).name == "cuda", local_ranks(config)
     device_bytes = torch.cuda.get_device_properties(0).total_memory if is_gpu else machine_bytes()
-    num_ranks = all_ranks(config)
-    return PlannedRun(config, model, drafter, subject.Place(num_ranks, num_local, is_gpu, False, device_bytes, longest_prompt))
+    rank_bytes = device_bytes if is_gpu else device_bytes // num_local
+    return PlannedRun(config, model, drafter, all_ranks(config), is_gpu, rank_bytes, longest_prompt)
 
 
 def describe(config: Config, findings: Findings) -> dict[str, str]:

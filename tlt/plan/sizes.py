@@ -1,0 +1,125 @@
+"""Reads the sizes that a memory plan is made of, off a configuration, a model's shape and the machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tlt.build.policy import base_dtype, master_dtype
+from tlt.config.schema import Config
+from tlt.distributed.sharding import choose_layout
+from tlt.drafter.model import DrafterShape, DraftModel
+from tlt.models.decoder import ModelConfig
+from tlt.models.hf_weights import expected_shapes
+from tlt.models.lora import count_adapters
+from tlt.types import resolve_dtype
+
+GIB = 2**30
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run before anything of it is loaded.
+
+    drafter: the shape of the learned one; None: there is none.
+    rank_bytes: memory of a rank's GPU, or its share of a machine that computes on its CPU; None: unknown.
+    longest_prompt: in tokens.
+    """
+
+    config: Config
+    model: ModelConfig
+    drafter: DrafterShape | None
+    num_ranks: int
+    is_gpu: bool
+    rank_bytes: int | None
+    longest_prompt: int
+
+    def changed(self, changes: dict[str, Any]) -> PlannedRun:
+        """Returns the run with other values, by key."""
+        config = self.config
+        for key, value in changes.items():
+            section, name = key.split(".")
+            part = getattr(config, section).model_copy(update={name: value})
+            config = config.model_copy(update={section: part})
+        return replace(self, config=config)
+
+    @property
+    def is_sharded(self) -> bool:
+        wanted, device = self.config.parallel.policy, "cuda" if self.is_gpu else "cpu"
+        return choose_layout(wanted, self.num_ranks, device).is_sharded
+
+    @property
+    def num_slices(self) -> int:
+        """Ranks over which weights, gradients and moments are cut."""
+        return self.num_ranks if self.is_sharded else 1
+
+    @property
+    def num_parameters(self) -> int:
+        return count_parameters(self.model)
+
+    @property
+    def trained_bytes(self) -> int:
+        """Bytes of all parameters that have a gradient: the model's, or those of LoRA's adapters."""
+        lora = self.config.lora
+        num_trained = count_adapters(self.model, lora) if lora.rank else self.num_parameters
+        return num_trained * master_dtype(self.config).itemsize
+
+    @property
+    def engine_dtype(self) -> torch.dtype:
+        return resolve_dtype(self.config.run.dtype)
+
+    @property
+    def frozen(self) -> int:
+        """Bytes of a weight beside LoRA's adapters."""
+        return base_dtype(self.config).itemsize
+
+    @property
+    def computed(self) -> int:
+        """Bytes of an activation of the update."""
+        given = self.config.parallel.param_dtype
+        return resolve_dtype(given).itemsize if given is not None and self.is_sharded else self.frozen
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest response with its prompt."""
+        return min(self.longest_prompt + self.config.sampling.max_tokens, self.model.max_positions)
+
+    @property
+    def num_responses(self) -> int:
+        """Responses of a step, or of an evaluation where those are more."""
+        rollout, evaluation = self.config.rollout, self.config.evaluation
+        step = rollout.problems_per_step * rollout.samples_per_problem
+        return max(step, evaluation.num_problems * evaluation.samples_per_problem)
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that run at a time."""
+        return min(self.config.rollout.max_batch_size, self.num_responses)
+
+    @property
+    def uses_vllm(self) -> bool:
+        return self.config.rollout.engine == "vllm"
+
+    @property
+    def drafts_by_learned(self) -> bool:
+        return self.drafter is not None and self.config.rollout.speculation != "off"
+
+    @property
+    def drafter_parameters(self) -> int:
+        return 0 if self.drafter is None else count_drafter(self.drafter)
+
+
+@lru_cache
+def count_parameters(model: ModelConfig) -> int:
+    return sum(shape.numel() for shape in expected_shapes(model).values())
+
+
+@lru_cache
+def count_drafter(drafter: DrafterShape) -> int:
+    """Returns the drafter's parameters that are trained."""
+    with META:
+        return sum(p.numel() for p in DraftModel(drafter).parameters() if p.requires_grad)
