@@ -32,7 +32,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"build"}),
     frozenset({"plan"}),
     frozenset({"training", "audit"}),
-    frozenset({"bench", "api", "integrations", "simulate"}),
+    frozenset({"bench", "api", "integrations"}),
     frozenset({"cli"}),
 )
 HEIGHT = {part: height for height, layer in enumerate(LAYERS) for part in layer}

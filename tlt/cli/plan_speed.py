@@ -1,8 +1,9 @@
-"""`tlt plan speed`: how long steps take with more replicas, and what TLT brings there. The simulation is tlt.simulate's."""
+"""`tlt plan speed`: how long steps take with more replicas, and what drafts and handing over bring there."""
 
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -11,47 +12,45 @@ from tlt.cli.options import ConfigFile, File, Folder, Numbers, WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.files import Record, check_output_file, with_folder, write_json
-from tlt.kinds import NonNegativeFloat, PositiveInt, Tokens
+from tlt.kinds import PositiveInt, Tokens
 from tlt.types import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tlt.simulate.assumptions import Assumptions
-    from tlt.simulate.expectation import Row
+    from tlt.plan.recorded import RecordedRun
+    from tlt.plan.speed import Assumed, Expected, Row
 
 _MEDIAN_SHARE = 1 / 8
 
 
 class PlanSpeed(WithOverrides):
-    """Simulate steps of many replicas, and what each part of TLT brings there.
+    """Compute how long steps of many replicas take, with and without drafts.
 
     tlt plan speed CONFIG [--replicas N,N] [--run RUN] [--section.key VALUE ...]
 
-    The run's own code decides, under virtual time; nothing is generated.
+    Plain arithmetic on lengths, step costs and acceptance; nothing is generated.
     """
 
     config: ConfigFile
     """TOML configuration, or the name of a recipe such as countdown."""
     replicas: Numbers = (2, 8, 64)
-    """Numbers of engines that share a step; each has as many responses as a rank of the configuration has. Hundreds take
-    minutes."""
+    """Numbers of engines that share a step; each has as many responses as a rank of the configuration has."""
     run: Folder = None
-    """Folder of a run that has measured lengths, costs and acceptance; none: a GPU-like cost curve and the options below."""
+    """Folder of a run that has measured lengths, costs and acceptance; none: a GPU-like cost curve and the
+    options below."""
     median_tokens: Tokens | None = None
     """Without --run: half of the responses are longer; none: an eighth of sampling.max_tokens."""
     p95_tokens: Tokens | None = None
-    """Without --run: one response in twenty would be longer; none: sampling.max_tokens, at which all are cut."""
+    """Without --run: one response in twenty would be longer; none: sampling.max_tokens, where all are cut."""
     step_ms: Annotated[float, Field(ge=1e-6, le=1e6)] = 25.0
     """Without --run: milliseconds of a decoding step without speculation."""
     knee: Tokens = 512.0
     """Without --run: tokens in one forward up to which a step takes no longer."""
     rollout_share: Annotated[float, Field(ge=1e-3, le=1)] = 0.85
     """Without --run: share of a step that is rollout, without speculation, for the first of --replicas."""
-    interference: NonNegativeFloat = 0.0
-    """Share by which a busy replica's steps take longer when all others of its host do idle work."""
-    steps: PositiveInt | None = None
-    """Steps to simulate of each variant; none: fewer for more replicas."""
+    steps: PositiveInt = 8
+    """Steps whose mean is told, at most as many as --run has kept of that size."""
     out: File = None
     """JSON file to write all figures to."""
 
@@ -61,17 +60,17 @@ def speed(options: PlanSpeed) -> Record:
     if options.out is not None:
         check_output_file(options.out, "--out")
     config = load_config(options.config, options.overrides)
-    from tlt.simulate.assumptions import GENERAL
-    from tlt.simulate.expectation import expect
+    from tlt.plan.speed import GENERAL, expect
 
     assumed = assume(options, config)
     rows = [expect(assumed, num, num_problems(config, num), options.steps) for num in options.replicas]
-    lines = [*assumed.lines, *GENERAL, steps_line(rows)]
+    lines = [*assumed.lines, *GENERAL]
     print_rows(rows, lines)
     figures = {"assumptions": lines, "rows": [dataclasses.asdict(row) for row in rows]}
     if options.out is not None:
         write_json(with_folder(options.out), figures)
-    return {"replicas": {str(row.num_replicas): {v.variant: round(v.times_first, 2) for v in row.variants} for row in rows}}
+    times = {row.num_replicas: {one.variant: round(one.times, 2) for one in row.variants} for row in rows}
+    return {"replicas": {str(num): each for num, each in times.items()}}
 
 
 def num_problems(config: Config, num_replicas: int) -> int:
@@ -81,46 +80,35 @@ def num_problems(config: Config, num_replicas: int) -> int:
     return max(round(config.rollout.problems_per_step * num_replicas / all_ranks(config)), 1)
 
 
-def assume(options: PlanSpeed, config: Config) -> Assumptions:
+def assume(options: PlanSpeed, config: Config) -> Assumed:
     """Returns what the options say to rest on."""
-    from tlt.simulate.assumptions import LogNormalLengths
-    from tlt.simulate.expectation import OFF, num_steps_for, simulate
-    from tlt.simulate.gpu import GpuSeconds, assume_gpu, with_rest
-    from tlt.simulate.recorded import assume_recorded, read_run
+    from tlt.plan.recorded import assume_recorded
+    from tlt.plan.speed import GpuPace, assume_gpu, expect, with_rest
 
     if options.run is not None:
-        return assume_recorded(read_run(options.run), config, options.interference)
+        return assume_recorded(run_in(options.run), config)
     cap = config.sampling.max_tokens
     median, p95 = options.median_tokens or cap * _MEDIAN_SHARE, options.p95_tokens or float(cap)
     if not median < p95:
-        raise UserError(f"--p95-tokens: is {p95:g}, not above the median of {median:g}; give more, or lower the median")
-    lengths = LogNormalLengths(median, p95, cap, config.run.seed)
-    seconds = GpuSeconds(options.step_ms / 1000, options.knee)
-    assumed = assume_gpu(config, seconds, lengths, options.interference)
+        what = f"is {p95:g}, not above the median of {median:g}"
+        raise UserError(f"--p95-tokens: {what}; give more, or lower the median")
+    rollouts = assume_gpu(config, GpuPace(options.step_ms / 1000, options.knee), median, p95)
     first = options.replicas[0]
-    off = simulate(assumed, OFF, first, num_problems(config, first), range(num_steps_for(first)))
-    mean = sum(step.rollout_seconds for step in off) / len(off)
-    return with_rest(assumed, mean * (1 / options.rollout_share - 1))
+    off, *_ = expect(rollouts, first, num_problems(config, first), options.steps).variants
+    return with_rest(rollouts, off.rollout_seconds * (1 / options.rollout_share - 1))
 
 
-def steps_line(rows: list[Row]) -> str:
-    """Returns how many steps were simulated, for people."""
-    from tlt.simulate.expectation import WARM_UP
+def run_in(folder: Path) -> RecordedRun:
+    """Reads what a run has kept in a folder, and in its latest checkpoint."""
+    from tlt.plan.recorded import read_run
+    from tlt.training.saved.manifest import latest_checkpoint, read_manifest, verify
 
-    each = ", ".join(f"{row.num_replicas} replicas {row.num_steps}" for row in rows)
-    return f"steps simulated of each variant, after up to {WARM_UP} before them: {each}"
-
-
-def worth_lines(rows: list[Row]) -> list[str]:
-    """Returns which use of idle time pays, for people, where there are several."""
-    from tlt.simulate.expectation import ADAPTIVE
-
-    lines = []
-    for row in rows:
-        worth = sorted(row.of(ADAPTIVE).worth.items(), key=lambda pair: -pair[1])
-        each = ", ".join(f"{use} {net:+.4f}" for use, net in worth)
-        lines.append(f"{row.num_replicas} replicas: {each} s")
-    return lines
+    if (checkpoint := latest_checkpoint(folder / "checkpoints")) is None:
+        return read_run(folder, [])
+    manifest = read_manifest(checkpoint)
+    names = [f"rank-{rank:05d}.json" for rank in range(manifest.num_ranks)]
+    verify(checkpoint, manifest, names)
+    return read_run(folder, [checkpoint / name for name in names])
 
 
 def print_rows(rows: list[Row], lines: list[str]) -> None:
@@ -130,27 +118,27 @@ def print_rows(rows: list[Row], lines: list[str]) -> None:
 
     console = rich.console.Console(width=WIDTH + 28, highlight=False, emoji=False, markup=False)
     console.print(to_table(rows))
-    console.print("seconds by which steps become shorter for each that an idle replica spends:")
-    for line in worth_lines(rows):
-        console.print(f"- {line}", soft_wrap=True)
     console.print("assumed:")
     for line in lines:
         console.print(f"- {line}", soft_wrap=True)
 
 
 def to_table(rows: list[Row]) -> Table:
-    """Returns a table with a row for each number of replicas: every variant's seconds, and how many times faster it is than the
-    first."""
+    """Returns a table with a row for each number of replicas: every variant's seconds, and how many times
+    faster it is than the first, with the range of that."""
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    for name in ("replicas", "responses", *(one.variant for one in rows[0].variants), "TLT: idle", "… training"):
+    for name in ("replicas", "responses", *(one.variant for one in rows[0].variants), "TLT: idle"):
         table.add_column(name, justify="right")
     for row in rows:
         first, *others = row.variants
-        tlt = row.tlt
-        cells = [f"{one.seconds:,.1f} s {one.times_first:.2f}x" for one in others]
-        idle = f"{tlt.idle_seconds / row.num_replicas / tlt.rollout_seconds:.0%}"
+        last = row.variants[-1]
+        idle = f"{last.idle_seconds / row.num_replicas / last.rollout_seconds:.0%}"
         about = f"{row.num_replicas}", f"{row.num_responses}", f"{first.seconds:,.1f} s"
-        table.add_row(*about, *cells, idle, f"{tlt.trained_share:.0%}")
+        table.add_row(*about, *map(_cell, others), idle)
     return table
+
+
+def _cell(one: Expected) -> str:
+    return f"{one.seconds:,.1f} s {one.times:.2f}x ({one.times_low:.2f} to {one.times_high:.2f})"
