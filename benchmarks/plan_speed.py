@@ -13,22 +13,19 @@ Errors are computed / measured - 1.
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from benchmarks.command import carry_out, command_of, make_parser, run_child
 from tlt.bench.report import environment, provenance, table, write_report
 from tlt.cli.plan_speed import run_in
 from tlt.plan.recorded import TunedPace, beside, errors_of, read_lengths, tuner_of
 from tlt.plan.speed import GpuPace, log_normal, share
 from tlt.report.metrics import read_metrics
-from tlt.types import UserError
 
 Pairs = list[tuple[float, float]]
 """Seconds of rollouts, measured and computed."""
@@ -61,12 +58,8 @@ PAPER_LINES = (
 def record_run(folder: Path, options: tuple[str, ...], num_steps: int) -> None:
     """Trains for some steps, the responses kept; no evaluation, which measures nothing here."""
     amounts = f"--run.num_steps {num_steps} --evaluation.num_problems 0 --run.keep_responses true".split()
-    command = [sys.executable, "-m", "tlt", "train", str(RECIPE), *amounts, *options]
-    words = [*command, "--run.out_dir", str(folder)]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(words, env=variables, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"{' '.join(words[3:])}: exit code {done.returncode}\n{done.stderr}")
+    train = [sys.executable, "-m", "tlt", "train", RECIPE, *amounts, *options]
+    run_child([*train, "--run.out_dir", folder])
 
 
 def compare(runs: Path) -> dict[str, Pairs]:
@@ -151,11 +144,9 @@ def _paper_cells(row: dict[str, Any]) -> list[Any]:
 
 
 def main() -> None:
-    as_it_is = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=as_it_is)
+    parser = make_parser("plan_speed", __doc__, "benchmarks/results/plan-speed")
     parser.add_argument("--steps", type=int, default=7, help="of each real run; the first does not count")
     parser.add_argument("--runs", type=Path, help="folder with runs that are there: tlt, and off if any")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/plan-speed"))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = options.runs or Path(scratch)
@@ -164,7 +155,7 @@ def main() -> None:
                 record_run(folder / name, words, options.steps)
         found = compare(folder)
     report: dict[str, Any] = {
-        "command": " ".join(["python -m benchmarks.plan_speed", *sys.argv[1:]]),
+        "command": command_of(parser),
         "environment": environment(),
         "beside": {name: {"steps": steps, "errors": errors(steps)} for name, steps in found.items()},
         "paper": paper_rows(),
@@ -176,7 +167,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"plan_speed: error: {error}")
+    sys.exit(carry_out("plan_speed", main))
