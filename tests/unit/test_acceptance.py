@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.lossless.helpers import CONFIG, VOCAB, make_policy
-from tlt.bench.acceptance import Acceptance, observe, speedup
+from tlt.bench.acceptance import Acceptance, Chains, observe, speedup
 from tlt.build.model import Model
 from tlt.cli import main as cli
 from tlt.drafter.formats.folder import StoredDrafter, save_drafter
@@ -55,7 +55,7 @@ def test_what_is_counted_by_entropy_and_confidence_is_what_the_engine_counted(
     method: Method, vocab: int | None, temperature: float
 ) -> None:
     policy = Transformer(DEEP).initialize(1, 0.3)
-    found = observe(model_of(policy), make_drafter(DEEP, method, vocab), requests(temperature), 3, 4)
+    found = observe(Chains(model_of(policy), make_drafter(DEEP, method, vocab), 3, 4), requests(temperature))
     num_guesses, num_accepted = count(found)
     survivors = [share * found.num_verifications for share in found.by_position]
     assert num_accepted == pytest.approx(sum(survivors))
@@ -66,7 +66,7 @@ def test_what_is_counted_by_entropy_and_confidence_is_what_the_engine_counted(
 
 def test_a_target_that_knows_nothing_has_the_entropy_of_its_vocabulary() -> None:
     policy = Transformer(CONFIG).initialize(1, 0.0)
-    (bucket,) = observe(model_of(policy), make_drafter(CONFIG), requests(1.0), 2, 4).by_entropy
+    (bucket,) = observe(Chains(model_of(policy), make_drafter(CONFIG), 2, 4), requests(1.0)).by_entropy
     assert bucket.mean == pytest.approx(math.log(VOCAB), rel=1e-5)
 
 
@@ -75,7 +75,7 @@ def test_the_confidence_is_the_draft_distributions_own() -> None:
     policy = make_policy().float()
     drafter = make_drafter(CONFIG)
     (request,) = requests(num=1, max_tokens=1)
-    (bucket,) = observe(model_of(policy), drafter, [request], 1, 1).by_confidence
+    (bucket,) = observe(Chains(model_of(policy), drafter, 1, 1), [request]).by_confidence
     model = DraftModel(drafter.config)
     model.load_state_dict(drafter.tensors)
     tokens_T = torch.tensor(request.prompt_ids)
@@ -94,7 +94,7 @@ def test_the_confidence_is_the_draft_distributions_own() -> None:
 
 def test_the_timing_gives_a_ratio_per_round_and_equal_responses() -> None:
     policy = make_policy().float()
-    ratio, num_different = speedup(model_of(policy), make_drafter(CONFIG), requests(num=2, max_tokens=4), 2, 2, 2)
+    ratio, num_different = speedup(Chains(model_of(policy), make_drafter(CONFIG), 2, 2), requests(num=2, max_tokens=4), 2)
     assert len(ratio.values) == 2
     assert num_different == 0
 
@@ -107,8 +107,8 @@ def read_strictly(text: str) -> Any:
 def test_an_evaluation_without_an_upper_end_is_strict_json() -> None:
     """The last bucket by entropy is open, and one round tells no interval."""
     model = model_of(Transformer(CONFIG).initialize(1, 0.0))
-    found = observe(model, make_drafter(CONFIG), requests(1.0), 2, 4)
-    ratio, _ = speedup(model, make_drafter(CONFIG), requests(num=2, max_tokens=4), 2, 2, 1)
+    found = observe(Chains(model, make_drafter(CONFIG), 2, 4), requests(1.0))
+    ratio, _ = speedup(Chains(model, make_drafter(CONFIG), 2, 2), requests(num=2, max_tokens=4), 1)
     for value in (found, ratio):
         json.dumps(asdict(value), allow_nan=False)
     assert found.by_entropy[-1].high is None

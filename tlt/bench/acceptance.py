@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
 from torch import Tensor
 
-from tlt.bench.measure import Ratio, in_turns
+from tlt.bench.measure import Ratio, in_turns, seconds_of
 from tlt.build.engine import EngineSettings, build_engine, build_learned
 from tlt.build.model import Model
 from tlt.config.drafter import DrafterSection
@@ -30,7 +29,7 @@ from tlt.kinds import DraftVocab
 from tlt.speculative.params import BatchParams
 from tlt.speculative.verify import Noise, Verify, verify
 from tlt.tuning.tuner import Fixed
-from tlt.types import DraftTree, Request, Strategy, UserError, Verdict
+from tlt.types import DraftTree, Request, Rollout, Strategy, UserError, Verdict
 
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.7, 1.5, float("inf"))
 """Nats. Most tokens of reasoning are nearly certain; they get the narrow buckets."""
@@ -73,69 +72,68 @@ class Acceptance:
     draft_vocab: int
 
 
-@dataclass
-class _Guesses:
-    """Lists with one entry for each guess that counts.
+@dataclass(frozen=True)
+class Chains:
+    """A model, and its drafter that proposes chains of `depth` guesses. draft_vocab: tokens that may be guessed."""
 
-    entropy_BN: the target's, at every node of the step that has just been verified; the drafter is told of it next.
-    """
+    model: Model
+    drafter: StoredDrafter
+    depth: int
+    max_batch_size: int
+    draft_vocab: DraftVocab = "full"
 
-    confidence: list[float] = field(default_factory=list)
-    entropy: list[float] = field(default_factory=list)
-    accepted: list[bool] = field(default_factory=list)
-    entropy_BN: list[list[float]] = field(default_factory=list)
-
-    def note(self, proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
-        """Takes note of what became of a proposal's guesses."""
-        assert proposal.logprobs_BD is not None, "a drafter that is watched gives them"
-        rows = zip(proposal.logprobs_BD.exp().tolist(), self.entropy_BN, verdicts, strict=True)
-        for confidence_D, entropy_N, verdict in rows:
-            for index in range(min(verdict.num_accepted + 1, len(confidence_D))):
-                self.confidence.append(confidence_D[index])
-                self.entropy.append(entropy_N[index])
-                self.accepted.append(index < verdict.num_accepted)
+    def engine(self, verify: Verify = verify, on_verdicts: OnVerdicts | None = None) -> tuple[RolloutEngine, LearnedDrafter]:
+        """Returns an engine that drafts chains of full length, and its drafter: a threshold would cut some short, and nobody
+        would see how they end."""
+        drafting = DrafterSection(confidence_threshold=0.0, vocabulary=self.draft_vocab)
+        settings = EngineSettings(max_batch_size=self.max_batch_size, drafting=drafting)
+        tuner = Fixed(Strategy("learned", self.depth, 1, self.depth))
+        engine = build_engine(self.model.config, self.model.tensors, settings, tuner=tuner, verify=verify)
+        learned = build_learned(engine, self.drafter, settings, on_verdicts)
+        engine.load_drafter(learned)
+        return engine, learned
 
 
-def observe(
-    model: Model,
-    drafter: StoredDrafter,
-    requests: Sequence[Request],
-    depth: int,
-    max_batch_size: int,
-    draft_vocab: DraftVocab = "full",
-) -> Acceptance:
-    """Generates the responses with chains of `depth` guesses, and returns what became of the guesses.
+def observe(chains: Chains, requests: Sequence[Request]) -> Acceptance:
+    """Generates the responses, and returns what became of the guesses that count.
 
-    draft_vocab: tokens that may be guessed (drafter/vocabulary.py).
     Raises UserError where prompts and responses are so short that nothing was guessed.
     """
-    guesses = _Guesses()
+    confidence, entropy, accepted = list[float](), list[float](), list[bool]()
+    entropy_BN: list[list[float]] = []  # the target's, at every node of the step that has just been verified
 
     def watch(tree: DraftTree, logits_BNV: Tensor, noise_BNV: Noise, params: BatchParams) -> list[Verdict]:
-        verdicts = verify(tree, logits_BNV, noise_BNV, params)
         if tree.num_nodes > 1:
             logprobs_BNV = params.scale(logits_BNV).log_softmax(dim=-1)
-            guesses.entropy_BN = (-(logprobs_BNV.exp() * logprobs_BNV).sum(dim=-1)).tolist()
-        return verdicts
+            entropy_BN[:] = (-(logprobs_BNV.exp() * logprobs_BNV).sum(dim=-1)).tolist()
+        return verify(tree, logits_BNV, noise_BNV, params)
 
-    engine, learned = _chaining(model, drafter, depth, max_batch_size, draft_vocab, watch, guesses.note)
+    def note(proposal: LearnedProposal, verdicts: Sequence[Verdict]) -> None:
+        assert proposal.logprobs_BD is not None, "a drafter that is watched gives them"
+        rows = zip(proposal.logprobs_BD.exp().tolist(), entropy_BN, verdicts, strict=True)
+        for confidence_D, entropy_N, verdict in rows:
+            num_guesses = min(verdict.num_accepted + 1, len(confidence_D))
+            confidence.extend(confidence_D[:num_guesses])
+            entropy.extend(entropy_N[:num_guesses])
+            accepted.extend(index < verdict.num_accepted for index in range(num_guesses))
+
+    engine, learned = chains.engine(watch, note)
     for _ in engine.generate(requests):
         pass
     stats = engine.stats
     if stats.accept_length is None:
-        raise UserError(
-            "drafter eval: not one guess was verified; give prompts of two tokens or more, or let responses be longer"
-        )
+        short = "give prompts of two tokens or more, or let responses be longer"
+        raise UserError(f"drafter eval: not one guess was verified; {short}")
     edges = (*(index / NUM_CONFIDENCE_BUCKETS for index in range(NUM_CONFIDENCE_BUCKETS)), 1.0 + 1e-6)
-    by_confidence = _buckets(guesses.confidence, guesses.accepted, edges)
+    by_confidence = _buckets(confidence, accepted, edges)
     return Acceptance(
         num_verifications=stats.num_verifications,
         accept_length=stats.accept_length,
         by_position=tuple(stats.accept_by_depth),
-        by_entropy=_buckets(guesses.entropy, guesses.accepted, ENTROPY_EDGES),
+        by_entropy=_buckets(entropy, accepted, ENTROPY_EDGES),
         by_confidence=by_confidence,
         draft_vocab=learned.model.num_proposed,
-        calibration_error=sum(abs(b.mean - b.accepted) * b.num_guesses for b in by_confidence) / len(guesses.accepted),
+        calibration_error=sum(abs(b.mean - b.accepted) * b.num_guesses for b in by_confidence) / len(accepted),
     )
 
 
@@ -151,54 +149,21 @@ def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[
     return tuple(buckets)
 
 
-def speedup(
-    model: Model,
-    drafter: StoredDrafter,
-    requests: Sequence[Request],
-    depth: int,
-    max_batch_size: int,
-    num_rounds: int,
-    draft_vocab: DraftVocab = "full",
-) -> tuple[Ratio, int]:
-    """Generates the same responses in turns without speculation and with chains of `depth` guesses.
+def speedup(chains: Chains, requests: Sequence[Request], num_rounds: int) -> tuple[Ratio, int]:
+    """Generates the same responses in turns without speculation and with the chains.
 
     Returns the ratio of seconds without / seconds with, and how many responses differed (in float32 a near-tie may).
     """
     texts: list[dict[tuple[str, int], tuple[int, ...]]] = []
+    model, settings = chains.model, EngineSettings(max_batch_size=chains.max_batch_size)
 
-    def seconds(make: Callable[[], RolloutEngine]) -> float:
-        engine = make()
-        start = time.perf_counter()
-        rollouts = list(engine.generate(requests))
-        elapsed = time.perf_counter() - start
+    def seconds(has_chains: bool) -> float:
+        engine = chains.engine()[0] if has_chains else build_engine(model.config, model.tensors, settings)
+        rollouts: list[Rollout] = []
+        elapsed = seconds_of(lambda: rollouts.extend(engine.generate(requests)))
         texts.append({(rollout.problem_id, rollout.sample_index): rollout.token_ids for rollout in rollouts})
         return elapsed
 
-    off = partial(build_engine, model.config, model.tensors, EngineSettings(max_batch_size=max_batch_size))
-
-    def chain() -> RolloutEngine:
-        return _chaining(model, drafter, depth, max_batch_size, draft_vocab)[0]
-
-    measured = in_turns({"off": partial(seconds, off), "chain": partial(seconds, chain)}, num_rounds)
+    measured = in_turns({"off": partial(seconds, False), "chain": partial(seconds, True)}, num_rounds)
     num_different = sum(other[key] != tokens for other in texts for key, tokens in texts[0].items())
     return Ratio.between(measured["off"], measured["chain"]), num_different
-
-
-def _chaining(
-    model: Model,
-    drafter: StoredDrafter,
-    depth: int,
-    max_batch_size: int,
-    draft_vocab: DraftVocab,
-    verify: Verify = verify,
-    on_verdicts: OnVerdicts | None = None,
-) -> tuple[RolloutEngine, LearnedDrafter]:
-    """Returns an engine that drafts chains of full length, and its drafter: a threshold would cut some short, and nobody would
-    see how they end."""
-    drafting = DrafterSection(confidence_threshold=0.0, vocabulary=draft_vocab)
-    settings = EngineSettings(max_batch_size=max_batch_size, drafting=drafting)
-    tuner = Fixed(Strategy("learned", depth, 1, depth))
-    engine = build_engine(model.config, model.tensors, settings, tuner=tuner, verify=verify)
-    learned = build_learned(engine, drafter, settings, on_verdicts)
-    engine.load_drafter(learned)
-    return engine, learned

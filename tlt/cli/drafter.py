@@ -267,7 +267,7 @@ def evaluate(options: DrafterEval) -> Record:
     with show_busy():
         import torch
 
-        from tlt.bench.acceptance import observe, speedup
+        from tlt.bench.acceptance import Chains, observe, speedup
         from tlt.build.model import load_model
         from tlt.drafter.formats.folder import load_drafter
         from tlt.models.prompts import make_requests
@@ -280,8 +280,9 @@ def evaluate(options: DrafterEval) -> Record:
     params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
     requests = make_requests(prompts, params, options.samples)
     torch.set_num_threads(options.threads)
+    chains = Chains(model, drafter, options.depth, options.max_batch_size, options.draft_vocab)
     with show_busy(f"answering {len(requests)} prompts"):
-        acceptance = observe(model, drafter, requests, options.depth, options.max_batch_size, options.draft_vocab)
+        acceptance = observe(chains, requests)
     summary: Record = {
         "form": drafter.config.method,
         "depth": options.depth,
@@ -291,8 +292,7 @@ def evaluate(options: DrafterEval) -> Record:
     }
     if options.rounds:
         with show_busy(f"timing {options.rounds} rounds with and without the drafter"):
-            measured = (options.depth, options.max_batch_size, options.rounds, options.draft_vocab)
-            ratio, num_different = speedup(model, drafter, requests, *measured)
+            ratio, num_different = speedup(chains, requests, options.rounds)
         summary["speedup"] = asdict(ratio) | {"batch_size": options.max_batch_size, "num_different": num_different}
     if options.out is not None:
         write_json(with_folder(options.out), summary)
