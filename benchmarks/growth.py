@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from benchmarks.command import make_parser
+from benchmarks.command import make_parser, run_child
 from tlt.bench.report import environment, markdown, number, table, write_report
 from tlt.config.load import load_config
 
@@ -82,12 +81,14 @@ def run_step(options: argparse.Namespace, arm: str, context: int, folder: Path) 
         "evaluation.num_problems": 0,
     }  # fmt: skip
     overrides = [word for key, value in amounts.items() for word in (f"--{key}", str(value))]
-    command = [sys.executable, "-m", "benchmarks.growth", "--child", "tlt", "train", str(config), *overrides, *ARMS[arm]]
-    done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"context {context}, {arm}: exit code {done.returncode}\n{done.stderr}")
+    peak_mib = largest_mib("tlt", "train", str(config), *overrides, *ARMS[arm])
     step = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    return {"context": context, "arm": arm, **{key: step[key] for key in KEPT}, "peak_mib": int(done.stdout.split()[-1])}
+    return {"context": context, "arm": arm, **{key: step[key] for key in KEPT}, "peak_mib": peak_mib}
+
+
+def largest_mib(*command: str) -> int:
+    """Runs `python -m COMMAND` and returns the largest resident set among all its processes, in MiB."""
+    return int(run_child([sys.executable, "-m", "benchmarks.growth", "--child", *command]).split()[-1])
 
 
 def child(command: list[str]) -> int:

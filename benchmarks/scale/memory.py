@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.command import command_of, make_parser, run_child
-from benchmarks.growth import child, endless_copy
+from benchmarks.command import command_of, make_parser
+from benchmarks.growth import endless_copy, largest_mib
 from tlt.bench.report import environment, markdown, number, table, write_report
 from tlt.cli.plan import PlanMemory, read_run
 from tlt.config.load import load_config
@@ -104,8 +104,7 @@ def words(shape: Shape, folder: Path) -> list[str]:
 
 def measure(overrides: list[str]) -> float:
     """Returns the largest resident set of a rank that trains so, in GiB."""
-    words = [sys.executable, "-m", "benchmarks.scale.memory", "--child", "tlt", "train", "math", *overrides]
-    return int(run_child(words).split()[-1]) / 1024
+    return largest_mib("tlt", "train", "math", *overrides) / 1024
 
 
 def run_shape(shape: Shape, measured: float | None = None) -> dict[str, Any]:
@@ -138,8 +137,6 @@ def to_markdown(report: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--child"]:
-        sys.exit(child(sys.argv[2:]))
     parser = make_parser("scale.memory", __doc__)
     parser.add_argument("--shapes", default=",".join(shape.name for shape in SHAPES), help="which, by the first word")
     parser.add_argument("--replan", action="store_true", help="plans anew, and takes what was measured from OUT.json")

@@ -14,7 +14,7 @@ import tlt
 from tests.unit.test_report import record
 from tlt.bench.report import header, with_changes
 from tlt.bench.train import OFF, VARIANTS, Plan, describe_round
-from tlt.bench.train_report import Turn, _place, ceiling, phase_seconds, summarize, to_markdown
+from tlt.bench.train_report import Turn, ceiling, phase_seconds, summarize, to_markdown
 from tlt.cli.main import main
 from tlt.config.load import load_config
 from tlt.report.metrics import MetricsWriter
@@ -74,11 +74,6 @@ def test_what_is_covered_twice_is_missing_from_other_once() -> None:
     spans = [Span("train drafter", 0, 6), Span("preempt", 5, 6), Span("check drafter", 6, 8), Span("step", 0, 10)]
     seconds = phase_seconds({0: spans})
     assert seconds == {"train drafter": 6, "preempt": 1, "check drafter": 2, "other": 2}
-
-
-def test_the_table_of_phases_has_every_name_that_occurs_and_other_last() -> None:
-    names = ["other", "record", "brew tea", *reversed(SpanName)]
-    assert sorted(names, key=_place) == [*SpanName, "brew tea", "record", "other"]
 
 
 def test_spans_have_no_name_that_is_not_listed() -> None:

@@ -160,7 +160,7 @@ def to_markdown(title: str, report: Mapping[str, Any]) -> str:
         values(f"responses that differ from {reference}'s, of {off['num_responses']}", "num_different", "d"),
         values(f"steps that end with {reference}'s very weights", "num_steps_with_same_weights", "d"),
     ]
-    names = sorted({name for run in runs.values() for name in run["phase_seconds"]}, key=_place)
+    names = [n for n in (*SpanName, "record", "other") if any(n in run["phase_seconds"] for run in runs.values())]
     phases = [[name, *(number(run["phase_seconds"].get(name), ".3f") for run in runs.values())] for name in names]
     described = (
         f"{report['num_steps']} steps of {off['num_responses'] // report['num_steps']} responses"
@@ -171,9 +171,3 @@ def to_markdown(title: str, report: Mapping[str, Any]) -> str:
     )
     blocks = [table(["", *runs], rows), "## Seconds per step, mean over ranks", table(["phase", *runs], phases)]
     return markdown(title, report, described, *blocks)
-
-
-def _place(phase: str) -> tuple[int, str]:
-    """Returns the key by which phases are sorted: in the order of a step, then unknown names, what no span covers last."""
-    order = [*SpanName, "unknown", "record", "other"]
-    return order.index(phase if phase in order else "unknown"), phase

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tlt.cli.engine import show_busy
-from tlt.cli.options import ConfigFile, Names, Numbers, WithOverrides, Written
+from tlt.cli.options import ConfigFile, Names, Numbers, Options, WithOverrides, Written
 from tlt.config.load import load_config
 from tlt.files import Record, check_output_file
 from tlt.kinds import PositiveFloat, PositiveInt
@@ -23,11 +23,8 @@ Stem = Annotated[Path, Written("OUT")]
 Size = Annotated[str | None, Written("NAME|FILE")]
 
 
-class BenchRollout(WithOverrides):
-    """Measure how much faster rollouts are with speculation than without, at batches that stay at one size.
-
-    Every key of the configuration can be overridden, as for tlt train.
-    """
+class Measured(Options):
+    """What is measured, and where the results go."""
 
     config: ConfigFile
     """TOML configuration, or the name of a recipe such as countdown."""
@@ -36,6 +33,14 @@ class BenchRollout(WithOverrides):
     geometry: Size = None
     """Grow model and drafter into the sizes of a large one, which then generates the very same tokens at its price: a name such
     as qwen2.5-0.5b, or a Hugging Face config.json."""
+
+
+class BenchRollout(Measured, WithOverrides):
+    """Measure how much faster rollouts are with speculation than without, at batches that stay at one size.
+
+    Every key of the configuration can be overridden, as for tlt train.
+    """
+
     variants: Names = ("adaptive",)
     """What to compare with off: adaptive, fixed strategies such as 4x1x4 or ngram:8x1x8."""
     batches: Numbers = (1, 2, 4, 8, 16, 32)
@@ -46,21 +51,14 @@ class BenchRollout(WithOverrides):
     """Length of one turn in seconds."""
 
 
-class BenchTrain(WithOverrides):
+class BenchTrain(Measured, WithOverrides):
     """Measure how much faster whole RL steps are with TLT than without speculation.
 
-    The runs take turns and stay in run.out_dir; more --steps continue them.
+    The runs take turns and stay in run.out_dir; more --steps continue them. With --geometry learning rates are almost 0.
 
     Every key of the configuration can be overridden, as for tlt train.
     """
 
-    config: ConfigFile
-    """TOML configuration, or the name of a recipe such as countdown."""
-    out: Stem
-    """Where the results go: OUT.json and OUT.md."""
-    geometry: Size = None
-    """Grow model and drafter into the sizes of a large one, such as qwen2.5-0.5b or a Hugging Face config.json, whose steps are
-    then measured, with learning rates of almost 0. They stay in run.out_dir."""
     variants: Names = ("tlt", "frozen")
     """What to compare with off: tlt (the configuration as it is), frozen (without training the drafter), ahead (with
     rollout.ahead = "adaptive")."""
@@ -122,7 +120,7 @@ def train(options: BenchTrain) -> Record:
     return {name: report["runs"][name]["ratios"]["off"]["mean"] for name in options.variants}
 
 
-def _load(options: BenchRollout | BenchTrain, overrides: tuple[str, ...]) -> Config:
+def _load(options: Measured, overrides: tuple[str, ...]) -> Config:
     check_output_file(options.out.with_name(options.out.name + ".json"), "--out")
     return load_config(options.config, overrides)
 
