@@ -71,7 +71,8 @@ def _cell(value: Any) -> str:
     if isinstance(value, Mapping):
         if {"mean", "low", "high"} <= value.keys():
             return ratio_text(value)
-        return ", ".join(f"{_words(key)} {_cell(one)}" for key, one in value.items()) or "none"
+        apart = "; " if any(isinstance(one, Mapping) for one in value.values()) else ", "
+        return apart.join(f"{_words(key)} {_cell(one)}" for key, one in value.items()) or "none"
     if isinstance(value, list):
         return ", ".join(map(_cell, value))
     if isinstance(value, float):
