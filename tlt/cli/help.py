@@ -1,4 +1,7 @@
-"""The help of a command: its usage and purpose, then every option with its metavar, text and default. Knows no command."""
+"""The help of a command: its usage and purpose, then every option with its metavar, text and default.
+
+Knows no command.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,29 @@ from tlt.cli.options import Options, WithOverrides, Written, label, options_of
 from tlt.config.mistakes import section_of
 from tlt.config.schema import Config
 
-_METAVARS = {int: "INT", float: "FLOAT", str: "TEXT", bool: "{true,false}", tuple: "LIST", list: "LIST", dict: "JSON"}
+_METAVARS = {
+    int: "INT",
+    float: "FLOAT",
+    str: "TEXT",
+    bool: "{true,false}",
+    tuple: "LIST",
+    list: "LIST",
+    dict: "JSON",
+}
 
 
 def explain(command: str, kind: type[Options], lists_keys: bool = False) -> str:
-    """Returns the help, as wide as the terminal. lists_keys: whether every key of the configuration is explained, too."""
+    """Returns the help, as wide as the terminal.
+
+    lists_keys: whether every key of the configuration is explained, too.
+    """
     width = shutil.get_terminal_size().columns
 
     def paragraph(text: str, indent: str = "") -> str:
-        return textwrap.fill(text, width, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+        return textwrap.indent(textwrap.fill(text, width - len(indent), break_on_hyphens=False), indent)
 
     headings = {_heading(label(name, field), field): field for name, field in options_of(kind).items()}
-    usual = [written for written, field in headings.items() if field.is_required() or not written.startswith("--")]
+    usual = [text for text, field in headings.items() if field.is_required() or not text.startswith("--")]
     lines = [" ".join(["usage: tlt", command, *usual, "[--option VALUE ...]"])]
     lines += [f"\n{paragraph(text)}" for text in inspect.cleandoc(kind.__doc__ or "").split("\n\n")]
     for title, fields in _groups(kind, lists_keys):
@@ -39,16 +53,18 @@ def explain(command: str, kind: type[Options], lists_keys: bool = False) -> str:
 
 
 def _groups(kind: type[Options], lists_keys: bool) -> Iterator[tuple[str, Mapping[str, FieldInfo]]]:
-    """Yields the command's own options, then those of each class that it inherits from, under what the class is for."""
+    """Yields the command's own options, then those of each class that it inherits from, under its purpose."""
     known = options_of(kind)
-    bases = [base for base in kind.__bases__ if issubclass(base, Options) and base not in (Options, WithOverrides)]
+    empty = Options, WithOverrides
+    bases = [base for base in kind.__bases__ if issubclass(base, Options) and base not in empty]
     inherited = {name for base in bases for name in base.model_fields}
     yield "Options:", {label(name, field): field for name, field in known.items() if name not in inherited}
     for base in bases:
         yield _purpose(base), {label(name, known[name]): known[name] for name in base.model_fields}
     for name in Config.model_fields if lists_keys else ():
         section = section_of(Config, name)
-        yield f"[{name}] {_purpose(section)}", {f"--{name}.{key}": field for key, field in section.model_fields.items()}
+        keys = {f"--{name}.{key}": field for key, field in section.model_fields.items()}
+        yield f"[{name}] {_purpose(section)}", keys
 
 
 def _purpose(declaration: type[BaseModel]) -> str:
@@ -63,7 +79,7 @@ def _heading(written: str, field: FieldInfo) -> str:
 
 
 def _metavar(kind: Any) -> str:
-    """Returns what the help calls a value of the type: {a,b} for a choice, LIST for words with commas between."""
+    """Returns the help's name of a value: {a,b} for a choice, LIST for words with commas between."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is Annotated:
         return _metavar(arguments[0])
@@ -71,7 +87,8 @@ def _metavar(kind: Any) -> str:
         return f"{{{','.join(map(str, arguments))}}}"
     if (origin or kind) in _METAVARS:
         return _METAVARS[origin or kind]
-    return "|".join(_metavar(branch) for branch in arguments if branch is not NoneType) or kind.__name__.upper()
+    branches = [_metavar(branch) for branch in arguments if branch is not NoneType]
+    return "|".join(branches) or kind.__name__.upper()
 
 
 def _explained(field: FieldInfo) -> str:

@@ -1,9 +1,9 @@
-"""The options of a command: one frozen declaration, which pydantic checks, the help draws and the command works with.
+"""The options of a command: one frozen declaration, which pydantic checks, and which the help explains.
 
     words ── read_words ──▶ texts by name ── pydantic ──▶ Options ──▶ run(options)
 
-Options and overrides of the configuration have one grammar (read_words) and one form of mistake, `place: value; remedy`.
-Knows no command.
+Options and overrides of the configuration have one grammar (read_words) and one form of mistake,
+`place: value; remedy`. Knows no command.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from tlt.config.arguments import read_words
-from tlt.config.mistakes import find_nearest, mistake
+from tlt.config.mistakes import find_nearest, mistake, section_of
 from tlt.config.schema import Config
 from tlt.config.section import Explained, split_words
 from tlt.files import parse_json
@@ -27,15 +27,18 @@ from tlt.types import UserError
 
 @dataclass(frozen=True)
 class Written:
-    """How an option is written. metavar: what its help calls the value; empty: it has none, and means true. is_alone: the value
-    stands without the option's name."""
+    """The form of an option on the command line.
+
+    metavar: the help's name of the value; empty: the option has no value, and means true.
+    is_alone: whether the value stands without the option's name.
+    """
 
     metavar: str
     is_alone: bool = False
 
     @staticmethod
     def of(field: FieldInfo) -> Written | None:
-        """Returns how the field is written; None: as `--name VALUE`, and its type calls the value."""
+        """Returns the form of a field; None: `--name VALUE`, with a metavar by its type."""
         return next((hint for hint in reversed(field.metadata) if isinstance(hint, Written)), None)
 
 
@@ -81,9 +84,15 @@ Numbers = Annotated[tuple[BatchSize, ...], *_LISTED, Written("N,...")]
 
 
 class Options(Explained):
-    """The base of all commands' options: no unknown names, no later changes. Texts become what a field wants."""
+    """The base of all commands' options: no unknown names, no later changes. Texts are read as a field wants."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=False, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=False,
+        allow_inf_nan=False,
+        defer_build=True,
+    )
 
 
 class WithOverrides(Options):
@@ -108,13 +117,14 @@ def parse_options(command: str, kind: type[Given], arguments: Sequence[str]) -> 
     """Returns the options of `tlt COMMAND ARGUMENTS`. Raises UserError that names the first mistake."""
     known = options_of(kind)
     written = {name: hint for name, field in known.items() if (hint := Written.of(field)) is not None}
-    words = read_words(arguments, [with_dashes(name) for name, hint in written.items() if not hint.metavar])
+    switches = [with_dashes(name) for name, hint in written.items() if not hint.metavar]
+    words_alone, named = read_words(arguments, switches)
     alone = [name for name, hint in written.items() if hint.is_alone]
-    values: dict[str, Any] = dict(zip(alone, words.alone, strict=False))
-    for word in words.alone[len(alone) :]:
+    values: dict[str, Any] = dict(zip(alone, words_alone, strict=False))
+    for word in words_alone[len(alone) :]:
         raise UserError(f"{word}: unexpected argument; see tlt {command} --help")
     overrides: list[str] = []
-    for given, text in words.named.items():
+    for given, text in named.items():
         name = given.replace("-", "_")
         if "." in given and issubclass(kind, WithOverrides):
             overrides += [f"--{given}={text}"]
@@ -136,8 +146,7 @@ def parse_options(command: str, kind: type[Given], arguments: Sequence[str]) -> 
 def _suggest(command: str, kind: type[Options], given: str) -> str:
     known = list(map(with_dashes, options_of(kind)))
     if issubclass(kind, WithOverrides):
-        sections = Config.model_fields.items()
-        known += [f"{name}.{key}" for name, section in sections for key in getattr(section.annotation, "model_fields", ())]
+        known += [f"{name}.{key}" for name in Config.model_fields for key in section_of(Config, name).model_fields]
     nearest = find_nearest(given, known)
     return f"did you mean --{nearest}?" if nearest else f"see tlt {command} --help"
 
@@ -156,8 +165,9 @@ def _describe(command: str, kind: type[Options], error: ValidationError) -> str:
     if detail["type"] == "too_short":
         return f"{place}: is empty; give at least one"
     value = detail["input"]
-    is_plain = isinstance(value, str) and value.strip() and value.isprintable() and len(value) <= LONGEST_SHOWN
-    return f"{place}: is {value if is_plain else shorten(value)}; {remedy(detail)}"
+    is_plain = isinstance(value, str) and value.strip() and value.isprintable()
+    shown = value if is_plain and len(value) <= LONGEST_SHOWN else shorten(value)
+    return f"{place}: is {shown}; {remedy(detail)}"
 
 
 def label(name: str, field: FieldInfo) -> str:

@@ -1,24 +1,20 @@
-"""The words of a command line: `--name value` and `--name=value` pairs, switches, and what stands alone. Knows no option."""
+"""The words of a command line: `--name value` and `--name=value` pairs, switches, and what stands alone."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 
 from tlt.types import UserError
 
-
-@dataclass(frozen=True)
-class Words:
-    """The words of a command line. named: values by their names without dashes; of several with one name the last."""
-
-    alone: tuple[str, ...]
-    named: dict[str, str]
+Words = tuple[list[str], dict[str, str]]
+"""What stands alone, and values by their names without dashes; of several with one name the last."""
 
 
 def read_words(arguments: Iterable[str], switches: Collection[str] = ()) -> Words:
-    """Sorts the words of a command line. A negative number is a value, and so is everything after `=`. Raises UserError for a
-    name without a value; a switch's name alone means true."""
+    """Sorts the words of a command line. A negative number is a value, and so is everything after `=`.
+
+    A switch's name alone means true. Raises UserError for another name without a value.
+    """
     alone: list[str] = []
     named: dict[str, str] = {}
     pending = list(arguments)
@@ -37,4 +33,4 @@ def read_words(arguments: Iterable[str], switches: Collection[str] = ()) -> Word
                 raise UserError(f"--{name}: has no value; write --{name} VALUE")
             value = pending.pop(0)
         named[name] = value
-    return Words(tuple(alone), named)
+    return alone, named

@@ -1,5 +1,4 @@
-"""Keys of an engine, declared once for the sections [run] and [rollout] and for the commands that generate. Does not know how
-one is built (build/engine.py)."""
+"""Keys of an engine and its device, for [run], [rollout] and the commands that generate."""
 
 from __future__ import annotations
 
@@ -13,13 +12,14 @@ class EngineSection(Section):
     """The engine: which one, and how much it takes at a time."""
 
     engine: Literal["tlt", "vllm"] = "tlt"
-    """What generates: TLT's own engine, or vLLM with the same sampling law inside (docs/vllm.md), which has to be installed."""
+    """What generates: TLT's own engine, or vLLM with the same sampling law inside (docs/vllm.md), which
+    has to be installed."""
     max_batch_size: BatchSize = 64
     """Sequences that a rank decodes at a time."""
     kv_gib: Gib | None = None
-    """GiB that a rank has for keys, values and the drafter's caches. Where they are spent, some sequences wait and are read
-    again later, with the same tokens (docs/memory.md). None: four fifths of what is free on a GPU; on a CPU half of the
-    machine's memory, divided by its ranks."""
+    """GiB that a rank has for keys, values and the drafter's caches. Where they are spent, some sequences
+    wait and are read again later, with the same tokens (docs/memory.md). None: four fifths of what is free on
+    a GPU; on a CPU half of the machine's memory, divided by its ranks."""
 
 
 class DeviceSection(Section):

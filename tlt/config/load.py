@@ -163,10 +163,10 @@ def read_overrides(overrides: Sequence[str] | Mapping[str, Any]) -> list[Overrid
         raise UserError(f"overrides: is {shorten(overrides)}; give a dict such as {{'run.num_steps': 20}}, or a list of words")
     if isinstance(overrides, Mapping):
         return [_read_override(f"overrides[{name!r}]", name, value) for name, value in overrides.items()]
-    words = read_words(overrides)
-    for word in words.alone:
+    alone, named = read_words(overrides)
+    for word in alone:
         raise UserError(f"{word}: unexpected argument; an override is written --section.key value")
-    return [_read_override(f"--{name}", name, text) for name, text in words.named.items()]
+    return [_read_override(f"--{name}", name, text) for name, text in named.items()]
 
 
 def _read_override(place: str, name: str, value: Any) -> Override:

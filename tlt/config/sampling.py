@@ -1,5 +1,7 @@
-"""The section [sampling]: the law that training responses are drawn by, and where they end. Kinds and defaults are those of
-SamplingParams, and commands inherit the section. Does not know how a response is drawn."""
+"""The section [sampling]: the law that training responses are drawn by, and where they end.
+
+Kinds and defaults are those of SamplingParams, and commands inherit the section.
+"""
 
 from __future__ import annotations
 

@@ -178,13 +178,13 @@ class RolloutSection(EngineSection):
 
     @property
     def steps_ahead(self) -> int:
-        """Policy steps whose responses are generated ahead at most; for `adaptive` two, of which more brought no more
+        """The most policy steps whose responses are generated ahead. For `adaptive` two: more brought no more
         (benchmarks/log.md)."""
         return 2 if self.ahead == "adaptive" else self.ahead
 
     @property
     def compares_idle_work(self) -> bool:
-        """Whether responses are generated ahead only where that is worth more than other uses of idle time."""
+        """Whether idle ranks generate ahead only where that is worth more than their other work."""
         return self.ahead == "adaptive"
 
     @property

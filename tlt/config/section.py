@@ -30,8 +30,8 @@ def _takes_a_path(annotation: Any) -> bool:
 
 
 class Explained(BaseModel):
-    """A model whose fields are explained by the docstrings below them: each is one paragraph, however its lines break. A field
-    that is declared again, with another default, keeps the text that it inherits."""
+    """A model whose fields are explained by the docstrings below them: each is one paragraph, however its lines
+    break. A field that is declared again, with another default, keeps the text that it inherits."""
 
     model_config = ConfigDict(use_attribute_docstrings=True)
 
