@@ -25,15 +25,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-METRICS = (
-    "step", "reward_mean", "solve_rate", "num_responses", "num_tokens", "response_tokens", "truncated_share",
-    "zero_variance_groups", "loss", "grad_norm", "entropy", "clip_fraction", "kl", "lr", "policy_version",
-)  # fmt: skip
-"""What of a step's record follows from the seed alone."""
+METRICS = {
+    "": ("step", "policy_version"),
+    "rollout": ("num_responses", "num_tokens", "response_tokens", "truncated_share"),
+    "rewards": ("mean", "solve_rate"),
+    "update": ("zero_variance_groups", "loss", "grad_norm", "entropy", "clip_fraction", "kl", "lr"),
+}
+"""What of a step's record follows from the seed alone, part by part."""
 
 TOO_SHORT = 3
 """The exit code of an audit that has seen too few tokens for a verdict: its figures are recorded all the same."""
@@ -89,6 +91,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def read_steps(path: Path) -> list[dict[str, Any]]:
+    """Returns what `METRICS` names of each step, under the names of trees whose lines had no parts: they are read, too."""
+
+    def values(line: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for part, names in METRICS.items():
+            for name in names:
+                flat = "reward_mean" if name == "mean" else name
+                yield flat, line[part][name] if part in line else line[flat]
+
+    return [dict(values(line)) for line in read_lines(path)]
+
+
 def record(tree: Tree, folder: Path) -> dict[str, Any]:
     """Every part of the record, by name; `folder` is scratch."""
     found: dict[str, Any] = {}
@@ -127,7 +141,7 @@ def record(tree: Tree, folder: Path) -> dict[str, Any]:
     tree.tlt("train", quickstart, *exact, "--run.num_steps", "2", "--run.out_dir", run)
     found["train"] = {
         "policy": sha256(run / "policy" / "model.safetensors"),
-        "metrics": [{name: line[name] for name in METRICS} for line in read_lines(run / "metrics.jsonl")],
+        "metrics": read_steps(run / "metrics.jsonl"),
     }
 
     words = ["--rollout.problems_per_step", "4", "--rollout.samples_per_problem", "4", "--run.out_dir", folder / "bench"]
@@ -167,7 +181,7 @@ def record_real(tree: Tree, model: Path, folder: Path) -> dict[str, Any]:
     tree.tlt("train", sums, *words, "--run.num_steps", "2", "--run.out_dir", run)
     found["train"] = {
         "adapter": sha256(run / "adapter" / "adapter_model.safetensors"),
-        "metrics": [{name: line[name] for name in METRICS} for line in read_lines(run / "metrics.jsonl")],
+        "metrics": read_steps(run / "metrics.jsonl"),
     }
     return found
 

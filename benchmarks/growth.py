@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import resource
 import shutil
 import subprocess
@@ -25,14 +26,12 @@ from safetensors.torch import load_file, save_file
 from benchmarks.command import make_parser, run_child
 from tlt.bench.report import environment, markdown, number, table, write_report
 from tlt.config.load import load_config
+from tlt.report.metrics import StepRecord, read_metrics
 
 ARMS = {
     "off": ("--rollout.speculation", "off", "--rollout.migrate", "false"),
     "adaptive": ("--rollout.speculation", "adaptive"),
 }
-KEPT = (
-    "num_responses", "num_tokens", "rollout_seconds", "update_seconds", "step_seconds", "accept_length", "strategy_seconds",
-)  # fmt: skip
 PROMPT_ROOM = 256
 """Positions left for the prompt."""
 
@@ -82,13 +81,27 @@ def run_step(options: argparse.Namespace, arm: str, context: int, folder: Path) 
     }  # fmt: skip
     overrides = [word for key, value in amounts.items() for word in (f"--{key}", str(value))]
     peak_mib = largest_mib("tlt", "train", str(config), *overrides, *ARMS[arm])
-    step = json.loads((folder / "run" / "metrics.jsonl").read_text().splitlines()[0])
-    return {"context": context, "arm": arm, **{key: step[key] for key in KEPT}, "peak_mib": peak_mib}
+    (step,) = read_metrics(folder / "run" / "metrics.jsonl")
+    return {"context": context, "arm": arm, **kept(step), "peak_mib": peak_mib}
 
 
 def largest_mib(*command: str) -> int:
     """Runs `python -m COMMAND` and returns the largest resident set among all its processes, in MiB."""
     return int(run_child([sys.executable, "-m", "benchmarks.growth", "--child", *command]).split()[-1])
+
+
+def kept(step: StepRecord) -> dict[str, Any]:
+    """Returns what the report keeps of a step."""
+    rollout, length = step.rollout, step.rollout.accept_length
+    return {
+        "num_responses": rollout.num_responses,
+        "num_tokens": rollout.num_tokens,
+        "rollout_seconds": rollout.seconds,
+        "update_seconds": step.update.seconds,
+        "step_seconds": step.step_seconds,
+        "accept_length": None if math.isnan(length) else length,
+        "strategy_seconds": rollout.strategy_seconds,
+    }
 
 
 def child(command: list[str]) -> int:

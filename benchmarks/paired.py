@@ -20,7 +20,6 @@ other way, and then the numbers of tokens, which the report gives, differ a litt
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from benchmarks.command import make_parser
 from benchmarks.golden import Tree
 from tlt.bench.measure import Ratio, rounds_in_turns
 from tlt.bench.report import environment, markdown, table, write_report
+from tlt.report.metrics import read_metrics
 
 CHILD = Path(__file__).with_name("paired_longtail.py")
 
@@ -53,8 +53,8 @@ def headline(tree: Tree, num_steps: int, *overrides: str) -> Work:
         run = Path(folder) / "run"
         amounts = ("--run.num_steps", str(num_steps), "--evaluation.num_problems", "0", *overrides)
         tree.tlt("train", tree.recipe / "headline.toml", *amounts, "--run.out_dir", run)
-        steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][1:]
-    return said(tree, Work(sum(step["step_seconds"] for step in steps), sum(step["num_tokens"] for step in steps)))
+        steps = read_metrics(run / "metrics.jsonl")[1:]
+    return said(tree, Work(sum(step.step_seconds for step in steps), sum(step.rollout.num_tokens for step in steps)))
 
 
 def longtail(tree: Tree) -> Work:

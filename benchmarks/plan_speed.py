@@ -72,7 +72,7 @@ def compare(runs: Path) -> dict[str, Pairs]:
         how = len(run.ranks), run.config.rollout.max_batch_size, pace, False
         files = sorted((runs / "off" / "responses").glob("rollout-*.jsonl"))
         computed = [share(list(chain(*read_lengths(file))), *how).seconds for file in files][1:]
-        measured = [step.rollout_seconds for step in read_metrics(runs / "off" / "metrics.jsonl")][1:]
+        measured = [step.rollout.seconds for step in read_metrics(runs / "off" / "metrics.jsonl")][1:]
         error = errors_of(pairs).mean
         found["off, as the tuners say"] = list(zip(measured, computed, strict=True))
         longer = [error * seconds for seconds in computed]

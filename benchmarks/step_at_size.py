@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.command import carry_out, make_parser
-from benchmarks.growth import KEPT
+from benchmarks.growth import kept
 from tlt.bench.geometry import grown_config, hold_still, plan_growth
 from tlt.bench.report import header, markdown, number, table, write_report
 from tlt.config.load import load_config
 from tlt.config.schema import Config
+from tlt.report.metrics import read_metrics
 
 LORA = ("--lora.rank", "16", "--lora.alpha", "32", "--lora.base_dtype", "bfloat16")
 WAYS: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -46,8 +47,8 @@ def run_steps(options: argparse.Namespace, grown: Config, way: str, out_dir: Pat
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"way": way, "failed": done.stderr.strip().rpartition("\n")[2]}
-    step = json.loads((out_dir / "metrics.jsonl").read_text().splitlines()[-1])
-    return {"way": way, **{key: step[key] for key in KEPT}, "peak_mib": int(done.stdout.split()[-1])}
+    step = read_metrics(out_dir / "metrics.jsonl")[-1]
+    return {"way": way, **kept(step), "peak_mib": int(done.stdout.split()[-1])}
 
 
 def to_markdown(report: dict[str, Any]) -> str:

@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.command import make_parser
 from tlt.bench.report import environment, markdown, number, table, write_report
+from tlt.report.metrics import read_metrics
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
 from tlt.types import Finished, Request, SamplingParams
 
@@ -99,8 +100,7 @@ def run_arm(arm: str, folder: Path, steps: int, kill: str, changes: Mapping[str,
 
 
 def read_arm(arm: str, folder: Path) -> dict[str, Any]:
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
-    return {"arm": arm, "steps": [json.loads(line) for line in lines]}
+    return {"arm": arm, "steps": [record.figures() for record in read_metrics(folder / "run" / "metrics.jsonl")]}
 
 
 def attempt(folder: Path, kill: str, words: Sequence[str]) -> int:
@@ -182,7 +182,7 @@ def to_markdown(report: dict[str, Any]) -> str:
     columns = ["step", *(f"{arm}: {what}" for what in ("reward", "tokens", "rollout, s", "step, s") for arm in by_arm)]
     rows = []
     for index, steps in enumerate(zip_longest(*by_arm.values(), fillvalue={})):
-        keys = (("reward_mean", ".3f"), ("num_tokens", "d"), ("rollout_seconds", ".1f"), ("step_seconds", ".1f"))
+        keys = (("rewards/mean", ".3f"), ("rollout/num_tokens", "d"), ("rollout/seconds", ".1f"), ("step_seconds", ".1f"))
         rows.append([index + 1, *(number(step.get(key), form) for key, form in keys for step in steps)])
     found = [describe(found) for found in report["comparisons"]]
     title = "A run with vLLM beside the same run with our own engine"
@@ -213,7 +213,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
     for arm in ARMS:
         steps = options.killed_steps if arm == "killed" else options.steps
         report["runs"].append(run_arm(arm, folder / arm, steps, f"{options.kill_step},{options.kill_after}"))
-        print(arm, [round(step["reward_mean"], 3) for step in report["runs"][-1]["steps"]], flush=True)
+        print(arm, [round(step["rewards/mean"], 3) for step in report["runs"][-1]["steps"]], flush=True)
     for one, other in (("tlt", "vllm"), ("vllm", "killed")):
         found = compare(f"{one} and {other}", folder / one, folder / other)
         report["comparisons"].append(found)

@@ -9,16 +9,17 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from tlt.report.metrics import read_metrics
+
 FIXED = (
-    "step",
-    "reward_mean",
-    "solve_rate",
-    "num_tokens",
-    "response_tokens",
-    "truncated_share",
-    "loss",
-    "grad_norm",
-    "entropy",
+    "rewards/mean",
+    "rewards/solve_rate",
+    "rollout/num_tokens",
+    *(f"rollout/response_tokens/{name}" for name in ("mean", "p50", "p95", "max")),
+    "rollout/truncated_share",
+    "update/loss",
+    "update/grad_norm",
+    "update/entropy",
 )
 """What the law fixes of a step's record."""
 
@@ -36,7 +37,8 @@ def difference(run: Path, whole: Path) -> str:
 
 def fixed_metrics(run: Path) -> list[dict[str, Any]]:
     """Returns of every step what must not depend on how and when it was computed."""
-    return [{key: record[key] for key in FIXED} for record in _records(run / "metrics.jsonl")]
+    records = read_metrics(run / "metrics.jsonl")
+    return [{"step": record.step, **{place: record.figures().get(place) for place in FIXED}} for record in records]
 
 
 def evaluations(run: Path) -> list[dict[str, Any]]:

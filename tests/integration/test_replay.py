@@ -44,7 +44,7 @@ def alone(workspace: Path, tlt_here: Tlt) -> Path:
 
 
 def replayed(out_dir: Path) -> list[int]:
-    return [record["followed_by_age"].get("replay", 0) for record in records(out_dir)]
+    return [record.rollout.followed_by_age.get("replay", 0) for record in records(out_dir)]
 
 
 def assert_same(out_dir: Path, alone: Path) -> None:
@@ -63,9 +63,9 @@ def test_a_run_keeps_each_steps_responses_with_their_rewards(first: Path) -> Non
     assert [path.name for path in kept_by(first, "evaluation")] == [f"evaluation-0000000{step}.jsonl" for step in (0, 2, 3)]
     for step, record in enumerate(records(first)):
         kept = lines(first / "responses" / f"rollout-0000000{step}.jsonl")
-        assert len(kept) == record["num_responses"] == 16
-        assert sum(len(one["token_ids"]) for one in kept) == record["num_tokens"]
-        assert sum(one["reward"] for one in kept) / 16 == pytest.approx(record["reward_mean"])
+        assert len(kept) == record.rollout.num_responses == 16
+        assert sum(len(one["token_ids"]) for one in kept) == record.rollout.num_tokens
+        assert sum(one["reward"] for one in kept) / 16 == pytest.approx(record.rewards.mean)
         assert {(one["purpose"], one["policy_step"], one["policy_version"]) for one in kept} == {("rollout", step, step)}
         assert all(
             isinstance(one["text"], str) and one["prompt_ids"] and one["finish_reason"] in ("stop", "length") for one in kept

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 from benchmarks.faults.compare import difference, different_weights, fixed_metrics
 from tests.integration.conftest import Tlt
 from tests.integration.programs import Programs
+from tlt.report.metrics import StepRecord, read_metrics
 
 PATIENCE = 1200.0
 """Seconds that a run may take: on an idle machine it takes 10, beside others many times as much."""
@@ -42,8 +44,8 @@ def train(workspace: Path, name: str, *overrides: str, programs: Programs | None
     return out_dir
 
 
-def records(out_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out_dir / "metrics.jsonl").read_text().splitlines()]
+def records(out_dir: Path) -> list[StepRecord]:
+    return read_metrics(out_dir / "metrics.jsonl")
 
 
 def what_the_law_fixes(out_dir: Path) -> list[dict[str, Any]]:
@@ -67,9 +69,9 @@ def test_speculation_on_and_off_are_the_same_run_in_float64(workspace: Path, spe
     plain = train(workspace, "plain", *nothing, programs=programs)
     assert what_the_law_fixes(plain) == what_the_law_fixes(speculating_run)
     assert same_weights(plain, speculating_run)
-    assert not any(record["num_migrated"] for record in records(plain))
-    assert all(record["accept_length"] is None for record in records(plain))
-    assert all(record["accept_length"] >= 1 for record in records(speculating_run))
+    assert not any(record.rollout.num_migrated for record in records(plain))
+    assert all(math.isnan(record.rollout.accept_length) for record in records(plain))
+    assert all(record.rollout.accept_length >= 1 for record in records(speculating_run))
 
 
 def test_generating_two_steps_ahead_changes_no_token_and_no_weight(
@@ -80,9 +82,9 @@ def test_generating_two_steps_ahead_changes_no_token_and_no_weight(
     ahead = train(workspace, "ahead", *follows, programs=programs)
     assert what_the_law_fixes(ahead) == what_the_law_fixes(speculating_run)
     assert same_weights(ahead, speculating_run)
-    assert sum(record["ahead_tokens"] for record in records(ahead)) > 0
-    assert {age for record in records(ahead) for age in record["followed_by_age"]} >= {"1"}
-    assert not any(record["ahead_tokens"] for record in records(speculating_run))
+    assert sum(record.idle.ahead_tokens for record in records(ahead)) > 0
+    assert {age for record in records(ahead) for age in record.rollout.followed_by_age} >= {"1"}
+    assert not any(record.idle.ahead_tokens for record in records(speculating_run))
 
 
 def test_whatever_idle_time_is_spent_on_the_run_is_the_same(workspace: Path, speculating_run: Path, programs: Programs) -> None:
@@ -91,8 +93,8 @@ def test_whatever_idle_time_is_spent_on_the_run_is_the_same(workspace: Path, spe
     assert what_the_law_fixes(adaptive) == what_the_law_fixes(speculating_run)
     assert same_weights(adaptive, speculating_run)
     for record in records(adaptive):
-        assert record["idle_gain"].keys() == record["idle_cost"].keys() == {"ahead", "train"}
-    used = {use for record in records(adaptive) for use in record["idle_seconds_by_use"]}
+        assert record.idle.gain.keys() == record.idle.cost.keys() == {"ahead", "train"}
+    used = {use for record in records(adaptive) for use in record.idle.seconds_by_use}
     assert used & {"ahead", "train"}
 
 
@@ -139,8 +141,8 @@ def test_a_run_leaves_everything_the_readme_promises(speculating_run: Path) -> N
     assert (speculating_run / "drafter" / "config.json").exists()
     assert (speculating_run / "config.json").exists()
     assert not (speculating_run / "journal").exists(), "the last checkpoint has all of it"
-    assert [record["step"] for record in records(speculating_run)] == [0, 1, 2, 3, 4]
-    assert [record["policy_version"] for record in records(speculating_run)] == [0, 1, 2, 3, 4]
+    assert [record.step for record in records(speculating_run)] == [0, 1, 2, 3, 4]
+    assert [record.policy_version for record in records(speculating_run)] == [0, 1, 2, 3, 4]
 
 
 def test_the_screen_names_what_is_trained_at_first_and_at_the_end_where_it_lies_and_what_to_try(speculating_run: Path) -> None:
@@ -160,7 +162,7 @@ def test_the_screen_names_what_is_trained_at_first_and_at_the_end_where_it_lies_
 
 def test_the_drafter_is_trained_in_idle_time_and_its_version_counts_it(speculating_run: Path) -> None:
     written = records(speculating_run)
-    assert sum(record["drafter_tokens"] for record in written) > 0
+    assert sum(record.drafter.tokens for record in written) > 0
     assert written[-1]["drafter_version"] > 0
     initial = load_file(speculating_run.parent / "drafter" / "model.safetensors")
     trained = load_file(speculating_run / "drafter" / "model.safetensors")
@@ -168,7 +170,7 @@ def test_the_drafter_is_trained_in_idle_time_and_its_version_counts_it(speculati
 
 
 def measured_steps(out_dir: Path) -> list[int]:
-    return [record["step"] for record in records(out_dir) if record["drafter_acceptance"] is not None]
+    return [record.step for record in records(out_dir) if math.isfinite(record.drafter.acceptance)]
 
 
 def test_acceptance_is_measured_in_every_second_step(speculating_run: Path) -> None:
@@ -219,7 +221,7 @@ def test_a_draft_vocabulary_renewed_within_a_run_changes_no_token(
     """Nine of 24 characters can be drafted, on two ranks, whose choices are compared at every step's end."""
     whole = train(workspace, "nine", *NINE_TOKENS, programs=programs)
     assert not difference(whole, speculating_run)
-    covered = [(record["drafter_vocabulary"], record["drafter_coverage"]) for record in records(whole)]
+    covered = [(record.drafter.vocabulary, record.drafter.coverage) for record in records(whole)]
     assert [size for size, _ in covered[1:]] == [9] * 4
     assert all(0 < coverage <= 1 for _, coverage in covered)
     assert len(json.loads((whole / "drafter" / "token_counts.json").read_text())["token_ids"]) > 9

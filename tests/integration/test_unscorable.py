@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.integration.conftest import Tlt
 from tests.integration.test_run import PATIENCE
+from tlt.report.metrics import read_metrics
 from tlt.training.lock import refuse_begun
 
 pytestmark = pytest.mark.timeout(2 * PATIENCE)
@@ -48,9 +48,9 @@ def test_a_task_that_never_scores_ends_the_run_with_one_line(
 
 def test_responses_that_could_not_be_scored_are_counted_and_left_out_of_the_means(workspace: Path, tlt_here: Tlt) -> None:
     assert tlt_here(*words_for(workspace, "partly:SOMETIMES")) == 0
-    lines = [json.loads(line) for line in (workspace / "partly:SOMETIMES" / "metrics.jsonl").read_text().splitlines()]
-    assert sum(line["reward_errors"] for line in lines) > 0
+    lines = read_metrics(workspace / "partly:SOMETIMES" / "metrics.jsonl")
+    assert sum(line.rewards.num_errors for line in lines) > 0
     for line in lines:
-        assert line["reward_errors"] % 4 == 0, "whole groups"
+        assert line.rewards.num_errors % 4 == 0, "whole groups"
         place = f"KeyError: 'target', {workspace / 'partly.py'}:8"
-        assert line["first_reward_error"] == (place if line["reward_errors"] else "")
+        assert line.rewards.first_error == (place if line.rewards.num_errors else "")

@@ -95,9 +95,9 @@ def write_run(folder: Path, name: str, rollouts: list[float], accept_length: flo
             timeline.record("decode", start, start + seconds)
             timeline.record("train drafter", start + seconds, start + seconds + 0.1)
             timeline.record("step", start, start + seconds + 1.5)
-            times = {"rollout_seconds": seconds, "step_seconds": seconds + 1.5, "cpu_seconds": 2 * seconds}
-            idle = {"idle_seconds": 4.0, "drafter_train_seconds": 3.0}
-            writer.write(record(step, accept_length=accept_length, num_responses=32, num_tokens=64, **times, **idle))
+            rollout = {"seconds": seconds, "accept_length": accept_length, "num_responses": 32, "num_tokens": 64}
+            parts = {"rollout": rollout, "idle": {"seconds": 4.0}, "drafter": {"train_seconds": 3.0}}
+            writer.write(record(step, step_seconds=seconds + 1.5, cpu_seconds=2 * seconds, **parts))
             if step < len(num_different):
                 turn = Turn(name, step, seconds + 2, num_different[step], same_weights=not num_different[step], digest="d")
                 turns.write(json.dumps(dataclasses.asdict(turn)) + "\n")

@@ -229,7 +229,7 @@ def test_a_later_step_without_any_score_moves_nothing_whichever_attempt_takes_it
     go(base, tmp_path / "two", fails=lost)
     assert same_weights(tmp_path / "whole" / "policy", tmp_path / "two" / "policy")
     for out_dir in (tmp_path / "whole", tmp_path / "two"):
-        assert [record.reward_errors for record in read_metrics(out_dir / "metrics.jsonl")] == [0, 4, 0]
+        assert [record.rewards.num_errors for record in read_metrics(out_dir / "metrics.jsonl")] == [0, 4, 0]
         after_one, after_two = evaluations(out_dir)[1:3]
         assert after_one.by_problem == after_two.by_problem, "the policy is the same"
         assert after_one.reward_by_problem == after_two.reward_by_problem

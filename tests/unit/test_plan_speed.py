@@ -162,7 +162,7 @@ def tuner(seconds_of_a_draft: float = 0.02) -> CostModel:
 
 
 def run_of(lengths: Sequence[Groups], rollouts: Sequence[float], model: CostModel) -> RecordedRun:
-    steps = [record(i, rollout_seconds=took, step_seconds=took + 3.0) for i, took in enumerate(rollouts)]
+    steps = [record(i, rollout={"seconds": took}, step_seconds=took + 3.0) for i, took in enumerate(rollouts)]
     return RecordedRun(CONFIG, steps, [{"tuner": model.counters()}] * 2, lengths)
 
 

@@ -9,61 +9,71 @@ import re
 import time
 import tracemalloc
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
 import rich.console
 import torch
 
+from tlt.accounts import DrafterCheck, IdleRecord, LengthStats, RewardSummary, RolloutRecord, UpdateMetrics, percentile
 from tlt.files import dumps, write_jsonl
 from tlt.report.console import WIDTH, Console, duration
-from tlt.report.metrics import LengthStats, MetricsWriter, StepRecord, paired_sign_flip_test, percentile, read_metrics
+from tlt.report.metrics import MetricsWriter, StepRecord, paired_sign_flip_test, read_metrics
 from tlt.report.outcome import Gain, Outcome, summary_rows
 from tlt.report.timeline import Epoch, Timeline, critical_path_share, merge_timelines, rank_path, read_spans, shared_epoch
 from tlt.spans import Span
 from tlt.types import UserError
 
-ISSUE_FIELDS = """step, reward_mean, solve_rate, response_tokens, truncated_share, zero_variance_groups, loss, grad_norm,
-entropy, clip_fraction, kl, lr, engine_trainer_logprob_gap, rollout_seconds, update_seconds, step_seconds, cpu_seconds,
-idle_seconds, drafter_train_seconds, harvested_share, accept_length, accept_by_depth, strategy_seconds, strategy_speed,
-strategy_predicted, tokens_per_second, policy_version, drafter_version"""
+PARTS = {name: kind for name, kind in get_type_hints(StepRecord).items() if dataclasses.is_dataclass(kind)}
 
 
-def record(step: int, **changes: object) -> StepRecord:
-    values: dict[str, object] = {
-        field.name: {"int": 3, "str": "off"}.get(field.type, 0.5) for field in dataclasses.fields(StepRecord)
-    }
-    values |= {"policy_version": step, "drafter_version": step, "step": step}
-    values |= {"response_tokens": LengthStats.of([5, 9, 700]), "accept_by_depth": (0.8, 0.6), "strategy_seconds": {"off": 1.5}}
-    values |= {"strategy_speed": {"off": 200.0}, "strategy_predicted": {}, "preemption_seconds": (0.01, 0.002)}
-    values |= {"followed_by_age": {"1": 40}, "idle_seconds_by_use": {"rest": 0.5}, "idle_gain": {}, "idle_cost": {"train": 0.1}}
-    values |= {"reward_parts": {"task": 0.5, "brief": -0.5}, "reward_metrics": {}}
-    values |= {"reward_by_task": {"sums": 0.5}, "solve_rate_by_task": {"sums": 0.25}, "draft_acceptance_rate_pos": (0.8, 0.5)}
-    return StepRecord(**(values | changes))
+def record(step: int, **changes: Any) -> StepRecord:
+    """A record in which every field says something. changes: of its own fields, and by part: {field: value}."""
+    given: dict[str, dict[str, object]] = {
+        "rollout": {
+            "response_tokens": LengthStats.of([5, 9, 700]), "accept_by_depth": (0.8, 0.6), "strategy_seconds": {"off": 1.5},
+            "strategy_speed": {"off": 200.0}, "strategy_predicted": {}, "draft_acceptance_rate_pos": (0.8, 0.5),
+            "followed_by_age": {"1": 40},
+        },
+        "rewards": {
+            "parts": {"task": 0.5, "brief": -0.5}, "metrics": {}, "reward_by_task": {"sums": 0.5},
+            "solve_rate_by_task": {"sums": 0.25},
+        },
+        "update": {},
+        "drafter": {"version": step},
+        "idle": {"preemption_seconds": (0.01, 0.002), "seconds_by_use": {"rest": 0.5}, "gain": {}, "cost": {"train": 0.1}},
+    }  # fmt: skip
+    parts = {name: kind(**{**plain(kind), **given[name], **changes.pop(name, {})}) for name, kind in PARTS.items()}
+    return StepRecord(**{**plain(StepRecord), "step": step, "policy_version": step, **parts, **changes})
+
+
+def plain(kind: type) -> dict[str, object]:
+    return {field.name: {"int": 3, "str": "off", "bool": False}.get(field.type, 0.5) for field in dataclasses.fields(kind)}
 
 
 # -- metrics -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_record_survives_the_file_and_has_every_field_of_the_issue(tmp_path: Path) -> None:
+def test_a_record_survives_the_file(tmp_path: Path) -> None:
     with MetricsWriter(tmp_path / "run" / "metrics.jsonl", 0) as writer:
         writer.write(record(0))
     assert read_metrics(writer.path) == [record(0)]
     line = json.loads(writer.path.read_text())
-    assert set(ISSUE_FIELDS.replace("\n", " ").replace(" ", "").split(",")) <= line.keys()
-    assert line["response_tokens"].keys() == {"mean", "p50", "p95", "max"}
+    assert line["rollout"]["response_tokens"].keys() == {"mean", "p50", "p95", "max"}
 
 
 def test_what_does_not_exist_is_null_in_the_file_and_nan_in_the_record(tmp_path: Path) -> None:
-    nothing = record(0, accept_length=math.nan, grad_norm=math.inf, accept_by_depth=(), response_tokens=LengthStats.of([]))
+    empty = {"accept_length": math.nan, "accept_by_depth": ()}
+    nothing = record(0, update={"grad_norm": math.inf}, rollout=dict(empty, response_tokens=LengthStats.of([])))
     with MetricsWriter(tmp_path / "metrics.jsonl", 0) as writer:
         writer.write(nothing)
     text = writer.path.read_text()
     assert "NaN" not in text
     assert "Infinity" not in text
     (back,) = read_metrics(writer.path)
-    assert math.isnan(back.accept_length)
-    assert math.isnan(back.response_tokens.mean)
+    assert math.isnan(back.rollout.accept_length)
+    assert math.isnan(back.rollout.response_tokens.mean)
     assert json.loads(dumps({"a": np.float32("nan"), "b": torch.tensor(2.5), "c": np.int64(3)})) == {
         "a": None,
         "b": 2.5,
@@ -71,11 +81,52 @@ def test_what_does_not_exist_is_null_in_the_file_and_nan_in_the_record(tmp_path:
     }
 
 
-def test_a_step_written_before_a_field_existed_still_reads() -> None:
-    old = json.loads(record(0).to_json())
-    old["drafter_refreshes"] = 2  # no longer counted
-    del old["reward_errors"], old["first_reward_error"], old["reward_by_task"]
-    assert StepRecord.from_json(json.dumps(old)) == record(0, reward_errors=0, first_reward_error="", reward_by_task={})
+NOT_THERE: Any = pytest.approx(math.nan, nan_ok=True)
+
+OLD = {
+    "step": 4, "policy_version": 3, "algorithm": "grpo", "step_seconds": 3.5, "cpu_seconds": 5.5, "finished_at": 9.0,
+    "rollout_seconds": 1.5, "num_responses": 8, "num_tokens": 80, "truncated_share": 0.125, "tokens_per_second": 53.0,
+    "response_tokens": {"mean": 10.0, "p50": 9.0, "p95": None, "max": 12}, "num_migrated": 2, "accept_length": None,
+    "accept_by_depth": [0.5, None], "strategy_seconds": {"off": 1.0}, "strategy_speed": {}, "strategy_predicted": {},
+    "reward_mean": 0.25, "solve_rate": 0.375, "reward_errors": 1, "first_reward_error": "why", "reward_parts": {"a": 0.5},
+    "solve_rate_by_task": {"sums": 0.5}, "zero_variance_groups": 2, "loss": -0.5, "grad_norm": 0.75, "entropy": 0.2,
+    "clip_fraction": 0.0, "kl": None, "lr": 1e-4, "engine_trainer_logprob_gap": 1e-7, "update_seconds": 1.25,
+    "drafter_version": 7, "drafter_acceptance": 0.7, "retrieval_acceptance": 0.3, "drafter_training": "trained",
+    "drafter_set_aside": "", "drafter_loss": 2.5, "drafter_tokens": 40, "drafter_captured_tokens": 30,
+    "drafter_recomputed_tokens": 10, "drafter_train_seconds": 0.5, "drafter_refreshes": 2, "idle_seconds": 0.75,
+    "harvested_share": 0.5, "preemption_seconds": [0.01], "idle_seconds_by_use": {"rest": 0.25}, "idle_gain": {"train": 0.1},
+    "ahead_tokens": 5,
+}  # fmt: skip
+"""A line as it was written while all fields stood side by side, and some did not exist."""
+
+
+def test_a_line_of_an_older_tlt_reads_as_the_records_of_today() -> None:
+    found = StepRecord.from_json(json.dumps(OLD))
+    assert (found.step, found.policy_version, found.algorithm, found.step_seconds) == (4, 3, "grpo", 3.5)
+    assert found.rollout == RolloutRecord(
+        1.5, 8, 80, found.rollout.response_tokens, 0.125, 53.0, NOT_THERE,
+        (0.5, NOT_THERE), {"off": 1.0}, {}, {}, num_migrated=2,
+        draft_acceptance_rate=NOT_THERE, draft_mean_acceptance_length=NOT_THERE,
+    )  # fmt: skip
+    assert found.rollout.response_tokens == LengthStats(10.0, 9.0, NOT_THERE, 12)
+    assert found.rewards == RewardSummary(0.25, 0.375, 1, "why", {"a": 0.5}, solve_rate_by_task={"sums": 0.5})
+    gaps = {"engine_trainer_logprob_gap": 1e-7, "engine_trainer_logprob_gap_max": NOT_THERE}
+    losses = {"loss": -0.5, "grad_norm": 0.75, "entropy": 0.2, "clip_fraction": 0.0, "kl": NOT_THERE, "lr": 1e-4}
+    assert found.update == UpdateMetrics(**losses, **gaps, zero_variance_groups=2, seconds=1.25)
+    measured = DrafterCheck(7, 0.7, 0.3, "trained", before=NOT_THERE, coverage=NOT_THERE)
+    assert found.drafter == dataclasses.replace(
+        measured, tokens=40, loss=2.5, captured_tokens=30, recomputed_tokens=10, train_seconds=0.5
+    )
+    assert found.idle == IdleRecord(0.75, 0.5, (0.01,), {"rest": 0.25}, {"train": 0.1}, ahead_tokens=5)
+    assert dumps(json.loads(StepRecord.from_json(found.to_json()).to_json())) == found.to_json(), "written, it is one of today"
+
+
+@pytest.mark.parametrize("path", sorted(Path("benchmarks/results").glob("*/metrics.jsonl")), ids=str)
+def test_the_records_of_the_published_runs_still_read(path: Path) -> None:
+    records, lines = read_metrics(path), [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(r.rewards.mean, r.update.loss, r.idle.seconds) for r in records] == [
+        (line["reward_mean"], line["loss"], line["idle_seconds"]) for line in lines
+    ]
 
 
 def test_generated_logprobs_that_are_not_finite_are_null_in_the_users_file(tmp_path: Path) -> None:
@@ -88,15 +139,15 @@ def test_resuming_drops_later_records_and_a_torn_line_and_never_repeats_a_step(t
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path, 0) as writer:
         for step in range(5):
-            writer.write(record(step, loss=1.0))
+            writer.write(record(step, update={"loss": 1.0}))
     with path.open("a") as file:
         file.write('{"step": 5, "reward_m')
     with MetricsWriter(path, 3) as writer:
         assert [r.step for r in read_metrics(path)] == [0, 1, 2]
         with pytest.raises(AssertionError):
             writer.write(record(2))
-        writer.write(record(3, loss=2.0))
-        assert [(r.step, r.loss) for r in read_metrics(path)] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)], "not flushed"
+        writer.write(record(3, update={"loss": 2.0}))
+        assert [(r.step, r.update.loss) for r in read_metrics(path)] == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0)], "not flushed"
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -359,7 +410,7 @@ def show(stream: io.StringIO, environ: dict[str, str], **options: object) -> str
                 "tokens_per_second": 123456.7,
                 "accept_length": math.nan,
             }
-            console.step(record(step, **(extreme if step == 1 else {})))
+            console.step(record(step, rollout=extreme if step == 1 else {}))
         console.evaluation(3, 0.483, 21.0, is_best=True)
         products = {"policy": Path("/somewhere/far") / ("long-" * 30), "metrics.jsonl": Path.cwd() / "runs" / "metrics.jsonl"}
         outcome = Outcome(Gain((0, 3), (0.402, 0.483), None, 3e-5), [], 3, 561.0)
@@ -473,8 +524,8 @@ def test_on_a_terminal_of_80_columns_nothing_breaks_within_a_row_or_a_word() -> 
 def test_responses_that_could_not_be_scored_are_counted_below_the_row() -> None:
     stream = io.StringIO()
     with Console(stream=stream, environ={}) as console:
-        console.step(record(0, reward_errors=0, first_reward_error=""))
-        console.step(record(1, reward_errors=2, first_reward_error="ZeroDivisionError: in score"))
+        console.step(record(0, rewards={"num_errors": 0, "first_error": ""}))
+        console.step(record(1, rewards={"num_errors": 2, "first_error": "ZeroDivisionError: in score"}))
     said = [line for line in stream.getvalue().splitlines() if "could not be scored" in line]
     assert len(said) == 1
     assert said[0].strip().startswith("step 2: 2 of ")
@@ -483,15 +534,15 @@ def test_responses_that_could_not_be_scored_are_counted_below_the_row() -> None:
 
 def test_a_reason_that_would_steer_the_terminal_is_shown_as_it_is_written() -> None:
     stream = io.StringIO()
-    Console(stream=stream).reward_errors(record(0, reward_errors=1, first_reward_error="\x1b[2J\x9b1m gone"))
+    Console(stream=stream).reward_errors(record(0, rewards={"num_errors": 1, "first_error": "\x1b[2J\x9b1m gone"}))
     assert r"\x1b[2J\x9b1m gone" in stream.getvalue()
 
 
 def test_what_stood_in_the_journal_is_said_below_the_row() -> None:
     stream = io.StringIO()
     with Console(stream=stream, environ={}) as console:
-        console.step(record(0, recalled_tokens=0))
-        console.step(record(1, recalled_tokens=1200, num_tokens=4800))
+        console.step(record(0, rollout={"recalled_tokens": 0}))
+        console.step(record(1, rollout={"recalled_tokens": 1200, "num_tokens": 4800}))
     said = [line.strip() for line in stream.getvalue().splitlines() if "journal" in line]
     assert said == ["step 2: 1,200 of its 4,800 tokens stood in the journal"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 from itertools import pairwise
 from pathlib import Path
@@ -13,7 +12,8 @@ import pytest
 
 from benchmarks import step_at_size
 from benchmarks.command import carry_out
-from benchmarks.growth import KEPT
+from benchmarks.growth import kept
+from tests.unit.test_report import record
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 
@@ -35,8 +35,7 @@ def stands_in(monkeypatch: pytest.MonkeyPatch, returncode: int = 0, stdout: str 
         commands.append(command)
         out_dir = Path(command[command.index("--run.out_dir") + 1])
         out_dir.mkdir(parents=True)
-        steps = [dict.fromkeys(KEPT, float(step)) for step in (1, 2)]
-        (out_dir / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+        (out_dir / "metrics.jsonl").write_text("".join(record(step).to_json() + "\n" for step in (1, 2)))
         return subprocess.CompletedProcess(command, returncode, stdout, stderr)
 
     monkeypatch.setattr(subprocess, "run", run)
@@ -49,7 +48,7 @@ def test_the_last_step_counts_and_the_threads_are_shared_by_the_ranks(
 ) -> None:
     commands = stands_in(monkeypatch, stdout="told\n1536\n")
     found = step_at_size.run_steps(OPTIONS, grown, way, tmp_path / "run", ["--sampling.max_tokens", "64"])
-    assert found == {"way": way, **dict.fromkeys(KEPT, 2.0), "peak_mib": 1536}
+    assert found == {"way": way, **kept(record(2)), "peak_mib": 1536}
     (command,) = commands
     given = dict(pairwise(command))
     assert (given["--run.num_ranks"], given["--run.threads_per_rank"]) == (str(ranks), str(threads))
@@ -64,10 +63,10 @@ def test_a_way_that_is_refused_stands_in_the_report_with_its_reason(
     stands_in(monkeypatch, returncode=2, stderr="loading …\ntlt train: error: 14.3 GiB a rank of 11.8\n")
     found = step_at_size.run_steps(OPTIONS, grown, "full", tmp_path / "run", [])
     assert found == {"way": "full", "failed": "tlt train: error: 14.3 GiB a rank of 11.8"}
-    ran = {"way": "lora", **dict.fromkeys(KEPT, 2.5), "num_tokens": 1909, "peak_mib": 2048}
+    ran = {"way": "lora", **kept(record(2)), "num_tokens": 1909, "accept_length": 2.5, "peak_mib": 2048}
     report = {"command": "c", "environment": {}, "config": {}, "runs": [found, ran]}
     lines = step_at_size.to_markdown(report).splitlines()
-    assert "| lora | 1909 | 2.5 | 2.5 | 2.5 | 2.50 | 2.0 |" in lines
+    assert "| lora | 1909 | 0.5 | 0.5 | 0.5 | 2.50 | 2.0 |" in lines
     assert lines[-1] == "full: tlt train: error: 14.3 GiB a rank of 11.8"
 
 

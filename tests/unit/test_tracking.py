@@ -1,6 +1,5 @@
 """Trackers: what they are told, and that none of them can stop or delay a run."""
 
-import dataclasses
 import json
 import math
 import os
@@ -13,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.unit.test_report import record
+from tlt.accounts import NAN
 from tlt.config.load import load_config
 from tlt.report import trackers
-from tlt.report.metrics import NAN, StepRecord
 from tlt.report.trackers import Library, TrackedRun, WandbTracker, check_trackers
-from tlt.report.tracking import Patience, Tracking, run_id, step_values, track
+from tlt.report.tracking import Patience, Tracking, run_id, track
 from tlt.types import UserError
 
 FAKES = """
@@ -81,12 +80,13 @@ def diary(folder: Path, name: str = "Diary") -> list[list[object]]:
 # -- names ---------------------------------------------------------------------------------------------------------------
 
 
-def test_figures_have_the_names_of_the_file_in_groups_and_those_of_vllm() -> None:
-    changes = {"draft_acceptance_rate": 0.4, "draft_mean_acceptance_length": 2.2, "draft_acceptance_rate_pos": (0.8, 0.4)}
-    values = step_values(record(6, reward_mean=0.25, loss=-1.5, **changes))
+def test_figures_are_named_by_their_place_in_the_record_and_counted_from_1() -> None:
+    drafts = {"draft_acceptance_rate": 0.4, "draft_mean_acceptance_length": 2.2, "draft_acceptance_rate_pos": (0.8, 0.4)}
+    values = record(6, rewards={"mean": 0.25}, update={"loss": -1.5}, rollout=drafts).figures()
     expected = {
-        "reward/mean": 0.25,
-        "train/loss": -1.5,
+        "step_seconds": 0.5,
+        "rewards/mean": 0.25,
+        "update/loss": -1.5,
         "rollout/draft_acceptance_rate": 0.4,
         "rollout/draft_mean_acceptance_length": 2.2,
         "rollout/draft_acceptance_rate_pos_1": 0.8,
@@ -95,26 +95,17 @@ def test_figures_have_the_names_of_the_file_in_groups_and_those_of_vllm() -> Non
         "rollout/response_tokens/max": 700,
         "rollout/strategy_seconds/off": 1.5,
         "drafter/version": 6,
-        "time/preemption_seconds_2": 0.002,
+        "idle/preemption_seconds_2": 0.002,
     }
     assert {name: values[name] for name in expected} == expected
-    assert not {"train/step", "train/finished_at", "drafter/training"} & values.keys()
-
-
-def test_no_two_numbers_of_a_record_share_a_name_and_none_is_lost() -> None:
-    fields = dataclasses.fields(StepRecord)
-    lists = {field.name: () for field in fields if str(field.type).startswith("tuple")}
-    tables = {field.name: {} for field in fields if str(field.type).startswith("dict")}
-    numbers = [field.name for field in fields if field.type in ("int", "Number")]
-    values = step_values(record(0, **lists, **tables))
-    assert len(values) == len(numbers) - len({"step", "finished_at"}) + len({"mean", "p50", "p95", "max"})
+    assert not {"step", "finished_at", "algorithm", "drafter/training"} & values.keys()
 
 
 def test_what_does_not_exist_is_left_out() -> None:
-    nothing = record(0, accept_length=NAN, grad_norm=math.inf, accept_by_depth=(), draft_acceptance_rate_pos=(0.5, NAN))
-    values = step_values(nothing)
+    rollout = {"accept_length": NAN, "accept_by_depth": (), "draft_acceptance_rate_pos": (0.5, NAN)}
+    values = record(0, rollout=rollout, update={"grad_norm": math.inf}).figures()
     assert "rollout/draft_acceptance_rate_pos_1" in values
-    assert not {"rollout/accept_length", "train/grad_norm", "rollout/draft_acceptance_rate_pos_2"} & values.keys()
+    assert not {"rollout/accept_length", "update/grad_norm", "rollout/draft_acceptance_rate_pos_2"} & values.keys()
     assert not [name for name in values if "accept_by_depth" in name]
     assert all(math.isfinite(value) for value in values.values())
 

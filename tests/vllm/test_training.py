@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks.vllm_rl import RECIPE, SMALL, compare, run_arm
 from tests.vllm.parts import in_vllm
+from tlt.report.metrics import StepRecord, read_metrics
 
 pytestmark = [*in_vllm, pytest.mark.timeout(3600)]
 
@@ -94,9 +95,9 @@ def two_ranks(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     run.wait()
 
 
-def records(folder: Path) -> list[dict[str, Any]]:
+def records(folder: Path) -> list[StepRecord]:
     path = folder / "run" / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_metrics(path) if path.exists() else []
 
 
 def test_two_ranks_outlive_a_killed_worker_say_so_in_one_line_and_leave_nothing_behind(
@@ -113,9 +114,9 @@ def test_two_ranks_outlive_a_killed_worker_say_so_in_one_line_and_leave_nothing_
     assert "vllm: worker 0 has ended: killed by SIGKILL (out of memory?)" in line
     wait_for(lambda: not workers(two_ranks.pid), seconds=30)
     steps = records(tmp_path)
-    assert [record["step"] for record in steps] == [0, 1, 2, 3]
-    assert all(record["accept_length"] > 1.5 for record in steps)
-    assert sum(record["drafter_tokens"] for record in steps) > 0, "features were computed again, and trained on"
+    assert [record.step for record in steps] == [0, 1, 2, 3]
+    assert all(record.rollout.accept_length > 1.5 for record in steps)
+    assert sum(record.drafter.tokens for record in steps) > 0, "features were computed again, and trained on"
 
 
 def test_ctrl_c_ends_two_ranks_with_their_workers_after_the_work_under_way(
@@ -161,14 +162,14 @@ def test_a_run_generates_ahead_replays_and_evaluates_from_references_and_stays_t
         done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
         found[arm] = {path.name: responses(path) for path in sorted((tmp_path / arm / "responses").iterdir())}
-    steps = {arm: [json.loads(line) for line in (tmp_path / arm / "metrics.jsonl").read_text().splitlines()] for arm in arms}
+    steps = {arm: read_metrics(tmp_path / arm / "metrics.jsonl") for arm in arms}
     for arm in ("replay", "ahead"):
         assert found[arm].keys() == found["plain"].keys()
         same = [found[arm][name][key] == tokens for name in found[arm] for key, tokens in found["plain"][name].items()]
         assert sum(same) / len(same) > 0.95, "all but near-ties of float32, and what they change in later policies"
-    assert sum(step["followed_by_age"].get("replay", 0) for step in steps["replay"]) > 300
-    assert sum(step["ahead_tokens"] for step in steps["ahead"]) > 100
-    assert sum(step["followed_by_age"].get("1", 0) for step in steps["ahead"]) > 50
+    assert sum(step.rollout.followed_by_age.get("replay", 0) for step in steps["replay"]) > 300
+    assert sum(step.idle.ahead_tokens for step in steps["ahead"]) > 100
+    assert sum(step.rollout.followed_by_age.get("1", 0) for step in steps["ahead"]) > 50
 
 
 def responses(path: Path) -> dict[tuple[str, int], list[int]]:

@@ -89,7 +89,7 @@ def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
     runs = {name: summarize_run(records[name], turns[name], read_spans(folder / name)) for name in names}
     share = runs[reference]["rollout_share"]
     for name in others:
-        speedup = Ratio.between([r.rollout_seconds for r in records[reference]], [r.rollout_seconds for r in records[name]])
+        speedup = Ratio.between([r.rollout.seconds for r in records[reference]], [r.rollout.seconds for r in records[name]])
         runs[name] |= {
             "rollout_speedup": dataclasses.asdict(speedup),
             "ceiling": ceiling(share, speedup.mean),
@@ -106,26 +106,26 @@ def summarize_run(records: Sequence[StepRecord], turns: Sequence[Turn], spans: M
     """Summarizes one run. Seconds are per step, idle seconds summed over ranks; None: there is nothing to divide by."""
     num_steps = len(turns)
     step_seconds = sum(turn.seconds for turn in turns)
-    idle_seconds = sum(record.idle_seconds for record in records)
-    lengths = [record.accept_length for record in records if not math.isnan(record.accept_length)]
+    idle_seconds = sum(record.idle.seconds for record in records)
+    lengths = [record.rollout.accept_length for record in records if not math.isnan(record.rollout.accept_length)]
     phases = phase_seconds(spans)
     phases["record"] = (step_seconds - sum(record.step_seconds for record in records)) / num_steps
     return {
         "step_seconds": step_seconds / num_steps,
         "phase_seconds": phases,
-        "rollout_share": sum(record.rollout_seconds for record in records) / step_seconds,
+        "rollout_share": sum(record.rollout.seconds for record in records) / step_seconds,
         "cpu_seconds": sum(record.cpu_seconds for record in records) / num_steps,
-        "reward_mean": statistics.mean(record.reward_mean for record in records),
-        "num_responses": sum(record.num_responses for record in records),
-        "num_tokens": sum(record.num_tokens for record in records),
+        "reward_mean": statistics.mean(record.rewards.mean for record in records),
+        "num_responses": sum(record.rollout.num_responses for record in records),
+        "num_tokens": sum(record.rollout.num_tokens for record in records),
         "accept_length": statistics.mean(lengths) if lengths else None,
         "idle_seconds": idle_seconds / num_steps,
-        "harvested_share": (sum(record.drafter_train_seconds for record in records) / idle_seconds if idle_seconds else None),
+        "harvested_share": (sum(record.drafter.train_seconds for record in records) / idle_seconds if idle_seconds else None),
         "drafter_training_on_critical_path": critical_path_share(spans),
         "num_different": sum(turn.num_different for turn in turns),
         "num_steps_with_same_weights": sum(turn.same_weights for turn in turns),
         "steps": [
-            {"seconds": turn.seconds, "rollout_seconds": record.rollout_seconds, "digest": turn.digest}
+            {"seconds": turn.seconds, "rollout_seconds": record.rollout.seconds, "digest": turn.digest}
             for record, turn in zip(records, turns, strict=True)
         ],
     }

@@ -125,14 +125,14 @@ def assume_recorded(run: RecordedRun, config: Config) -> Assumed:
         ),
         seed=config.run.seed,
     )
-    return with_rest(assumed, fmean(step.step_seconds - step.rollout_seconds for step in run.steps))
+    return with_rest(assumed, fmean(step.step_seconds - step.rollout.seconds for step in run.steps))
 
 
 def known_lengths(run: RecordedRun) -> tuple[Sequence[Groups], str]:
     """Returns the lengths of a run's steps, and a line about them."""
     if run.lengths:
         return run.lengths, f"lengths: those of the {len(run.lengths)} steps that the run has kept"
-    known = ((step.response_tokens, step.num_responses) for step in run.steps)
+    known = ((step.rollout.response_tokens, step.rollout.num_responses) for step in run.steps)
     line = "lengths: log-normal, with the median, p95 and largest of each step"
     line += "; run.keep_responses would have kept the very ones"
     return [[log_normal(of_step.p50, of_step.p95, of_step.max, num)] for of_step, num in known], line
@@ -143,7 +143,7 @@ def beside(run: RecordedRun, pace: TunedPace) -> list[tuple[float, float]]:
     left out if there are others."""
     how = len(run.ranks), run.config.rollout.max_batch_size, pace, True
     computed = [share(list(chain(*groups)), *how).seconds for groups in known_lengths(run)[0]]
-    pairs = [(step.rollout_seconds, seconds) for step, seconds in zip(run.steps, computed, strict=False)]
+    pairs = [(step.rollout.seconds, seconds) for step, seconds in zip(run.steps, computed, strict=False)]
     return pairs[1:] or pairs
 
 

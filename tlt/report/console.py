@@ -61,7 +61,7 @@ def _share(value: float, digits: int = 0) -> str:
 
 
 def _lengths(record: StepRecord) -> str:
-    return f"{_number(record.response_tokens.p50, '.0f')} / {record.response_tokens.max}"
+    return f"{_number(record.rollout.response_tokens.p50, '.0f')} / {record.rollout.response_tokens.max}"
 
 
 def _used(seconds: Mapping[str, float]) -> str:
@@ -72,15 +72,15 @@ def _used(seconds: Mapping[str, float]) -> str:
 
 COLUMNS = (
     Column("step", "", 5, "bold", lambda r: str(r.step + 1)),
-    Column("reward", "mean", 7, "", lambda r: _number(r.reward_mean, ".3f")),
-    Column("solved", "sampled", 8, "bold green", lambda r: _share(r.solve_rate, 1)),
+    Column("reward", "mean", 7, "", lambda r: _number(r.rewards.mean, ".3f")),
+    Column("solved", "sampled", 8, "bold green", lambda r: _share(r.rewards.solve_rate, 1)),
     Column("tokens", "p50 / max", 15, "", _lengths),
-    Column("rollout", "s", 8, "", lambda r: _number(r.rollout_seconds, ".1f")),
-    Column("update", "s", 7, "", lambda r: _number(r.update_seconds, ".1f"), is_spare=True),
-    Column("speed", "tok/s", 8, "", lambda r: _number(r.tokens_per_second, ",.0f")),
-    Column("accept", "length", 7, "cyan", lambda r: _number(r.accept_length, ".2f")),
-    Column("idle", "s", 7, "", lambda r: _number(r.idle_seconds, ".1f"), is_spare=True),
-    Column("used", "of idle", 10, "magenta", lambda r: _used(r.idle_seconds_by_use)),
+    Column("rollout", "s", 8, "", lambda r: _number(r.rollout.seconds, ".1f")),
+    Column("update", "s", 7, "", lambda r: _number(r.update.seconds, ".1f"), is_spare=True),
+    Column("speed", "tok/s", 8, "", lambda r: _number(r.rollout.tokens_per_second, ",.0f")),
+    Column("accept", "length", 7, "cyan", lambda r: _number(r.rollout.accept_length, ".2f")),
+    Column("idle", "s", 7, "", lambda r: _number(r.idle.seconds, ".1f"), is_spare=True),
+    Column("used", "of idle", 10, "magenta", lambda r: _used(r.idle.seconds_by_use)),
 )
 
 
@@ -187,17 +187,16 @@ class Console:
         self._step = record.step + 1
         self._recent.append(record.step_seconds)
         self._print(_row(self._columns, [(column.write(record), column.style) for column in self._columns]))
-        if record.recalled_tokens:
-            self.note(
-                f"step {record.step + 1}: {record.recalled_tokens:,} of its {record.num_tokens:,} tokens stood in the journal"
-            )
+        if recalled := record.rollout.recalled_tokens:
+            told = f"{recalled:,} of its {record.rollout.num_tokens:,} tokens stood in the journal"
+            self.note(f"step {record.step + 1}: {told}")
         self.reward_errors(record)
 
     def reward_errors(self, record: StepRecord) -> None:
         """Says that responses of the step could not be scored, and why the first could not; nothing where all could."""
-        if record.reward_errors:
-            counts = f"{record.reward_errors} of {record.num_responses} responses"
-            self.note(f"step {record.step + 1}: {counts} could not be scored; the first: {record.first_reward_error}")
+        if num_errors := record.rewards.num_errors:
+            counts = f"{num_errors} of {record.rollout.num_responses} responses could not be scored"
+            self.note(f"step {record.step + 1}: {counts}; the first: {record.rewards.first_error}")
 
     def evaluation(
         self, step: int, solve_rate: float | None, seconds: float, reward: float | None = None, is_best: bool = False

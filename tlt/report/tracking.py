@@ -12,68 +12,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import os
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from json import loads
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
-from typing import IO, Any, Final
+from typing import IO, Final
 
 from tlt.files import read_file, write_json
 from tlt.plugins import describe
 from tlt.processes import Helper, how_it_ended
-from tlt.report.metrics import StepRecord
 from tlt.report.trackers import Answer, Message, Point, TrackedRun
 from tlt.types import UserError
-
-# ── figures and their names ──────────────────────────────────────────────────────────────────────────────────────────
-
-_GROUPS: Final = {
-    "reward": "reward_mean solve_rate reward_errors zero_variance_groups",
-    "rollout": "num_responses num_tokens response_tokens truncated_share tokens_per_second num_migrated accept_length"
-    " accept_by_depth draft_acceptance_rate draft_mean_acceptance_length draft_acceptance_rate_pos"
-    " strategy_seconds strategy_speed strategy_predicted ahead_seconds ahead_tokens followed_by_age"
-    " won_seconds",
-    "drafter": "drafter_loss drafter_tokens drafter_captured_tokens drafter_recomputed_tokens"
-    " drafter_version drafter_acceptance retrieval_acceptance drafter_train_seconds harvested_share"
-    " drafter_vocabulary drafter_coverage",
-    "time": "rollout_seconds update_seconds step_seconds cpu_seconds idle_seconds preemption_seconds idle_seconds_by_use"
-    " idle_gain idle_cost",
-}
-"""The groups of charts: fields of StepRecord. All others are the policy update's: "train"."""
-_GROUP_OF: Final = {name: group for group, names in _GROUPS.items() for name in names.split()}
-_AXES: Final = frozenset({"step", "finished_at"})
-
-
-def step_values(record: StepRecord) -> dict[str, float]:
-    """Returns the figures of a step as GROUP/NAME → number; what does not exist and what is no number is left out.
-
-    The name is that of metrics.jsonl, without its group's where it begins with that: rollout/accept_length, reward/mean.
-    A list's numbers are counted from 1: rollout/accept_by_depth_1. A table's have a level of their own:
-    rollout/response_tokens/p95.
-    """
-    values: dict[str, float] = {}
-    for name, value in dataclasses.asdict(record).items():
-        if name not in _AXES:
-            group = _GROUP_OF.get(name, "train")
-            values.update(_numbers(f"{group}/{name.removeprefix(f'{group}_')}", value))
-    return values
-
-
-def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _numbers(f"{name}/{key}", item)
-    elif isinstance(value, tuple):
-        for number, item in enumerate(value, start=1):
-            yield from _numbers(f"{name}_{number}", item)
-    elif isinstance(value, int | float) and math.isfinite(value):
-        yield name, value
 
 
 def run_id(folder: Path, known: str = "", say: Callable[[str], None] = lambda text: None) -> str:

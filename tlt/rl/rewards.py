@@ -17,11 +17,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
+from tlt.accounts import RewardSummary
 from tlt.rl.reward_worker import Worker, WorkerLost
 from tlt.rl.scoring import Response, RewardSpec, Scorer
 from tlt.types import Key, Reward, UserError
@@ -30,25 +30,6 @@ MAX_LOST_WITH = 2
 """Workers that are lost with a response before it has no score: the first may have been killed by anybody."""
 MAX_LOST_BEFORE = 3
 """Workers that are lost before they take the response up, until it has none, either: one may have died at its start."""
-
-
-@dataclass(frozen=True)
-class RewardSummary:
-    """A step's rewards in numbers. The means are over the responses that were scored, NaN where none was. `num_errors`
-    counts the others; `first_error` says why the first of them was not scored, and is empty where there is none.
-
-    parts: reward function → mean over the responses to which it applied.  metrics: what the functions logged → mean.
-    reward_by_task, solve_rate_by_task: by the problems' column `task`; empty where they have none.
-    """
-
-    mean: float
-    solve_rate: float
-    num_errors: int
-    first_error: str
-    parts: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    reward_by_task: dict[str, float] = field(default_factory=dict)
-    solve_rate_by_task: dict[str, float] = field(default_factory=dict)
 
 
 def summarize(rewards: Sequence[Reward]) -> RewardSummary:

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tlt.accounts import UpdateMetrics
 from tlt.config.algorithm import AlgorithmSection
 from tlt.config.sampling import SamplingSection
 from tlt.config.schema import OptimizerSection
@@ -46,32 +47,6 @@ from tlt.types import Reward, Rollout, UserError, in_order, key_of
 SAMPLED_TOKENS = 4096
 """Responses without advantage have a gradient of exactly 0. About so many of their tokens, in whole responses drawn at random,
 stand for all of them in the means."""
-
-
-@dataclass(frozen=True)
-class UpdateMetrics:
-    """One update in numbers. Means are over the tokens of all ranks' scored responses; `loss`, `grad_norm` (before clipping),
-    `clip_fraction` and `kl` also over the optimizer steps; NaN where there are none. `entropy` and the gaps are those of the
-    policy before the update, estimated without bias where more than `SAMPLED_TOKENS` tokens have no advantage.
-
-    kl: None when there is no reference policy (its coefficient is 0); before the update where it is in the reward.
-    zero_variance_groups: problems all of whose responses have advantage 0, or no score.
-    num_skipped: optimizer steps that were not taken, as no token was in their loss.
-    engine_trainer_logprob_gap: mean of |engine's logprob - trainer's|; `_max` the largest computed.
-    """
-
-    loss: float
-    grad_norm: float
-    entropy: float
-    clip_fraction: float
-    kl: float | None
-    lr: float
-    engine_trainer_logprob_gap: float
-    engine_trainer_logprob_gap_max: float
-    num_tokens: int
-    zero_variance_groups: int
-    num_skipped: int
-    seconds: float
 
 
 @dataclass
@@ -203,7 +178,7 @@ class PolicyTrainer:
             grad_norm=sum(grad_norms) / num_steps,
             entropy=sums.entropy / num_passes,
             clip_fraction=sums.clipped / num_passes,
-            kl=None if self.reference is None else sums.kl / num_passes,
+            kl=math.nan if self.reference is None else sums.kl / num_passes,
             lr=lr,
             engine_trainer_logprob_gap=sums.gap / num_passes,
             engine_trainer_logprob_gap_max=sums.gap_max,

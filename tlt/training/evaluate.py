@@ -12,10 +12,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from tlt.accounts import RewardSummary
 from tlt.distributed.world import tell
 from tlt.files import read_file
 from tlt.report.console import near, when
-from tlt.rl.rewards import RewardSummary, check_scorable, summarize
+from tlt.rl.rewards import check_scorable, summarize
 from tlt.spans import SpanName
 from tlt.training.evaluations import Evaluation
 from tlt.training.run import Run

@@ -205,8 +205,8 @@ def drafted_from(run: Run) -> tuple[int, float] | None:
     """Returns the size of the last step's draft vocabulary and what it covered; None where that was the whole one, or nothing
     was drafted."""
     records = read_metrics(run.out_dir / "metrics.jsonl")
-    size = records[-1].drafter_vocabulary if records else 0
-    return (size, records[-1].drafter_coverage) if 0 < size < run.policy.config.vocab_size else None
+    size = records[-1].drafter.vocabulary if records else 0
+    return (size, records[-1].drafter.coverage) if 0 < size < run.policy.config.vocab_size else None
 
 
 def recorded_seconds(run: Run) -> float:

@@ -12,7 +12,11 @@ from tests.integration.test_run import command, records, same_weights, train, wh
 
 pytestmark = pytest.mark.slow
 
-COUNTS = ("groups_sampled", "groups_discarded", "resample_rounds", "zero_variance_groups", "reward_mean", "num_tokens")
+COUNTS = (
+    *(f"rollout/{name}" for name in ("groups_sampled", "groups_discarded", "resample_rounds", "num_tokens")),
+    "update/zero_variance_groups",
+    "rewards/mean",
+)
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +43,18 @@ def plain(workspace: Path, dapo: tuple[str, ...]) -> Path:
 
 
 def counts(out_dir: Path) -> list[dict[str, Any]]:
-    return [{key: record[key] for key in COUNTS} for record in records(out_dir)]
+    return [{key: record.figures()[key] for key in COUNTS} for record in records(out_dir)]
 
 
 def test_groups_without_a_signal_are_replaced_and_counted(plain: Path) -> None:
     written = records(plain)
-    assert {record["algorithm"] for record in written} == {"dapo"}
+    assert {record.algorithm for record in written} == {"dapo"}
     for record in written:
-        assert record["groups_discarded"] == record["groups_sampled"] - 4
-        assert record["num_responses"] == 2 * record["groups_sampled"]
-        assert record["resample_rounds"] <= 4
-    assert sum(record["groups_discarded"] for record in written) > 4
-    assert any(record["groups_sampled"] > 6 for record in written), "problems came again in some step"
+        assert record.rollout.groups_discarded == record.rollout.groups_sampled - 4
+        assert record.rollout.num_responses == 2 * record.rollout.groups_sampled
+        assert record.rollout.resample_rounds <= 4
+    assert sum(record.rollout.groups_discarded for record in written) > 4
+    assert any(record.rollout.groups_sampled > 6 for record in written), "problems came again in some step"
 
 
 def test_speculation_on_and_off_are_the_same_run(workspace: Path, dapo: tuple[str, ...], plain: Path) -> None:
@@ -58,7 +62,7 @@ def test_speculation_on_and_off_are_the_same_run(workspace: Path, dapo: tuple[st
     assert counts(on) == counts(plain)
     assert what_the_law_fixes(on) == what_the_law_fixes(plain)
     assert same_weights(on, plain)
-    assert all(record["accept_length"] >= 1 for record in records(on))
+    assert all(record.rollout.accept_length >= 1 for record in records(on))
 
 
 def test_one_rank_samples_the_same_groups_as_two(workspace: Path, dapo: tuple[str, ...], plain: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from benchmarks.faults.compare import difference
 from benchmarks.faults.kills import generate_ahead, make_workspace, recoveries, run_with
 from benchmarks.faults.victim import ANYWHERE, LAUNCHER, Kill
 from tests.integration.test_kills import assert_killed_run_equals_whole_one
+from tlt.report.metrics import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -41,6 +41,6 @@ def test_after_kills_a_run_that_generates_ahead_is_the_one_never_killed_that_doe
     assert killed["outcome"] == "ended", killed["outcome"]
     assert not difference(tmp_path / "killed" / "run", tmp_path / "whole" / "run")
     assert len(recoveries(plan, killed["events"])) == len(plan), killed["events"]
-    records = [json.loads(line) for line in (tmp_path / "killed" / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert sum(record["ahead_tokens"] for record in records) > 0
-    assert sum(record["followed_by_age"].get("1", 0) for record in records) > 0
+    records = read_metrics(tmp_path / "killed" / "run" / "metrics.jsonl")
+    assert sum(record.idle.ahead_tokens for record in records) > 0
+    assert sum(record.rollout.followed_by_age.get("1", 0) for record in records) > 0

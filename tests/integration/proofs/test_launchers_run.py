@@ -112,7 +112,7 @@ def rank_process(launcher: int, rank: int, program: bytes = b"tlt") -> int:
 
 def check(out_dir: Path, undisturbed: Path, code: int, said: str) -> None:
     assert code == 0, said
-    assert [record["step"] for record in records(out_dir)] == [0, 1, 2, 3], said
+    assert [record.step for record in records(out_dir)] == [0, 1, 2, 3], said
     assert what_the_law_fixes(out_dir) == what_the_law_fixes(undisturbed)
     assert same_weights(out_dir, undisturbed)
 
@@ -265,7 +265,7 @@ def test_two_hosts_end_with_the_policy_of_one(workspace: Path, undisturbed: Path
         pytest.skip(f"network namespaces cannot be made here: {error}")
     check(out_dir, undisturbed, max(codes), "".join((workspace / f"host{rank}.txt").read_text() for rank in range(2)))
     for record in records(out_dir):
-        assert 0 <= record["idle_seconds"] < 2 * record["rollout_seconds"] < 1000
+        assert 0 <= record.idle.seconds < 2 * record.rollout.seconds < 1000
 
 
 # ── Ray ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

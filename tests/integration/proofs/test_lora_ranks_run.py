@@ -48,12 +48,13 @@ def test_a_run_goes_from_two_ranks_to_one_and_back(workspace: Path, replicated: 
         words, environment = command(workspace, *words, "--parallel.policy", "replicate" if num_ranks == "1" else "fsdp")
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=280)
         assert done.returncode == 0, done.stderr + done.stdout
-    assert [record["num_tokens"] for record in records(out_dir)] == [record["num_tokens"] for record in records(replicated)]
+    ours, theirs = ([record.rollout.num_tokens for record in records(run)] for run in (out_dir, replicated))
+    assert ours == theirs
     assert apart(out_dir, replicated) < 1e-12
 
 
 def test_the_drafter_is_trained_in_idle_time_beside_the_merged_policy(replicated: Path) -> None:
-    assert sum(record["drafter_tokens"] for record in records(replicated)) > 0
+    assert sum(record.drafter.tokens for record in records(replicated)) > 0
     noted = json.loads((replicated / "drafter" / "config.json").read_text())["tlt"]
     policy = load_tensors(replicated / "policy", load_model_config(replicated / "policy"))
     assert noted["policy_hash"] == content_hash(policy)

@@ -33,4 +33,4 @@ def test_a_recipe_runs_scaled_down_with_its_own_layout(recipe: str, tmp_path: Pa
     assert "policy sharded (FSDP2)" in done.stdout
     assert "computed in bfloat16, activations checkpointed" in done.stdout
     records = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert [record.num_responses for record in records] == [8, 8]
+    assert [record.rollout.num_responses for record in records] == [8, 8]

@@ -92,7 +92,7 @@ def test_a_damaged_checkpoint_is_one_line_and_an_older_one_is_gone_on_from_by_ch
     chosen = train(workspace, "--resume", str(older))
     assert chosen.returncode == 0, chosen.stderr + chosen.stdout
     assert "step-00000003.aside" in chosen.stdout
-    assert [record["step"] for record in records(moved)] == [0, 1, 2]
+    assert [record.step for record in records(moved)] == [0, 1, 2]
     assert_same_run(moved, straight)
 
 
@@ -141,9 +141,7 @@ def test_a_chosen_draft_vocabulary_survives_a_resume(workspace: Path) -> None:
     for num_steps in ("3", "5"):
         arguments = (*run_tests.NINE_TOKENS, "--resume", "auto", "--run.num_steps", num_steps)
         resumed = run_tests.train(workspace, "nine-resumed", *arguments)
-    chosen = [
-        [(record["drafter_vocabulary"], record["drafter_coverage"]) for record in records(run)] for run in (whole, resumed)
-    ]
+    chosen = [[(record.drafter.vocabulary, record.drafter.coverage) for record in records(run)] for run in (whole, resumed)]
     assert chosen[0] == chosen[1]
     manifests = [json.loads((run / "checkpoints/step-00000005/manifest.json").read_text()) for run in (whole, resumed)]
     vocabularies = [manifest["manifest"]["counters"]["drafter"]["vocabulary"] for manifest in manifests]

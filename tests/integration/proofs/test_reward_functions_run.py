@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tlt.report.metrics import read_metrics
+
 FUNCTIONS = """
 async def length_penalty(prompts, completions, completion_ids, log_metric, **kwargs):
     log_metric("characters", len(completions[0]))
@@ -43,13 +45,13 @@ def test_a_mixture_scored_by_its_tasks_and_a_function_says_the_means_of_each(wor
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 × task + 0.5 × my_rewards:length_penalty" in done.stdout
-    for line in lines(workspace / "mixture" / "metrics.jsonl"):
-        assert set(line["reward_parts"]) == {"task", "length_penalty"}
-        assert line["reward_parts"]["length_penalty"] == pytest.approx(-line["response_tokens"]["mean"] / 48)
-        parts = line["reward_parts"]
-        assert line["reward_mean"] == pytest.approx(parts["task"] + 0.5 * parts["length_penalty"])
-        assert line["reward_metrics"]["characters"] > 0
-        assert set(line["reward_by_task"]) == set(line["solve_rate_by_task"]) <= {"digits", "countdown"}
+    for record in read_metrics(workspace / "mixture" / "metrics.jsonl"):
+        rewards, parts = record.rewards, record.rewards.parts
+        assert set(parts) == {"task", "length_penalty"}
+        assert parts["length_penalty"] == pytest.approx(-record.rollout.response_tokens.mean / 48)
+        assert rewards.mean == pytest.approx(parts["task"] + 0.5 * parts["length_penalty"])
+        assert rewards.metrics["characters"] > 0
+        assert set(rewards.reward_by_task) == set(rewards.solve_rate_by_task) <= {"digits", "countdown"}
     for evaluation in lines(workspace / "mixture" / "evaluations.jsonl"):
         assert set(evaluation["by_task"]) == {"digits", "countdown"}
         assert len([problem for problem in evaluation["by_problem"] if problem.startswith("digits/")]) == 4
@@ -61,10 +63,10 @@ def test_rows_of_a_file_need_no_task_where_functions_score_them(workspace: Path)
     words = ("--task.name", "data", "--task.problems_file", str(workspace / "rows.jsonl"), "--evaluation.num_problems", "0")
     done = train(workspace, "rows", *words, "--rewards.functions", '["my_rewards:has_a_digit"]')
     assert done.returncode == 0, done.stdout + done.stderr
-    for line in lines(workspace / "rows" / "metrics.jsonl"):
-        assert line["reward_errors"] == 4, "the group of the row to which the function does not apply"
-        assert line["first_reward_error"] == "not applicable: every reward function returned None"
-        assert line["reward_mean"] == line["reward_parts"]["has_a_digit"] == line["solve_rate"]
+    for rewards in (record.rewards for record in read_metrics(workspace / "rows" / "metrics.jsonl")):
+        assert rewards.num_errors == 4, "the group of the row to which the function does not apply"
+        assert rewards.first_error == "not applicable: every reward function returned None"
+        assert rewards.mean == rewards.parts["has_a_digit"] == rewards.solve_rate
 
 
 def test_a_function_that_wants_a_missing_column_is_refused_before_the_run(workspace: Path) -> None:

@@ -93,6 +93,6 @@ def test_a_run_goes_from_two_ranks_to_one_and_back(workspace: Path, replicated: 
         words, environment = command(workspace, *words)
         done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=PATIENCE)
         assert done.returncode == 0, done.stderr + done.stdout
-    tokens = [(record["num_tokens"], record["reward_mean"]) for record in records(out_dir)]
-    assert tokens == [(record["num_tokens"], record["reward_mean"]) for record in records(replicated)]
+    tokens = [(record.rollout.num_tokens, record.rewards.mean) for record in records(out_dir)]
+    assert tokens == [(record.rollout.num_tokens, record.rewards.mean) for record in records(replicated)]
     assert apart(out_dir, replicated) < 1e-12

@@ -46,13 +46,13 @@ def test_a_run_and_its_continuation_are_one_run_to_a_tracker_and_outlive_one_tha
     assert begins[0][1] == begins[1][1] == json.loads((folder / "tracking.json").read_text())["run_id"]
     assert [line[0] for line in lines].count("finish") == 2
     logs = [(line[1], line[2]) for line in lines if line[0] == "log"]
-    steps = [(step, values) for step, values in logs if "train/loss" in values]
+    steps = [(step, values) for step, values in logs if "update/loss" in values]
     assert [step for step, _ in steps] == [1, 2, 3]
     assert [step for step, values in logs if "eval/solve_rate" in values] == [0, 2, 3]
     for (_, values), record in zip(steps, records(folder), strict=True):
-        assert values["reward/mean"] == record["reward_mean"]
-        assert values["rollout/draft_acceptance_rate"] == record["draft_acceptance_rate"]
-        assert values["rollout/draft_acceptance_rate_pos_2"] == record["draft_acceptance_rate_pos"][1]
+        assert values["rewards/mean"] == record.rewards.mean
+        assert values["rollout/draft_acceptance_rate"] == record.rollout.draft_acceptance_rate
+        assert values["rollout/draft_acceptance_rate_pos_2"] == record.rollout.draft_acceptance_rate_pos[1]
         assert 1 <= values["rollout/draft_mean_acceptance_length"] <= 5
 
 

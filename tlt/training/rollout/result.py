@@ -4,12 +4,23 @@ queue."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from tlt.accounts import AheadReport, DrafterCheck, DrafterReport, IdleStretch
+from tlt.accounts import (
+    NAN,
+    AheadReport,
+    DrafterCheck,
+    DrafterReport,
+    IdleRecord,
+    IdleStretch,
+    IdleUse,
+    LengthStats,
+    RolloutRecord,
+)
 from tlt.engine.stats import EngineStats
 from tlt.training.rollout.dynamic import Group, flatten
+from tlt.training.rollout.idle_choice import Worth
 from tlt.training.rollout.slowdown import SlowdownSums
 from tlt.types import Key, Reward, Rollout
 
@@ -132,6 +143,66 @@ class PhaseResult:
         for replica in self.replicas:
             total.add(replica.stats)
         return total
+
+    def rollout_record(self) -> RolloutRecord:
+        """Returns how the responses were generated."""
+        lengths, stats = [len(rollout.token_ids) for rollout in self.rollouts], self.stats
+        predicted = {name: s.predicted_speed for name, s in stats.by_strategy.items()}
+        return RolloutRecord(
+            seconds=self.seconds,
+            num_responses=len(lengths),
+            num_tokens=sum(lengths),
+            response_tokens=LengthStats.of(lengths),
+            truncated_share=sum(rollout.finish_reason == "length" for rollout in self.rollouts) / len(lengths),
+            tokens_per_second=(sum(lengths) - self.recalled_tokens) / self.seconds,
+            accept_length=_number(stats.accept_length),
+            accept_by_depth=tuple(stats.accept_by_depth),
+            strategy_seconds={name: s.seconds for name, s in stats.by_strategy.items()},
+            strategy_speed={name: s.speed for name, s in stats.by_strategy.items()},
+            strategy_predicted={name: speed for name, speed in predicted.items() if speed is not None},
+            draft_acceptance_rate=_number(stats.draft_acceptance_rate),
+            draft_mean_acceptance_length=_number(stats.draft_mean_acceptance_length),
+            draft_acceptance_rate_pos=tuple(stats.draft_acceptance_rate_pos),
+            recalled_tokens=self.recalled_tokens,
+            num_migrated=sum(replica.num_migrated for replica in self.replicas),
+            num_preemptions=stats.num_preemptions,
+            num_reread_tokens=stats.num_reread_tokens,
+            groups_sampled=len(self.groups),
+            groups_discarded=len(self.groups) - len(self.kept),
+            resample_rounds=self.num_rounds - 1,
+            followed_by_age=dict(sorted(stats.followed_by_age.items(), key=lambda pair: (len(pair[0]), pair[0]))),
+            won_seconds=stats.won_seconds,
+        )
+
+    def drafter_record(self) -> DrafterCheck:
+        """Returns how the drafter is, and what the ranks trained it on."""
+        reports = [replica.drafter for replica in self.replicas]
+        tokens = sum(report.num_tokens for report in reports)
+        return replace(
+            self.check or DrafterCheck(),
+            tokens=tokens,
+            loss=sum(r.loss * r.num_tokens for r in reports if r.num_tokens) / tokens if tokens else NAN,
+            captured_tokens=sum(report.captured_tokens for report in reports),
+            recomputed_tokens=sum(report.recomputed_tokens for report in reports),
+            train_seconds=self.drafter_seconds,
+        )
+
+    def idle_record(self, worth: Mapping[IdleUse, Worth]) -> IdleRecord:
+        """Returns what idle time was spent on. worth: of its uses."""
+        return IdleRecord(
+            seconds=self.idle_seconds,
+            harvested_share=self.drafter_seconds / self.idle_seconds if self.idle_seconds > 0 else NAN,
+            preemption_seconds=self.preemption_seconds,
+            seconds_by_use=self.idle_seconds_by_use,
+            gain={use.value: one.gain for use, one in worth.items()},
+            cost={use.value: one.cost for use, one in worth.items()},
+            ahead_seconds=sum(replica.ahead.seconds for replica in self.replicas),
+            ahead_tokens=sum(replica.ahead.num_tokens for replica in self.replicas),
+        )
+
+
+def _number(value: float | None) -> float:
+    return NAN if value is None else value
 
 
 def combine(rounds: Sequence[Sequence[ReplicaReport]]) -> list[ReplicaReport]:
