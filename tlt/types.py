@@ -129,7 +129,7 @@ class Strategy:
     """A way to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes (the root, which
     is the last committed token, is not counted). `Strategy.OFF` decodes plainly.
 
-    drafter: learned, ngram, hybrid, ahead (from references, drafting/ahead.py), or ahead+KIND: that kind where there is none.
+    drafter: learned, ngram, hybrid, ahead (from references) or ahead+KIND (KIND where there is no reference).
     """
 
     drafter: str
@@ -140,16 +140,16 @@ class Strategy:
     OFF: ClassVar[Strategy]
     MAX_DEPTH: ClassVar[int] = 32
     """The engine keeps noise for so many positions ahead."""
-    MAX_FOLLOWED: ClassVar[int] = 256
+    MAX_REFERENCE: ClassVar[int] = 256
     """Tokens of a reference that are drafted at a time, at most."""
-    ELSEWHERE: ClassVar[int] = 8
+    WITHOUT_REFERENCE: ClassVar[int] = 8
     """Tokens that are drafted at most where there is no reference, beside those that have one."""
 
     def __post_init__(self) -> None:
-        limit = self.MAX_FOLLOWED if self.follows else self.MAX_DEPTH
+        limit = self.MAX_REFERENCE if self.uses_references else self.MAX_DEPTH
         if self.depth > limit:
             raise UserError(f"strategy {self}: depth {self.depth} is too large; give at most {limit}")
-        if self.follows and self.width > 1:
+        if self.uses_references and self.width > 1:
             raise UserError(f"strategy {self}: a reference is a chain; give {self.drafter}:{self.depth}x1x{self.depth}")
         if self.depth < 0 or self.width < 0 or self.budget < 0:
             raise UserError(f"strategy {self}: depth, width and budget must not be negative")
@@ -162,15 +162,15 @@ class Strategy:
         return self.depth == 0
 
     @property
-    def follows(self) -> bool:
+    def uses_references(self) -> bool:
         """Whether references are drafted from."""
         return self.drafter.partition("+")[0] == "ahead"
 
     @property
-    def elsewhere(self) -> Strategy:
+    def without_reference(self) -> Strategy:
         """Returns how sequences without a reference draft beside those that have one."""
-        kind, depth = self.drafter.partition("+")[2], min(self.depth, self.ELSEWHERE)
-        return Strategy(kind, depth, 1, depth) if self.follows and kind else Strategy.OFF
+        kind, depth = self.drafter.partition("+")[2], min(self.depth, self.WITHOUT_REFERENCE)
+        return Strategy(kind, depth, 1, depth) if self.uses_references and kind else Strategy.OFF
 
     def __str__(self) -> str:
         return "off" if self.is_off else f"{self.drafter}:{self.depth}x{self.width}x{self.budget}"
@@ -235,8 +235,8 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Lead:
-    """How far a reference leads a sequence: `length` tokens at most, each kept with chance `rate` if all before it are."""
+class ReferenceDraft:
+    """A draft from a reference: up to `length` tokens, each kept with chance `rate` if all before it are."""
 
     rate: float
     length: int
@@ -270,9 +270,11 @@ class BatchState:
     """The running batch, and the versions of policy and drafter: all that a tuner may choose by.
 
     mean_length: committed tokens per sequence, prompt included.  num_admitted: sequences that are new in this step; a drafter
-    may have to read their prompts.  leads: one for each sequence that has a reference to follow.  hindsight: what retrieval
-    would have drafted before, as far as it is known what was accepted of it.  num_left: tokens that are expected for each
-    running sequence, waiting ones' included; None: nobody knows.  reading: of prompts before this step; None: none was timed.
+    may have to read their prompts.
+    reference_drafts: one for each sequence that has a reference to draft from.
+    hindsight: what retrieval would have drafted before, as far as it is known what was accepted of it.
+    num_left: tokens expected for each running sequence, waiting ones' included; None: nobody knows.
+    reading: of prompts before this step; None: none was timed.
     """
 
     num_running: int
@@ -280,7 +282,7 @@ class BatchState:
     policy_version: int
     drafter_version: int
     num_admitted: int = 0
-    leads: tuple[Lead, ...] = ()
+    reference_drafts: tuple[ReferenceDraft, ...] = ()
     hindsight: tuple[Hindsight, ...] = ()
     num_left: float | None = None
     reading: Reading | None = None
@@ -292,14 +294,14 @@ class StepOutcome:
 
     num_tokens: committed by all sequences.  accepted: drafted tokens that each sequence accepted, () when nothing was drafted.
     drafted: nodes that were drafted for each, as many as `accepted`.  seconds: the whole step, drafting included.
-    followed: whether each was drafted from a reference; (): none was.
+    from_reference: whether each was drafted from a reference; (): none was.
     """
 
     num_tokens: int
     accepted: tuple[int, ...]
     drafted: tuple[int, ...]
     seconds: float
-    followed: tuple[bool, ...] = ()
+    from_reference: tuple[bool, ...] = ()
 
 
 class StrategyTuner:
@@ -308,7 +310,7 @@ class StrategyTuner:
     predicted_speed: float | None = None
     """Tokens per second expected of the latest choice; None where nothing is predicted."""
     speed_otherwise: float | None = None
-    """Tokens per second expected of the best strategy that follows no reference, where the latest choice follows some."""
+    """Tokens per second expected of the best choice without references, where the latest uses some."""
 
     def choose(self, batch: BatchState) -> Strategy:
         raise NotImplementedError

@@ -123,8 +123,8 @@ def test_a_resumed_run_keeps_what_counts_and_drafts_from_what_was_before(
     shutil.rmtree(again / "checkpoints" / "step-00000003")
     if is_damaged:
         (again / "references.safetensors").write_bytes(b"no tensors at all")
-    followed, record = [], EngineStats.record_followed
-    monkeypatch.setattr(EngineStats, "record_followed", lambda *given: (followed.append(given[-1]), record(*given)))
+    followed, record = [], EngineStats.record_reference
+    monkeypatch.setattr(EngineStats, "record_reference", lambda *given: (followed.append(given[-1]), record(*given)))
     assert tlt_here("train", "--resume", str(again)) == 0
     assert {path.name: lines(path) for path in (again / "responses").iterdir()} == expected
     assert (sum(followed) > 0) != is_damaged, "one rank generates nothing ahead: these are the last evaluation's"

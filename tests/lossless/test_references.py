@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.lossless.helpers import CONFIG, STOP, VOCAB, make_engine, make_policy
 from tests.reference_kinds import KINDS, reference_of
-from tlt.drafter.drafting.ahead import AheadDrafter, Follower
+from tlt.drafter.drafting.reference_drafter import ReferenceCursor, ReferenceDrafter
 from tlt.drafter.drafting.references import REPLAY, Reference, References
 from tlt.engine import reading
 from tlt.engine.engine import RolloutEngine
@@ -56,7 +56,7 @@ def follow(tuner: StrategyTuner, kinds: Sequence[str], dtype: torch.dtype = torc
             references.keep(request.key, reference)
     engine = make_engine(make_policy(), tuner, dtype=dtype)
     assert engine.drafter is not None
-    engine.load_drafter(AheadDrafter(engine.drafter, references, 8))
+    engine.load_drafter(ReferenceDrafter(engine.drafter, references, 8))
     return engine
 
 
@@ -76,7 +76,7 @@ def test_no_reference_changes_a_token(kinds: list[str], arm: str) -> None:
 
 def test_a_tuner_that_may_follow_references_changes_no_token() -> None:
     arms = default_arms(("learned", "ngram", "hybrid", "ahead", "ahead+hybrid"))
-    assert {arm.depth for arm in arms if arm.follows} == {32, 64, 128, 256}
+    assert {arm.depth for arm in arms if arm.uses_references} == {32, 64, 128, 256}
     engine = follow(CostModel(arms), KINDS)
     assert_plain(engine)
 
@@ -125,28 +125,28 @@ def test_logits_of_a_long_chain_are_asked_for_a_piece_at_a_time(monkeypatch: pyt
 def test_after_a_difference_the_place_is_found_again() -> None:
     """A token too many, then the same words: the rest is followed three places on."""
     reference = list(range(10, 60))
-    follower, prompt = Follower(Reference(reference), 2), [1, 2]
+    cursor, prompt = ReferenceCursor(Reference(reference), 2), [1, 2]
     tokens = [*prompt, *reference[:20], 7, 8, 9, *reference[20:30]]
     for end in range(2, len(tokens) + 1):
-        follower.read(tokens[:end])
-    assert list(follower.next_tokens(4)) == reference[30:34]
-    assert follower.cell[0] == 2, "it is followed elsewhere than at the response's own position"
+        cursor.read(tokens[:end])
+    assert list(cursor.next_tokens(4)) == reference[30:34]
+    assert cursor.cell[0] == 2, "it is followed elsewhere than at the response's own position"
 
 
 def test_a_single_difference_leaves_the_place_where_it_is() -> None:
     reference = list(range(10, 60))
-    follower = Follower(Reference(reference), 0)
-    follower.read([*reference[:20], 7])
-    assert list(follower.next_tokens(3)) == reference[21:24]
-    assert follower.cell == (1, 0)
+    cursor = ReferenceCursor(Reference(reference), 0)
+    cursor.read([*reference[:20], 7])
+    assert list(cursor.next_tokens(3)) == reference[21:24]
+    assert cursor.cell == (1, 0)
 
 
-def drafter_with(reference: Sequence[int]) -> tuple[AheadDrafter, list[int]]:
+def drafter_with(reference: Sequence[int]) -> tuple[ReferenceDrafter, list[int]]:
     """A drafter whose slot 0 has a sequence with this reference, and the sequence's prompt."""
     engine, request, references = make_engine(make_policy(), Fixed(Strategy.OFF)), requests_for(1)[0], References(None)
     references.keep(request.key, reference)
     assert engine.drafter is not None
-    drafter = AheadDrafter(engine.drafter, references, 1)
+    drafter = ReferenceDrafter(engine.drafter, references, 1)
     drafter.admit(0, request)
     return drafter, [*request.prompt_ids]
 
@@ -155,8 +155,8 @@ def test_a_difference_is_known_when_the_next_step_is_chosen() -> None:
     """Whoever chooses is told what was committed in the step before, drafted or not."""
     reference = list(range(8, 48))
     drafter, prompt = drafter_with(reference)
-    assert [lead.length for lead in drafter.leads([[*prompt, *reference[:10]]])] == [30]
-    (lead,) = drafter.leads([[*prompt, *reference[:10], 7]])
+    assert [lead.length for lead in drafter.reference_drafts([[*prompt, *reference[:10]]])] == [30]
+    (lead,) = drafter.reference_drafts([[*prompt, *reference[:10], 7]])
     assert lead.length == 1, "elsewhere than on an unbroken text it has not been seen to lead far"
 
 
@@ -164,11 +164,11 @@ def test_a_case_that_is_not_drafted_from_recovers_by_what_is_committed_without_d
     reference = [8 + i % 50 for i in range(400)]
     drafter, tokens = drafter_with(reference)
     tokens += [7, *([60] * 40)]
-    assert drafter.leads([tokens]) == (), "it has said none of forty"
+    assert drafter.reference_drafts([tokens]) == (), "it has said none of forty"
     for token in reference[41:200]:
         tokens.append(token)
-        drafter.leads([tokens])
-    (lead,) = drafter.leads([tokens])
+        drafter.reference_drafts([tokens])
+    (lead,) = drafter.reference_drafts([tokens])
     assert lead.length > 16
 
 
@@ -208,7 +208,7 @@ def test_a_reference_of_another_vocabulary_is_one_line(token_id: int) -> None:
     references.keep(requests_for()[0].key, [token_id] * 20)
     engine = make_engine(make_policy(), Fixed(Strategy.parse("ahead:8x1x8")))
     assert engine.drafter is not None
-    engine.load_drafter(AheadDrafter(engine.drafter, references, 8))
+    engine.load_drafter(ReferenceDrafter(engine.drafter, references, 8))
     place = "^reference for problem 'p0', sample 0: "
     with pytest.raises(UserError, match=rf"{place}token id {token_id} is outside the vocabulary of {VOCAB};"):
         list(engine.generate(requests_for()))
@@ -229,7 +229,7 @@ def test_a_reference_to_a_token_without_an_embedding_changes_nothing() -> None:
         references.keep(request.key, [*right[:3], hole, *right[4:]])
     engine = make_engine(policy, Fixed(Strategy.parse("ahead:8x1x8")))
     assert engine.drafter is not None
-    engine.load_drafter(AheadDrafter(engine.drafter, references, 8))
+    engine.load_drafter(ReferenceDrafter(engine.drafter, references, 8))
     for key, rollout in by_key(engine.generate(requests)).items():
         assert rollout.token_ids == want[key].token_ids
     assert engine.stats.num_verifications > 0
@@ -243,6 +243,6 @@ def test_the_window_ends_a_draft() -> None:
     references.keep(request.key, [*want.token_ids, *range(8, 60)])
     engine = make_engine(make_policy(), Fixed(Strategy.parse("ahead:256x1x256")))
     assert engine.drafter is not None
-    engine.load_drafter(AheadDrafter(engine.drafter, references, 8))
+    engine.load_drafter(ReferenceDrafter(engine.drafter, references, 8))
     (found,) = engine.generate([request])
     assert found.token_ids == want.token_ids

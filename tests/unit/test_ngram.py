@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tests.lossless.helpers import Given, make_engine, make_policy
 from tlt.drafter.drafting import continuations, ngram, suffix_index
-from tlt.drafter.drafting.ahead import AheadDrafter
 from tlt.drafter.drafting.hybrid import HybridDrafter, HybridProposal
 from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal
+from tlt.drafter.drafting.reference_drafter import ReferenceDrafter
 from tlt.drafter.drafting.references import References
 from tlt.drafter.drafting.suffix_index import ANCHORS, SuffixIndex
 from tlt.speculative.params import BatchParams
@@ -101,8 +101,8 @@ def test_siblings_are_read_while_they_run_and_other_problems_never() -> None:
     drafter = whole_drafts(3)
     for slot, name in enumerate(("a", "a", "b")):
         drafter.admit(slot, request(name, slot))
-    leader, follower = [1, 2, 5, 6, 7, 8, 9, 10], [1, 2, 4, 5, 6, 7, 8]
-    tree = propose(drafter, [leader, follower, follower], CHAIN)
+    leader, cursor = [1, 2, 5, 6, 7, 8, 9, 10], [1, 2, 4, 5, 6, 7, 8]
+    tree = propose(drafter, [leader, cursor, cursor], CHAIN)
     assert tree.tokens_BN[1].tolist()[1:3] == [9, 10]
     assert tree.tokens_BN[2].tolist()[1:3] == [0, 0], "filling: nothing was found"
 
@@ -375,7 +375,7 @@ def watch(strategy: Strategy, requests: Sequence[Request], drafter: str = "ngram
         for rollout in make_engine(make_policy(std=0.05)).generate(requests):
             references.keep(requests[0].key, rollout.token_ids)
         assert engine.drafter is not None
-        engine.load_drafter(AheadDrafter(engine.drafter, references, 8))
+        engine.load_drafter(ReferenceDrafter(engine.drafter, references, 8))
     for _ in engine.generate(requests):
         pass
     return tuner

@@ -21,7 +21,7 @@ from tlt.tuning.acceptance import Acceptance, Curve
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.step_costs import CostPrior, StepCosts, Work
 from tlt.tuning.tuner import Fixed, default_arms, make_tuner
-from tlt.types import BatchState, Hindsight, Lead, Reading, StepOutcome, Strategy, StrategyTuner, UserError
+from tlt.types import BatchState, Hindsight, Reading, ReferenceDraft, StepOutcome, Strategy, StrategyTuner, UserError
 
 ALL = ("learned", "ngram", "hybrid")
 ARMS = default_arms(ALL)
@@ -95,13 +95,13 @@ def test_the_cost_model_says_how_fast_it_would_be_without_the_references_that_it
     arms = default_arms(kinds)
     machine = Machine({"learned": 0.7}, 25.0)
     tuner, stats, truth = CostModel(arms), EngineStats(), 0.0
-    best = machine.best([arm for arm in arms if not arm.follows], 4)
+    best = machine.best([arm for arm in arms if not arm.uses_references], 4)
     for step in range(600):
-        leads = (Lead(0.999, 200),) * 4 if step % 2 and step > 200 else ()
-        batch = BatchState(4, 200.0, 0, 0, 0, leads)
+        reference_drafts = (ReferenceDraft(0.999, 200),) * 4 if step % 2 and step > 200 else ()
+        batch = BatchState(4, 200.0, 0, 0, 0, reference_drafts)
         arm = tuner.choose(batch)
-        assert (tuner.speed_otherwise is not None) == arm.follows
-        if arm.follows:
+        assert (tuner.speed_otherwise is not None) == arm.uses_references
+        if arm.uses_references:
             kept, noise = min(arm.depth, 200), math.exp(machine.random.gauss(0, 0.1))
             seconds = 0.01 * (25.0 + 4 * (1 + kept)) / 26.0 * noise
             outcome = StepOutcome(4 * (1 + kept), (kept,) * 4, (kept,) * 4, seconds, (True,) * 4)

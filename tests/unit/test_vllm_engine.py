@@ -77,7 +77,7 @@ class PretendLink:
     def give(self, drafts: Mapping[str, Sequence[int]]) -> None:
         self.given = {internal_id: list(tokens) for internal_id, tokens in drafts.items()}
 
-    def has_followed(self, internal_id: str) -> bool:
+    def used_reference(self, internal_id: str) -> bool:
         return internal_id in self.followed
 
     def num_verified(self, internal_id: str) -> int:

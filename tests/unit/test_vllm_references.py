@@ -15,7 +15,7 @@ from tests.lossless.helpers import VOCAB
 from tests.reference_kinds import KINDS, reference_of
 from tests.unit.test_vllm_engine import EXPECTED, REQUESTS, SLOTS, WINDOW, Pretended, PretendLink, Told, texts
 from tlt.config.load import load_config
-from tlt.drafter.drafting.ahead import ahead_kinds
+from tlt.drafter.drafting.reference_drafter import reference_kinds
 from tlt.drafter.drafting.references import REPLAY, References
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import Fixed, default_arms, make_tuner
@@ -24,8 +24,8 @@ from tlt.vllm import assembly
 from tlt.vllm.assembly import VllmPlan
 from tlt.vllm.check import check_law
 from tlt.vllm.engine import Speculation, VllmEngine
-from tlt.vllm.follow import Following
 from tlt.vllm.inside.given import LOGITS_BYTES, NoDrafts, Room
+from tlt.vllm.references import RunningReferences
 from tlt.vllm.settings import VllmSettings
 from tlt.vllm.strategies import check_references, depths_of, kinds_of
 
@@ -35,7 +35,7 @@ NGRAM = Strategy.parse("ngram:4x1x4")
 
 
 def engine_with(references: References, tuner: Any, link: PretendLink | None = None) -> VllmEngine:
-    speculation = Speculation(tuner, following=Following(references, VOCAB))
+    speculation = Speculation(tuner, references=RunningReferences(references, VOCAB))
     return VllmEngine(link or PretendLink(), max_batch_size=SLOTS, window=WINDOW, speculation=speculation)  # type: ignore[arg-type]  # the pretend one
 
 
@@ -101,15 +101,15 @@ def test_a_tuner_is_told_which_sequences_were_drafted_for_from_references() -> N
     list(engine.generate(LONG[:6]))
     steady = [outcome for strategy, outcome in tuner.told if strategy == BESIDE]
     assert len(steady) > 3
-    assert all(len(o.followed) == len(o.accepted) == len(o.drafted) for o in steady)
-    assert sum(steady[0].followed) == 3
+    assert all(len(o.from_reference) == len(o.accepted) == len(o.drafted) for o in steady)
+    assert sum(steady[0].from_reference) == 3
     assert max(steady[0].drafted) > 30
-    elsewhere = [d for o in steady for d, followed in zip(o.drafted, o.followed, strict=True) if not followed]
+    elsewhere = [d for o in steady for d, followed in zip(o.drafted, o.from_reference, strict=True) if not followed]
     assert max(elsewhere) == 4, "vLLM's own drafts stay where there is no reference"
 
 
 def test_the_cost_model_follows_references_that_are_right() -> None:
-    arms = default_arms(ahead_kinds(("ngram",)), 4, trees=False)
+    arms = default_arms(reference_kinds(("ngram",)), 4, trees=False)
     engine = engine_with(references_for(LONG, ["right"]), CostModel(arms))
     assert texts(list(engine.generate(LONG))) == answered(LONG)
     assert engine.stats.followed_by_age["0"] > 300
@@ -146,10 +146,10 @@ def test_references_leave_with_their_sequences() -> None:
     engine.add(LONG)
     engine.step()
     engine.abort()
-    assert engine.following is not None
-    assert engine.following._followers == {}
+    assert engine.references is not None
+    assert engine.references._cursors == {}
     assert texts(list(engine.generate(LONG))) == answered(LONG)
-    assert engine.following._followers == {}
+    assert engine.references._cursors == {}
 
 
 class Deaf(PretendLink):
@@ -219,7 +219,7 @@ def test_what_vllm_itself_drafts_beside_references(
     assert kinds_of(speculation, has_learned) == kinds
     assert depths_of(speculation, kinds, 15) in (depths, (0,))
     assert not kinds or depths_of(speculation, kinds, 15) == depths
-    assert make_tuner(speculation, ahead_kinds(kinds), trees=False) is not None
+    assert make_tuner(speculation, reference_kinds(kinds), trees=False) is not None
 
 
 def test_two_drafters_beside_references_are_refused() -> None:
@@ -260,7 +260,7 @@ def test_references_are_refused_where_vllm_starts_with_the_runner_of_gpus(monkey
 )  # fmt: skip
 def test_references_are_followed_where_the_speculation_follows_any(speculation: str, tuner: str, follows: bool) -> None:
     plan = VllmPlan(None, speculation, tuner, references=References(None))  # type: ignore[arg-type]  # settings are not read
-    assert (plan.followed is not None) == follows
+    assert (plan.used_references is not None) == follows
 
 
 def test_a_run_says_whether_its_user_asks_for_references() -> None:

@@ -21,9 +21,9 @@ from tlt.build.model import Checkpoint, Model, local_ranks
 from tlt.config.drafter import DrafterSection
 from tlt.config.schema import Config
 from tlt.config.vllm import VllmSection
-from tlt.drafter.drafting.ahead import AheadDrafter, ahead_kinds
 from tlt.drafter.drafting.hybrid import drafter_kinds, make_drafter
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings, OnVerdicts
+from tlt.drafter.drafting.reference_drafter import ReferenceDrafter, reference_kinds
 from tlt.drafter.drafting.references import References
 from tlt.drafter.formats.folder import StoredDrafter, load_drafter
 from tlt.drafter.model import PackedDrafter
@@ -160,13 +160,13 @@ def build_backend(
         assert isinstance(model, Model), "others were refused when they were read (load_checkpoint)"
         kinds, tuner = drafter_kinds(drafter is not None), None
         if references is not None:
-            tuner = _make_tuner(model.config, settings, drafter, ahead_kinds(kinds))
+            tuner = _make_tuner(model.config, settings, drafter, reference_kinds(kinds))
         config, tensors = model.config, model.tensors
         engine = build_engine(
             config, tensors, settings, drafter, tuner=tuner, on_span=on_span, verify=verify, decode=model.decode
         )
         if references is not None and engine.drafter is not None:
-            engine.load_drafter(AheadDrafter(engine.drafter, references, settings.max_batch_size))
+            engine.load_drafter(ReferenceDrafter(engine.drafter, references, settings.max_batch_size))
         return engine
     assert verify is verify_by_the_law, "vLLM verifies for itself"
     return _build_vllm(model, settings, drafter, on_span, references)

@@ -55,8 +55,8 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
 
     def check_engine(self, speculation: str, has_references: bool = False) -> None:
         """Refuses, before anything is loaded, an engine that could not be made."""
-        from tlt.drafter.drafting.ahead import ahead_kinds
         from tlt.drafter.drafting.hybrid import drafter_kinds
+        from tlt.drafter.drafting.reference_drafter import reference_kinds
         from tlt.tuning.tuner import make_tuner
 
         if self.engine == "vllm":
@@ -66,7 +66,7 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
             device, has_drafter = self.choose_device().type, self.drafter is not None
             check_vllm(speculation, has_drafter, resolve_dtype(self.dtype), device, self, follows=has_references)
         kinds = drafter_kinds(self.drafter is not None)
-        make_tuner(speculation, ahead_kinds(kinds) if has_references else kinds)
+        make_tuner(speculation, reference_kinds(kinds) if has_references else kinds)
         if self.drafter is not None and not self.drafter.is_dir() and Repository.parse(self.drafter) is None:
             raise UserError(f"--drafter: {self.drafter} does not exist; give a drafter folder, or OWNER/NAME on the hub")
         self.choose_device()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from tlt.cli.data import PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import Adapter, ModelName, Written
-from tlt.config.schema import may_follow
+from tlt.config.schema import may_use_references
 from tlt.drafter.response_files import read_references
 from tlt.files import Record, check_output_file, with_folder, write_jsonl
 from tlt.hub import resolve_model
@@ -86,7 +86,7 @@ def check_references(options: Generate) -> None:
     """Refuses references that nothing would draft from."""
     if options.references is None:
         return
-    if not may_follow(options.speculation):
+    if not may_use_references(options.speculation):
         asked = f"with --speculation {options.speculation} nothing is drafted from them"
         raise UserError(f"--references: {asked}; give adaptive or ahead:64x1x64, or leave it out")
 

@@ -42,9 +42,9 @@ _DEFAULT_NUM_PROBLEMS = 4096
 DEFAULT_OUT_DIR = Path("runs/run")
 
 
-def may_follow(speculation: str, tuner: str = "cost-model") -> bool:
+def may_use_references(speculation: str, tuner: str = "cost-model") -> bool:
     """Returns whether references are drafted from with this speculation (docs/ahead.md)."""
-    return tuner == "cost-model" if speculation == "adaptive" else Strategy.parse(speculation).follows
+    return tuner == "cost-model" if speculation == "adaptive" else Strategy.parse(speculation).uses_references
 
 
 class RunSection(DeviceSection):
@@ -188,14 +188,14 @@ class RolloutSection(EngineSection):
         return self.ahead == "adaptive"
 
     @property
-    def follows(self) -> bool:
+    def uses_references(self) -> bool:
         """Whether responses that were drawn before with the same noise are drafted from."""
-        return self.references_mib > 0 and may_follow(self.speculation, self.tuner)
+        return self.references_mib > 0 and may_use_references(self.speculation, self.tuner)
 
     @property
     def asks_for_references(self) -> bool:
         """Whether the user asks for it, and does not only leave it to adaptive speculation."""
-        is_fixed = self.speculation != "adaptive" and may_follow(self.speculation)
+        is_fixed = self.speculation != "adaptive" and may_use_references(self.speculation)
         return self.steps_ahead > 0 or self.replay is not None or is_fixed
 
     @field_validator("speculation")
@@ -304,7 +304,7 @@ class Config(Section):
                     " give a drafter folder, or use ngram, which needs none"
                 )
         asked = {"ahead": self.rollout.ahead, "replay": self.rollout.replay}
-        if not self.rollout.follows and (key := next((key for key, value in asked.items() if value), None)):
+        if not self.rollout.uses_references and (key := next((key for key, value in asked.items() if value), None)):
             what = "what is generated" if key == "ahead" else "that run's responses"
             remedy = "leave it out, or give speculation adaptive, tuner cost-model and references_mib above 0"
             raise mistake(f"rollout.{key} is {asked[key]}, but nothing would draft from {what}: {remedy}")

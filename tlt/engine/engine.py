@@ -160,7 +160,7 @@ class RolloutEngine(RolloutBackend):
             num_kept = sequence.commit(verdict, self.decode)
             num_tokens += num_kept
             if proposal.references and (version := proposal.references[slot]) is not None:
-                self.stats.record_followed(version, self.model.version, verdict.num_accepted)
+                self.stats.record_reference(version, self.model.version, verdict.num_accepted)
             if not strategy.is_off:
                 self.stats.record_verification(strategy.depth, drafted[slot], verdict.num_accepted, num_kept)
         if self.drafter is not None:
@@ -216,8 +216,13 @@ class RolloutEngine(RolloutBackend):
         if drafter is None:
             return batch
         tokens, num_left = [s.tokens for s in running], self.lengths.left(running, self.waiting)
-        leads, hindsight = drafter.leads(tokens), drafter.hindsight(tokens)
-        return replace(batch, drafter_version=drafter.version, leads=leads, hindsight=hindsight, num_left=num_left)
+        return replace(
+            batch,
+            drafter_version=drafter.version,
+            reference_drafts=drafter.reference_drafts(tokens),
+            hindsight=drafter.hindsight(tokens),
+            num_left=num_left,
+        )
 
     def _choose(self, batch: BatchState) -> Strategy:
         self._predicted_speed = self._speed_otherwise = None

@@ -128,7 +128,7 @@ class EngineStats:
         if otherwise is not None:
             self.won_seconds += outcome.num_tokens / otherwise - outcome.seconds
 
-    def record_followed(self, version: int | str, now: int, num_accepted: int) -> None:
+    def record_reference(self, version: int | str, now: int, num_accepted: int) -> None:
         """Counts accepted tokens of a reference of that version, where the policy has version `now`."""
         self.followed_by_age[str(now - version) if isinstance(version, int) else version] += num_accepted
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from tlt.speculative.params import BatchParams
-from tlt.types import DraftTree, Hindsight, Lead, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Hindsight, ReferenceDraft, Request, Rollout, Strategy, Verdict
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,9 @@ class Drafter(Drafting, ABC, Generic[P]):
     def observe(self, proposal: P, verdicts: Sequence[Verdict]) -> None:
         """Takes note of what became of a proposal, row by row: how far the drafter can trust itself."""
 
-    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
-        """Says how far these sequences, by slot, can be drafted from references: responses drawn before with their noise."""
+    def reference_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ReferenceDraft, ...]:
+        """Returns what can be drafted from references, responses drawn before with the same noise, for those of
+        these sequences, by slot, that have one."""
         return ()
 
     def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
@@ -180,8 +181,8 @@ class WrappingDrafter(Drafter[P]):
     def capture(self) -> tuple[int, ...]:
         return tuple(layer for part in self.parts for layer in part.capture)
 
-    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
-        return tuple(lead for part in self.parts for lead in part.leads(tokens))
+    def reference_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ReferenceDraft, ...]:
+        return tuple(one for part in self.parts for one in part.reference_drafts(tokens))
 
     def hindsight(self, tokens: Sequence[Sequence[int]]) -> tuple[Hindsight, ...]:
         return tuple(one for part in self.parts for one in part.hindsight(tokens))

@@ -203,7 +203,7 @@ class Run:
 
     def _keep_references(self) -> None:
         """Writes down what can be drafted from, which is the same on all ranks."""
-        if self.world.is_leader and self.config.rollout.follows and (data := self.references.encode()):
+        if self.world.is_leader and self.config.rollout.uses_references and (data := self.references.encode()):
             with write_atomically(self._references_file) as file:
                 file.buffer.write(data)
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tlt.tuning.expectation import Array, Expectation, Rates, Table
-from tlt.types import Hindsight, Lead, Strategy
+from tlt.types import Hindsight, ReferenceDraft, Strategy
 
 # Constants. Counts are verifications, unless engine steps are named. A date is that of an entry in
 # benchmarks/log.md, which has the values compared; "-": none were.
@@ -141,13 +141,13 @@ class Acceptance:
             for curve in [c for c in known if drafter is None or c.drafter in (drafter, "hybrid")]:
                 del known[curve]
 
-    def observe_elsewhere(
+    def observe_without_reference(
         self, strategy: Strategy, accepted: Sequence[int], drafted: Sequence[int], followed: Sequence[bool]
     ) -> None:
-        """Counts the sequences alone that had no reference to follow; of the others the drafter knows more (`Lead`)."""
+        """Counts the sequences alone that had no reference; of others, `ReferenceDraft` tells."""
         rows = [row for row, is_followed in enumerate(followed) if not is_followed]
-        if rows and not strategy.elsewhere.is_off:
-            self.observe(strategy.elsewhere, [accepted[i] for i in rows], [drafted[i] for i in rows], len(followed))
+        if rows and not strategy.without_reference.is_off:
+            self.observe(strategy.without_reference, [accepted[i] for i in rows], [drafted[i] for i in rows], len(followed))
 
     def observe_in_hindsight(self, chains: Sequence[Hindsight], batch_size: int) -> None:
         """Counts what retrieval would have had of a sequence for which another drafter drafted, or none."""
@@ -173,13 +173,13 @@ class Acceptance:
         counts = self.counts.get(Curve(arm.drafter, 1, None, None))
         return counts is not None and bool(counts.tried[0] >= _ENOUGH)
 
-    def drafted(self, arm: Strategy, batch_size: int, leads: Sequence[Lead] = ()) -> tuple[float, float]:
+    def drafted(self, arm: Strategy, batch_size: int, references: Sequence[ReferenceDraft] = ()) -> tuple[float, float]:
         """Returns the nodes that an arm is expected to draft for a sequence, on average, and its levels: as many as the longest
         chain of the batch has. A chain may stop for itself, and where references are followed, they say how long it is."""
-        if arm.follows:
-            nodes, levels = self.drafted(arm.elsewhere, batch_size)
-            followed = sum(min(arm.depth, lead.length) for lead in leads)
-            return (followed + (batch_size - len(leads)) * nodes) / batch_size, levels
+        if arm.uses_references:
+            nodes, levels = self.drafted(arm.without_reference, batch_size)
+            followed = sum(min(arm.depth, one.length) for one in references)
+            return (followed + (batch_size - len(references)) * nodes) / batch_size, levels
         if arm.width > 1 or arm.is_off or arm.drafter not in self.drafts:
             return float(arm.budget), float(arm.depth)
         sums = self._drafted.get((arm.drafter, batch_size))
@@ -195,10 +195,12 @@ class Acceptance:
         """Returns tokens per verification of one arm that follows no reference, the bonus token included."""
         return float(self._table(Curve.of(arm, octave_of(batch_size))).tokens_D[arm.depth - 1])
 
-    def expected(self, arms: Sequence[Strategy], batch_size: int, leads: Sequence[Lead] = ()) -> Expectation:
-        """Returns tokens per verification, the bonus token included, and how far they may err. leads: of the
-        sequences that have a reference to follow."""
-        octave, drafting = octave_of(batch_size), [arm.elsewhere if arm.follows else arm for arm in arms]
+    def expected(self, arms: Sequence[Strategy], batch_size: int, references: Sequence[ReferenceDraft] = ()) -> Expectation:
+        """Returns tokens per verification, the bonus token included, and how far they may err.
+
+        references: of the sequences that have one.
+        """
+        octave, drafting = octave_of(batch_size), [arm.without_reference if arm.uses_references else arm for arm in arms]
         curves = [Curve.of(arm, octave) for arm in drafting]
         columns = {curve: column for column, curve in enumerate(dict.fromkeys(curves))}
         tables = [self._table(curve) for curve in columns]
@@ -208,8 +210,9 @@ class Acceptance:
                 column, row = columns[curves[i]], arm.depth - 1
                 tokens_A[i] = tables[column].tokens_D[row]
                 spread_ACD[i, column] = tables[column].spread_DD[row]
-            if arms[i].follows:
-                share, kept = 1 - len(leads) / batch_size, sum(lead.expected(arms[i].depth) for lead in leads) / batch_size
+            if arms[i].uses_references:
+                share = 1 - len(references) / batch_size
+                kept = sum(one.expected(arms[i].depth) for one in references) / batch_size
                 alone, tokens_A[i] = tokens_A[i], 1 + kept + share * (tokens_A[i] - 1)
                 spread_ACD[i] *= share * alone / tokens_A[i]
         counts_R = np.concatenate([table.counts_D for table in tables])

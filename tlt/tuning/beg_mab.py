@@ -83,7 +83,7 @@ class BegMab(StrategyTuner):
 def groups_of(arms: Sequence[Strategy]) -> list[tuple[int, list[Strategy]]]:
     """Returns the buckets of these arms. Off is in the last two. An arm that follows references is in none: a bucket
     has nothing else for a batch without references."""
-    drafting = sorted((arm for arm in arms if not (arm.is_off or arm.follows)), key=lambda arm: -arm.budget)
+    drafting = sorted((arm for arm in arms if not (arm.is_off or arm.uses_references)), key=lambda arm: -arm.budget)
     return [
         (smallest, [Strategy.OFF] * (smallest >= 5) + [arm for arm in drafting if least <= arm.budget <= most])
         for smallest, least, most in _BUCKETS

@@ -111,14 +111,14 @@ class CostModel(StrategyTuner):
         if batch.reading is not None and batch.reading is not self._reading:
             self._reading = batch.reading
             self.costs.observe_reading(batch.reading.num_tokens, batch.reading.num_forwards, batch.reading.seconds)
-        place = batch.num_running, bool(batch.leads)
+        place = batch.num_running, bool(batch.reference_drafts)
         if place != self._chosen_for or self._seconds_since >= min(DECIDE_EVERY, 0.02 * self._seconds):
             predictions, choice = self._decide(batch)
             self._choice, self._chosen_for, self._seconds_since = choice.strategy, place, 0.0
             has_measured = bool(self.costs.num_steps)
             self.predicted_speed = choice.speed if has_measured else None
-            others = [p.speed for p in predictions if not p.strategy.follows]
-            self.speed_otherwise = max(others) if has_measured and choice.strategy.follows else None
+            others = [p.speed for p in predictions if not p.strategy.uses_references]
+            self.speed_otherwise = max(others) if has_measured and choice.strategy.uses_references else None
         return self._choice
 
     def decide(self, batch: BatchState) -> Prediction:
@@ -131,7 +131,7 @@ class CostModel(StrategyTuner):
     def _decide(self, batch: BatchState) -> tuple[list[Prediction], Prediction]:
         arms, size = self._candidates(batch), batch.num_running
         cost = self.costs.forecast([self._work(arm, batch) for arm in arms])
-        expected = self.acceptance.expected(arms, size, batch.leads)
+        expected = self.acceptance.expected(arms, size, batch.reference_drafts)
         speed_A = size * expected.tokens_A / cost.seconds_A
         num_left = math.inf if batch.num_left is None else size * batch.num_left
         num_left = min(num_left, HORIZON * float(speed_A.max()))
@@ -157,11 +157,11 @@ class CostModel(StrategyTuner):
         retrieved = self.acceptance.tokens(Hindsight.STRATEGY, batch.num_running)
         is_retrieval_worth = not self.has_hindsight or retrieved > MIN_RETRIEVED
         is_learned_known = self.acceptance.is_known(Strategy("learned", 1, 1, 1))
-        key = bool(batch.leads), is_retrieval_worth, is_learned_known
+        key = bool(batch.reference_drafts), is_retrieval_worth, is_learned_known
 
         def may_run(arm: Strategy) -> bool:
-            if arm.follows:
-                return bool(batch.leads) and may_run(arm.elsewhere)
+            if arm.uses_references:
+                return bool(batch.reference_drafts) and may_run(arm.without_reference)
             if arm.drafter == "ngram":
                 return is_retrieval_worth
             return is_learned_known or (arm.width <= 1 and arm.drafter != "hybrid")
@@ -172,7 +172,7 @@ class CostModel(StrategyTuner):
 
     def _work(self, arm: Strategy, batch: BatchState) -> Work:
         size = batch.num_running
-        nodes, levels = self.acceptance.drafted(arm, size, batch.leads)
+        nodes, levels = self.acceptance.drafted(arm, size, batch.reference_drafts)
         unread = self._unread * size + batch.num_admitted * batch.mean_length
         unread = min(unread, size * batch.mean_length)
         return Work(arm, size, batch.mean_length, size * (1 + nodes), levels, unread, (size, arm) not in self._known)
@@ -180,8 +180,8 @@ class CostModel(StrategyTuner):
     def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
         self._seconds_since += outcome.seconds
         self._seconds += outcome.seconds
-        if strategy.follows and outcome.followed:
-            self.acceptance.observe_elsewhere(strategy, outcome.accepted, outcome.drafted, outcome.followed)
+        if strategy.uses_references and outcome.from_reference:
+            self.acceptance.observe_without_reference(strategy, outcome.accepted, outcome.drafted, outcome.from_reference)
         elif outcome.accepted:
             self.acceptance.observe(strategy, outcome.accepted, outcome.drafted)
         self.acceptance.observe_in_hindsight(batch.hindsight, batch.num_running)
@@ -208,7 +208,7 @@ class CostModel(StrategyTuner):
 
 def _levels(strategy: Strategy, outcome: StepOutcome) -> float:
     """Returns the levels that were drafted: of the longest chain that follows no reference."""
-    followed = outcome.followed or (False,) * len(outcome.drafted)
+    followed = outcome.from_reference or (False,) * len(outcome.drafted)
     own = [num for num, is_followed in zip(outcome.drafted, followed, strict=True) if not is_followed]
     return float(strategy.depth if strategy.width > 1 else max(own, default=0))
 

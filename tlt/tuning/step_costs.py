@@ -60,7 +60,7 @@ _DEVIATION_OF_DRAFTER = 0.4
 def uses(strategy: Strategy) -> tuple[bool, bool]:
     """Returns whether the learned drafter runs for a strategy, and whether retrieval does. To follow a reference
     needs neither."""
-    drafter = (strategy.elsewhere if strategy.follows else strategy).drafter
+    drafter = (strategy.without_reference if strategy.uses_references else strategy).drafter
     return drafter in ("learned", "hybrid"), drafter in ("ngram", "hybrid")
 
 

@@ -31,7 +31,7 @@ class Fixed(StrategyTuner):
 # ── the arms ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 _CHAINS = (1, 2, 3, 4, 6, 8, 11, 15)
-_FOLLOWED = (32, 64, 128, 256)
+_REFERENCE_DEPTHS = (32, 64, 128, 256)
 _TREES = ((3, 2, 6), (5, 2, 10), (7, 2, 14), (6, 3, 24), (10, 4, 48))
 
 
@@ -43,14 +43,14 @@ def default_arms(kinds: Sequence[str], max_depth: int = Strategy.MAX_DEPTH, tree
     """
     arms = [Strategy.OFF]
     for kind in kinds:
-        follows = Strategy(kind, 1, 1, 1).follows
+        uses_references = Strategy(kind, 1, 1, 1).uses_references
         if "hybrid" in kinds and kind in ("ahead+learned", "ahead+ngram"):
             continue  # ahead+hybrid takes the better of the two
-        depths = _FOLLOWED if follows else _CHAINS[3:] if kind == "hybrid" else _CHAINS
+        depths = _REFERENCE_DEPTHS if uses_references else _CHAINS[3:] if kind == "hybrid" else _CHAINS
         arms += [Strategy(kind, depth, 1, depth) for depth in depths]
     if "learned" in kinds and trees:
         arms += [Strategy("learned", *shape) for shape in _TREES]
-    return tuple(arm for arm in arms if arm.follows or arm.depth <= max_depth)
+    return tuple(arm for arm in arms if arm.uses_references or arm.depth <= max_depth)
 
 
 def make_tuner(

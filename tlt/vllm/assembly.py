@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from tlt.config.schema import may_follow
-from tlt.drafter.drafting.ahead import ahead_kinds
+from tlt.config.schema import may_use_references
+from tlt.drafter.drafting.reference_drafter import reference_kinds
 from tlt.drafter.drafting.references import References
 from tlt.drafter.formats.export import Target
 from tlt.drafter.formats.folder import StoredDrafter
@@ -27,8 +27,8 @@ from tlt.types import UserError
 from tlt.vllm.check import check_law
 from tlt.vllm.drafter import VllmDrafter, export_for_vllm
 from tlt.vllm.engine import Speculation, VllmEngine
-from tlt.vllm.follow import Following
 from tlt.vllm.link import Link
+from tlt.vllm.references import RunningReferences
 from tlt.vllm.settings import VllmSettings
 from tlt.vllm.strategies import NO_REFERENCES, depths_of, kinds_of
 
@@ -56,9 +56,9 @@ class VllmPlan:
     references: References | None = None
 
     @property
-    def followed(self) -> References | None:
+    def used_references(self) -> References | None:
         """The references that are drafted from."""
-        return self.references if may_follow(self.speculation, self.tuner) else None
+        return self.references if may_use_references(self.speculation, self.tuner) else None
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def build_vllm(
 
     policy: tensors by Hugging Face names; none: vLLM keeps what it reads from the folder.  learned: there is such a drafter.
     """
-    kinds, references = kinds_of(plan.speculation, learned is not None), plan.followed
+    kinds, references = kinds_of(plan.speculation, learned is not None), plan.used_references
     depths = depths_of(plan.speculation, kinds, plan.settings.section.max_draft_tokens)
     settings, dtype = plan.settings, plan.settings.dtype
     with tempfile.TemporaryDirectory(prefix="tlt-drafter-") as folder:
@@ -107,7 +107,7 @@ def build_vllm(
         packed = PackedDrafter.from_tensors(learned.stored.config, learned.stored.tensors, dtype, link.device)
         drafter = VllmDrafter(packed, learned.stored, link.weights.load_drafter, learned.head)
         copy = PackedTransformer(learned.target, dtype, link.device) if plan.trains else None
-    kinds = kinds if references is None else ahead_kinds(kinds)
+    kinds = kinds if references is None else reference_kinds(kinds)
     tuner = make_tuner(
         plan.speculation,
         kinds or ("ngram",),
@@ -118,8 +118,8 @@ def build_vllm(
         has_hindsight=False,
         acceptance=None if learned is None else learned.stored.acceptance,
     )
-    following = None if references is None else Following(references, vocab_size)
-    speculation = Speculation(tuner, drafter, copy, following)
+    running = None if references is None else RunningReferences(references, vocab_size)
+    speculation = Speculation(tuner, drafter, copy, running)
     slots, window = settings.max_batch_size, settings.window
     engine = VllmEngine(link, max_batch_size=slots, window=window, speculation=speculation, on_span=on_span, decode=decode)
     if policy:

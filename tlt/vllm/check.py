@@ -21,7 +21,7 @@ from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.tuning.tuner import Fixed
 from tlt.types import Request, Rollout, SamplingParams, Strategy, UserError
 from tlt.vllm.engine import VllmEngine
-from tlt.vllm.follow import Following
+from tlt.vllm.references import RunningReferences
 
 NUM_TOKENS = 12
 NUM_PROMPT = 4
@@ -29,24 +29,24 @@ NUM_PROMPT = 4
 
 def check_law(engine: VllmEngine, vocab_size: int) -> None:
     """Raises UserError unless the engine draws by the law, without drafts and with them. It leaves nothing behind."""
-    (tuner, engine.tuner), (following, engine.following) = (engine.tuner, None), (engine.following, None)
+    (tuner, engine.tuner), (references, engine.references) = (engine.tuner, None), (engine.references, None)
     requests = probes(vocab_size, min(engine.max_batch_size, 2), engine.window)
     try:
         for depth in {0, engine.link.max_depth}:
             engine.link.draft(depth)
             rollouts = _check(engine, requests)
-        if following is not None:
+        if references is not None:
             engine.tuner = Fixed(Strategy("ahead", NUM_TOKENS, 1, NUM_TOKENS))
-            engine.following = Following(References(), vocab_size)
+            engine.references = RunningReferences(References(), vocab_size)
             for request, rollout in zip(requests, rollouts, strict=True):
-                engine.following.references.keep(request.key, rollout.token_ids)
+                engine.references.kept.keep(request.key, rollout.token_ids)
             _check(engine, requests)
             if requests[0].params.max_tokens > 2 and not engine.stats.followed_by_age.total():
                 raise _drifted("drafts that its scheduler was given were not verified")
     finally:
         engine.abort()
         engine.link.draft(0)
-        engine.tuner, engine.following, engine.stats = tuner, following, EngineStats()
+        engine.tuner, engine.references, engine.stats = tuner, references, EngineStats()
 
 
 def _check(engine: VllmEngine, requests: Sequence[Request]) -> list[Rollout]:

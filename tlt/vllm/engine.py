@@ -1,7 +1,7 @@
 """vLLM as a rollout engine: what engine/backend.py promises, kept by an unmodified vLLM with our law inside it.
 
     add ─▶ waiting ─▶ vLLM: prefill, decode, draft, verify by the law ─▶ tokens and log-probabilities ─▶ Sequence ─▶ Finished
-                        ▲ draft length of every step: the tuner's;  drafts along references: follow.py's
+                        ▲ draft length of every step: the tuner's;  drafts from references: references.py's
 
 vLLM has the kernels, the caches and the tensor parallelism. What a response is, where it ends and which draft length comes next
 is decided here. Knows neither drafter training nor ranks.
@@ -26,9 +26,9 @@ from tlt.models.packed import PackedTransformer
 from tlt.spans import Span
 from tlt.types import BatchState, Finished, StepOutcome, Strategy, StrategyTuner
 from tlt.vllm.drafter import VllmDrafter
-from tlt.vllm.follow import Following
 from tlt.vllm.inside.law import RowLaw
 from tlt.vllm.link import Link
+from tlt.vllm.references import RunningReferences
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,13 @@ class Speculation:
 
     drafter: the learned one; None: there is none.
     target: a copy of the policy in our own layout, for those who train and measure the drafter; None: nobody does.
-    following: the references that may be drafted from; None: none are.
+    references: what may be drafted from beside them; None: nothing.
     """
 
     tuner: StrategyTuner | None = None
     drafter: VllmDrafter | None = None
     target: PackedTransformer | None = None
-    following: Following | None = None
+    references: RunningReferences | None = None
 
 
 class VllmEngine(RolloutBackend):
@@ -64,7 +64,7 @@ class VllmEngine(RolloutBackend):
         super().__init__(max_batch_size, window, tuner=speculation.tuner, on_span=on_span, decode=decode)
         self.link, self.device = link, link.device
         self.drafter: VllmDrafter | None = speculation.drafter
-        self.target, self.following = speculation.target, speculation.following
+        self.target, self.references = speculation.target, speculation.references
         self._running: dict[str, Sequence] = {}
         self._internal_id: dict[str, str] = {}
         self._reading: set[str] = set()  # those whose prompt vLLM has not read to its end
@@ -136,18 +136,18 @@ class VllmEngine(RolloutBackend):
         self._give_drafts()
         outputs = self.link.step()
         num_tokens = 0
-        verified: list[tuple[int, int, bool]] = []  # accepted, drafted, followed
+        verified: list[tuple[int, int, bool]] = []  # accepted, drafted, from a reference
         for name, (token_ids, logprobs) in outputs.items():
             sequence, num_drafted = self._running[name], self.link.num_verified(self._internal_id[name])
             num_kept, num_accepted = self._commit(sequence, token_ids, logprobs), len(token_ids) - 1
             num_tokens += num_kept
             # where a strategy found nothing to draft for a sequence, that is its outcome, too
             if num_drafted or not (self._verified_by.is_off or name in self._reading):
-                verified.append((num_accepted, num_drafted, self._note_followed(name, num_accepted)))
+                verified.append((num_accepted, num_drafted, self._note_reference(name, num_accepted)))
                 self.stats.record_verification(num_drafted, num_drafted, num_accepted, num_kept)
         self._reading -= outputs.keys()
-        accepted, drafted, followed = zip(*verified, strict=True) if verified else ((), (), ())
-        outcome = StepOutcome(num_tokens, accepted, drafted, time.perf_counter() - start, followed)
+        accepted, drafted, from_reference = zip(*verified, strict=True) if verified else ((), (), ())
+        outcome = StepOutcome(num_tokens, accepted, drafted, time.perf_counter() - start, from_reference)
         self._account(self._verified_by if accepted else Strategy.OFF, batch, outcome, start, read_prompts)
         return ended + self._finish(captures)
 
@@ -166,8 +166,8 @@ class VllmEngine(RolloutBackend):
             )
             self._running[name] = sequence
             self._reading.add(name)
-            if self.following is not None:
-                self.following.enter(name, request)
+            if self.references is not None:
+                self.references.enter(name, request)
             self._num_admitted += 1
         return ended
 
@@ -175,9 +175,16 @@ class VllmEngine(RolloutBackend):
         running = self._running.values()
         mean_length = sum(len(sequence.tokens) for sequence in running) / len(running)
         version = 0 if self.drafter is None else self.drafter.version
-        leads = () if self.following is None else self.following.leads(self._running)
-        num_left = self.lengths.left(running, self.waiting)
-        return BatchState(len(running), mean_length, self.policy_version, version, self._num_admitted, leads, num_left=num_left)
+        references = () if self.references is None else self.references.reference_drafts(self._running)
+        return BatchState(
+            len(running),
+            mean_length,
+            self.policy_version,
+            version,
+            self._num_admitted,
+            reference_drafts=references,
+            num_left=self.lengths.left(running, self.waiting),
+        )
 
     def _choose(self, batch: BatchState) -> None:
         """Chooses the length of the drafts that this step will end with. A choice is kept for two steps at least: only a step
@@ -188,19 +195,19 @@ class VllmEngine(RolloutBackend):
         if self._verified_by == self._strategy:
             self._strategy = self.tuner.choose(batch)
             self._otherwise[self._strategy] = self.tuner.speed_otherwise
-        own = self._strategy.elsewhere if self._strategy.follows else self._strategy
+        own = self._strategy.without_reference if self._strategy.uses_references else self._strategy
         self.link.draft(min(own.depth, self.link.max_depth))
 
     def _give_drafts(self) -> None:
-        """Gives vLLM what references say next, where this step verifies by a strategy that follows them."""
-        if self.following is not None and (drafts := self.following.drafts(self._running, self._verified_by)):
+        """Gives vLLM what references say next, where this step verifies by a strategy that uses them."""
+        if self.references is not None and (drafts := self.references.drafts(self._running, self._verified_by)):
             self.link.give({self._internal_id[name]: draft for name, draft in drafts.items()})
 
-    def _note_followed(self, name: str, num_accepted: int) -> bool:
+    def _note_reference(self, name: str, num_accepted: int) -> bool:
         """Counts what a sequence kept of its reference; returns whether it had been drafted from."""
-        if self.following is None or not self.link.has_followed(self._internal_id[name]):
+        if self.references is None or not self.link.used_reference(self._internal_id[name]):
             return False
-        self.stats.record_followed(self.following.version(name), self.policy_version, num_accepted)
+        self.stats.record_reference(self.references.version(name), self.policy_version, num_accepted)
         return True
 
     def _commit(self, sequence: Sequence, token_ids: tuple[int, ...], logprobs: tuple[float, ...]) -> int:
@@ -235,7 +242,7 @@ class VllmEngine(RolloutBackend):
         if names:
             self.link.abort([self._internal_id.pop(name) for name in names])
         self._reading -= set(names)
-        if self.following is not None:
-            self.following.leave(names)
+        if self.references is not None:
+            self.references.leave(names)
         for name in names:
             del self._running[name]

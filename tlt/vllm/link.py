@@ -109,7 +109,7 @@ class Link:
         """Gives requests drafts, by vLLM's names, for the next step to verify in place of vLLM's own."""
         self._scheduler.given = {internal_id: list(tokens) for internal_id, tokens in drafts.items()}
 
-    def has_followed(self, internal_id: str) -> bool:
+    def used_reference(self, internal_id: str) -> bool:
         """Returns whether what the latest step verified of a request was given."""
         return internal_id in self._scheduler.followed
 

@@ -38,7 +38,7 @@ def kinds_of(speculation: str, has_learned: bool) -> tuple[str, ...]:
     if speculation == "adaptive":
         return (kind,)
     strategy = Strategy.parse(speculation, kind)
-    asked = strategy.drafter.partition("+")[2] if strategy.follows else strategy.drafter
+    asked = strategy.drafter.partition("+")[2] if strategy.uses_references else strategy.drafter
     if not asked:
         return ()
     if asked == "hybrid" or (asked == "learned" and not has_learned):
@@ -56,8 +56,8 @@ def depths_of(speculation: str, kinds: Sequence[str], max_draft_tokens: int) -> 
     if speculation == "adaptive":
         return tuple(sorted({arm.depth for arm in default_arms(kinds, max_draft_tokens, trees=False)}))
     strategy = Strategy.parse(speculation)
-    if strategy.follows:
-        return 0, strategy.elsewhere.depth
+    if strategy.uses_references:
+        return 0, strategy.without_reference.depth
     if strategy.width > 1 or strategy.budget > strategy.depth:
         chain = f"{strategy.depth}x1x{strategy.depth}"
         raise UserError(f"speculation: {speculation!r} is a tree, and vLLM drafts chains; give {chain}, or engine tlt")

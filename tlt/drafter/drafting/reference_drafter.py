@@ -1,13 +1,13 @@
-"""Drafting from a reference: a response that was drawn before with the same noise (references.py), followed token by token.
+"""Drafts from references: responses that were drawn before with the same noise (references.py).
 
-    reference   t0 t1 t2 t3 t4 t5 …        agrees so far: the next ones are the draft, as many as are likely to be kept
-    response    t0 t1 t2                   differs: the place is found again, by position or by the words before it
-                         └ draft t3 t4 t5 …          meanwhile the other drafters carry on (`ahead+…`)
+    reference   t0 t1 t2 t3 t4 t5 …     agrees so far: the next tokens are the draft, while likely kept
+    response    t0 t1 t2                differs: the place is found again, by position or earlier tokens
+                         └ draft t3 t4 t5 …     without a reference, another drafter drafts (`ahead+…`)
 
-How far a reference leads is learned for three cases: it has agreed from the first token on; it has differed, and is followed
-at the response's own position, where the noise is its own; or it is followed elsewhere. Every token that a response grows by
-tells whether its reference would have said it, drafted or not: a case that is not drafted from now can become one that is.
-Knows tokens only.
+The chance that a reference's next token is kept is learned for three cases: the reference has agreed from
+the first token on; it has differed, and is read at the response's own position, where the noise is its own;
+it has differed, and is read at another position. Every token that a response grows by is compared with its
+reference's, drafted or not, so a case that is not drafted from now can become one that is.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from tlt.drafter.drafting.references import Reference, References
 from tlt.drafter.drafting.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal, WrappingDrafter
 from tlt.speculative.tree import chain
-from tlt.types import Lead, Request, Rollout, Strategy, UserError, Verdict
+from tlt.types import ReferenceDraft, Request, Rollout, Strategy, UserError, Verdict
 from tlt.uploads import upload
 
-AHEAD = "ahead"
+REFERENCE = "ahead"
 """The kind that drafts from references alone; `ahead+KIND` lets another drafter draft where there is none."""
 
 _KEEP = 0.9995
 """The share of what was learned about a case that outlives one more token."""
 _SUREST = 0.9995
 """The highest share of kept tokens that is reckoned with."""
-_UNBROKEN, _IN_PLACE, _ELSEWHERE = range(3)
+_UNBROKEN, _IN_PLACE, _OUT_OF_PLACE = range(3)
 _PRIORS = ([20.0, 20.5], [1.0, 2.0], [1.0, 2.0])
 """Per case: tokens that agreed, tokens compared, before any was."""
 
@@ -42,22 +42,22 @@ Cell = tuple[int, int]
 """A case, and the bucket of how many tokens agreed before."""
 
 
-def ahead_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
+def reference_kinds(kinds: Sequence[str]) -> tuple[str, ...]:
     """Returns the kinds of drafter that there are once references are added to these."""
-    return (*kinds, AHEAD, *(f"{AHEAD}+{kind}" for kind in kinds))
+    return (*kinds, REFERENCE, *(f"{REFERENCE}+{kind}" for kind in kinds))
 
 
-def lead(rate: float, confidence_threshold: float, num_left: int) -> Lead:
-    """Returns how far a reference leads that has `num_left` tokens left: as far as all of the draft is likely to be kept.
+def reference_draft(rate: float, confidence_threshold: float, num_left: int) -> ReferenceDraft:
+    """Returns the draft that a reference with `num_left` tokens left allows: all of it is likely kept.
 
-    rate: the probability that a token is kept if all before it are.
+    rate: the chance that a token is kept if all before it are.
     """
     rate = min(rate, _SUREST)
-    return Lead(rate, min(int(math.log(confidence_threshold) / math.log(rate)), num_left))
+    return ReferenceDraft(rate, min(int(math.log(confidence_threshold) / math.log(rate)), num_left))
 
 
-class Follower:
-    """Follows one reference beside the sequence that grows. skip: tokens of the prompt."""
+class ReferenceCursor:
+    """Holds the place in a reference that its growing sequence has reached. skip: tokens of the prompt."""
 
     def __init__(self, reference: Reference, skip: int) -> None:
         self.reference, self.version, self.skip = reference.token_ids, reference.version, skip
@@ -73,7 +73,7 @@ class Follower:
     def cell(self) -> Cell:
         if not self.has_differed:
             return _UNBROKEN, 0
-        return (_IN_PLACE if self.place == self.num_read else _ELSEWHERE), match_bucket(self.num_agreed)
+        return (_IN_PLACE if self.place == self.num_read else _OUT_OF_PLACE), match_bucket(self.num_agreed)
 
     def read(self, tokens: Sequence[int], note: Callable[[Cell, bool], None] = lambda cell, agrees: None) -> None:
         """Reads what the sequence, prompt included, has grown by. note: is told of each token whether the reference said it."""
@@ -112,8 +112,8 @@ class Follower:
         return next((i for i, agrees in enumerate(pairs) if not agrees), num)
 
 
-class Leading:
-    """Knows how far references have led in each case, and drafts so much of one that all of it is likely to be kept.
+class ReferenceAcceptance:
+    """Counts how many tokens of references were right in each case, and drafts as many as are likely kept.
 
     confidence_threshold: a chain ends where the chance that all of it is kept falls below this.
     """
@@ -122,25 +122,25 @@ class Leading:
         self.confidence_threshold = confidence_threshold
         self.hits = [[[*prior] for _ in range(match_bucket(MAX_MATCH) + 1)] for prior in _PRIORS]
 
-    def read(self, follower: Follower, tokens: Sequence[int]) -> None:
+    def read(self, cursor: ReferenceCursor, tokens: Sequence[int]) -> None:
         """Lets a reference be compared with what was committed since it last was."""
-        follower.read(tokens, self._note)
+        cursor.read(tokens, self._note)
 
-    def lead(self, follower: Follower) -> Lead:
-        """Returns how far a reference leads."""
-        case, bucket = follower.cell
+    def possible(self, cursor: ReferenceCursor) -> ReferenceDraft:
+        """Returns the draft that a reference allows now."""
+        case, bucket = cursor.cell
         agreed, compared = self.hits[case][bucket]
-        return lead(agreed / compared, self.confidence_threshold, len(follower.reference) - follower.place)
+        return reference_draft(agreed / compared, self.confidence_threshold, len(cursor.reference) - cursor.place)
 
     def draft(
-        self, follower: Follower | None, tokens: Sequence[int], request: Request, depth: int, vocab_size: int
+        self, cursor: ReferenceCursor | None, tokens: Sequence[int], request: Request, depth: int, vocab_size: int
     ) -> Sequence[int]:
         """Returns the draft of one sequence: no longer than it may grow, and no longer than it is likely to be kept. Raises
         UserError for a reference of another vocabulary."""
-        if follower is None:
+        if cursor is None:
             return ()
         num_left = len(request.prompt_ids) + request.params.max_tokens - len(tokens) - 1  # the target adds one of its own
-        drafted = follower.next_tokens(max(min(depth, self.lead(follower).length, num_left), 0))
+        drafted = cursor.next_tokens(max(min(depth, self.possible(cursor).length, num_left), 0))
         if (bad := next((token for token in drafted if not 0 <= token < vocab_size), None)) is not None:
             place = f"reference for problem {request.problem_id!r}, sample {request.sample_index}"
             raise UserError(f"{place}: token id {bad} is outside the vocabulary of {vocab_size}; keep responses of this model")
@@ -157,14 +157,17 @@ class Leading:
 
 
 @dataclass(frozen=True)
-class AheadProposal(Proposal):
+class ReferenceProposal(Proposal):
     """inner: what the other drafter proposed; None: it was not asked."""
 
     inner: Any = None
 
 
-class AheadDrafter(WrappingDrafter[AheadProposal]):
-    """Puts references before another drafter (`inner`), which it keeps informed. confidence_threshold: Leading's."""
+class ReferenceDrafter(WrappingDrafter[ReferenceProposal]):
+    """Drafts from references, and with another drafter (`inner`) where there is none.
+
+    confidence_threshold: as of `ReferenceAcceptance`.
+    """
 
     def __init__(
         self,
@@ -175,43 +178,43 @@ class AheadDrafter(WrappingDrafter[AheadProposal]):
     ) -> None:
         super().__init__(inner)
         self.inner, self.references = inner, references
-        self.leading = Leading(confidence_threshold)
-        self.kinds = ahead_kinds(inner.kinds)
-        self.followers: list[Follower | None] = [None] * max_slots
+        self.acceptance = ReferenceAcceptance(confidence_threshold)
+        self.kinds = reference_kinds(inner.kinds)
+        self.cursors: list[ReferenceCursor | None] = [None] * max_slots
 
-    def leads(self, tokens: Sequence[Sequence[int]]) -> tuple[Lead, ...]:
+    def reference_drafts(self, tokens: Sequence[Sequence[int]]) -> tuple[ReferenceDraft, ...]:
         self._read(tokens)
-        found = [self.leading.lead(follower) for follower in self.followers if follower is not None]
-        return tuple(lead for lead in found if lead.length > 0)
+        found = [self.acceptance.possible(cursor) for cursor in self.cursors if cursor is not None]
+        return tuple(draft for draft in found if draft.length > 0)
 
     # ── bookkeeping ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     def admit(self, slot: int, request: Request) -> None:
         super().admit(slot, request)
         reference = self.references.get(request.key)
-        self.followers[slot] = None if reference is None else Follower(reference, len(request.prompt_ids))
+        self.cursors[slot] = None if reference is None else ReferenceCursor(reference, len(request.prompt_ids))
 
     def move(self, source: int, target: int) -> None:
         super().move(source, target)
-        self.followers[target], self.followers[source] = self.followers[source], None
+        self.cursors[target], self.cursors[source] = self.cursors[source], None
 
     def finish(self, slot: int, rollout: Rollout) -> None:
         super().finish(slot, rollout)
-        self.followers[slot] = None
+        self.cursors[slot] = None
 
     def withdraw(self, slot: int) -> None:
         super().withdraw(slot)
-        self.followers[slot] = None
+        self.cursors[slot] = None
 
     def counters(self) -> dict[str, Any]:
-        return {**self.inner.counters(), AHEAD: self.leading.hits}
+        return {**self.inner.counters(), REFERENCE: self.acceptance.hits}
 
     def restore(self, counters: Sequence[Mapping[str, Any]]) -> None:
         self.inner.restore(counters)
-        if AHEAD in counters[0]:  # the run may have gone without references before
-            self.leading.restore(counters[0][AHEAD])
+        if REFERENCE in counters[0]:  # the run may have gone without references before
+            self.acceptance.restore(counters[0][REFERENCE])
 
-    def observe(self, proposal: AheadProposal, verdicts: Sequence[Verdict]) -> None:
+    def observe(self, proposal: ReferenceProposal, verdicts: Sequence[Verdict]) -> None:
         if proposal.inner is not None:
             self.inner.observe(proposal.inner, verdicts)
 
@@ -219,28 +222,28 @@ class AheadDrafter(WrappingDrafter[AheadProposal]):
 
     def propose(
         self, context: DraftContext, strategy: Strategy, noise: DraftNoise, unwanted: Sequence[int] = ()
-    ) -> AheadProposal:
+    ) -> ReferenceProposal:
         self._read(context.tokens)
-        if not strategy.follows:
+        if not strategy.uses_references:
             inner = self.inner.propose(context, strategy, noise, unwanted)
-            return AheadProposal(inner.tree, inner)
-        followers = self.followers[: len(context.tokens)]
-        rows = zip(followers, context.tokens, context.requests, strict=True)
-        drafts = [self.leading.draft(*row, strategy.depth, context.vocab_size) for row in rows]
+            return ReferenceProposal(inner.tree, inner)
+        cursors = self.cursors[: len(context.tokens)]
+        rows = zip(cursors, context.tokens, context.requests, strict=True)
+        drafts = [self.acceptance.draft(*row, strategy.depth, context.vocab_size) for row in rows]
         longest, roots = max(map(len, drafts)), [tokens[-1] for tokens in context.tokens]
         nodes = [[root, *draft, *[0] * (longest - len(draft))] for root, draft in zip(roots, drafts, strict=True)]
         tree = chain(upload(nodes, context.device), [1 + len(draft) for draft in drafts])
-        pairs = zip(drafts, followers, strict=True)
-        versions = tuple(follower.version if draft and follower else None for draft, follower in pairs)
+        pairs = zip(drafts, cursors, strict=True)
+        versions = tuple(cursor.version if draft and cursor else None for draft, cursor in pairs)
         unwanted = [row for row, version in enumerate(versions) if version is not None]
-        if strategy.elsewhere.is_off or len(unwanted) == len(versions):
-            return AheadProposal(tree, references=versions)
-        inner = self.inner.propose(context, strategy.elsewhere, noise, unwanted)
+        if strategy.without_reference.is_off or len(unwanted) == len(versions):
+            return ReferenceProposal(tree, references=versions)
+        inner = self.inner.propose(context, strategy.without_reference, noise, unwanted)
         tree = choose_rows(tree, inner.tree, [version is not None for version in versions])
-        return AheadProposal(tree, inner, references=versions)
+        return ReferenceProposal(tree, inner, references=versions)
 
     def _read(self, texts: Sequence[Sequence[int]]) -> None:
         """Lets all references of the batch be compared with what was committed since they last were."""
-        for follower, tokens in zip(self.followers, texts, strict=False):
-            if follower is not None:
-                self.leading.read(follower, tokens)
+        for cursor, tokens in zip(self.cursors, texts, strict=False):
+            if cursor is not None:
+                self.acceptance.read(cursor, tokens)

@@ -1,0 +1,49 @@
+"""References of the sequences that vLLM runs: their next tokens are given to vLLM's scheduler as drafts.
+
+reference ─▶ ReferenceCursor (drafting/reference_drafter.py) ─▶ draft ─▶ Link.give ─▶ verified in this step
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from tlt.drafter.drafting.reference_drafter import ReferenceAcceptance, ReferenceCursor
+from tlt.drafter.drafting.references import References
+from tlt.engine.sequence import Sequence
+from tlt.types import ReferenceDraft, Request, Strategy
+
+
+class RunningReferences:
+    """Keeps a cursor for every running sequence that has a reference, by the sequence's name."""
+
+    def __init__(self, references: References, vocab_size: int) -> None:
+        self.kept, self.acceptance, self.vocab_size = references, ReferenceAcceptance(), vocab_size
+        self._cursors: dict[str, ReferenceCursor] = {}
+
+    def enter(self, name: str, request: Request) -> None:
+        if (reference := self.kept.get(request.key)) is not None:
+            self._cursors[name] = ReferenceCursor(reference, len(request.prompt_ids))
+
+    def leave(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._cursors.pop(name, None)
+
+    def reference_drafts(self, running: Mapping[str, Sequence]) -> tuple[ReferenceDraft, ...]:
+        """Compares all references with what was committed; returns the drafts that they allow, if any."""
+        for name, cursor in self._cursors.items():
+            self.acceptance.read(cursor, running[name].tokens)
+        found = [self.acceptance.possible(cursor) for cursor in self._cursors.values()]
+        return tuple(draft for draft in found if draft.length > 0)
+
+    def drafts(self, running: Mapping[str, Sequence], strategy: Strategy) -> dict[str, list[int]]:
+        """Returns the drafts from references, if any. `reference_drafts` has read what was committed."""
+        if not strategy.uses_references:
+            return {}
+        asked = [(name, running[name], cursor) for name, cursor in self._cursors.items()]
+        depth, vocab_size = strategy.depth, self.vocab_size
+        drafts = {name: self.acceptance.draft(f, one.tokens, one.request, depth, vocab_size) for name, one, f in asked}
+        return {name: [*draft] for name, draft in drafts.items() if draft}
+
+    def version(self, name: str) -> int | str:
+        """Returns the version of a sequence's reference."""
+        return self._cursors[name].version
