@@ -1,4 +1,4 @@
-"""How a benchmark is called: `python -m benchmarks.NAME … --out OUT`, and one line on stderr for a user's mistake."""
+"""How a benchmark is called: `python -m benchmarks.NAME … --out OUT`; a user's mistake is one line."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def command_of(parser: argparse.ArgumentParser, arguments: Sequence[str] | None 
 
 
 def run_child(command: Sequence[object], **environ: str) -> str:
-    """Runs a program of another interpreter, tree or process; returns its standard output. Another exit code than 0 ends us."""
+    """Runs a program of another interpreter, tree or process; returns its standard output. Another exit code
+    than 0 ends us."""
     inherited = {**os.environ, "OMP_NUM_THREADS": "1", **environ}
     done = subprocess.run([*map(str, command)], env=inherited, capture_output=True, text=True, check=False)
     if done.returncode:

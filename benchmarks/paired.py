@@ -4,17 +4,18 @@
     python -m benchmarks.paired BEFORE AFTER --what longtail --rounds 8 --out benchmarks/results/paired-longtail
     python -m benchmarks.paired BEFORE AFTER --what one-rank --rounds 4 --out benchmarks/results/paired-one-rank
 
-    headline   `tlt train recipes/countdown/headline.toml`, its evaluations left out: seconds of all steps but the first
-    longtail   one rollout of recipes/countdown/longtail.json with an adaptive engine                    (paired_longtail.py)
+    headline   `tlt train recipes/countdown/headline.toml` without evaluations: seconds of all steps but the first
+    longtail   one rollout of recipes/countdown/longtail.json with an adaptive engine      (paired_longtail.py)
 
-    one-rank   the headline on one rank, where nothing is handed over and nobody is idle, so that all runs do the same; both
-               trees at once, each on a core of its own, which they change from round to round
+    one-rank   the headline on one rank, where nothing is handed over and nobody is idle; both trees at once,
+               each on a core of its own, which they change from round to round
 
     round 0: before, after │ round 1: after, before │ …
 
-The ratio is seconds of BEFORE over seconds of AFTER: above 1, AFTER is faster. Every round is one pair; the interval is
-Student's t of the log ratios. Both trees have the same seed, so they write the same tokens; in float32 a near-tie may fall the
-other way, and then the numbers of tokens, which the report gives, differ a little.
+The ratio is seconds of BEFORE over seconds of AFTER: above 1, AFTER is faster. Every round is one pair; the
+interval is Student's t of the log ratios. Both trees have the same seed, so they write the same tokens; in
+float32 a near-tie may fall the other way, and then the numbers of tokens, which the report gives, differ a
+little.
 """
 
 from __future__ import annotations

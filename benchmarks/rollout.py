@@ -1,11 +1,12 @@
-"""Measures the long tail: whole rollouts with the lengths of reasoning, with fresh engines and tuners; peers on the same work.
+"""Measures the long tail: whole rollouts with the lengths of reasoning, with fresh engines and tuners; peers
+on the same work.
 
     python -m benchmarks.rollout recipes/countdown/quickstart.toml --out RESULT --variants adaptive,4x1x4
 
     off, adaptive, 4x1x4 │ 4x1x4, adaptive, off │ …        then, where asked for, transformers and vLLM (peers.py)
 
-Speculation changes no token, so all variants do the same work (checked). What a user measures of a configuration of their own
-is `tlt bench rollout`.
+Speculation changes no token, so all variants do the same work (checked). What a user measures of a
+configuration of their own is `tlt bench rollout`.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ PEERS = ("transformers", "vllm", "vllm-eager", "vllm-ngram")
 class Trace:
     """One rollout: its seconds, and by strategy.
 
-    prediction_error: |predicted / real speed - 1|, averaged over strategies by their seconds; None where nothing was predicted.
+    prediction_error: |predicted / real speed - 1|, averaged over strategies by their seconds; None where
+    nothing was predicted.
     """
 
     seconds: float
@@ -53,7 +55,8 @@ class Trace:
 
 
 def trace(engine: RolloutBackend, requests: Sequence[Request]) -> tuple[list[Rollout], Trace]:
-    """Generates responses to all requests; returns them in the order of (problem, sample), and what the rollout took."""
+    """Generates responses to all requests; returns them in the order of (problem, sample), and what the
+    rollout took."""
     engine.stats = EngineStats()
     start = time.perf_counter()
     rollouts = sorted(engine.generate(requests), key=lambda r: (r.problem_id, r.sample_index))
@@ -73,7 +76,8 @@ def side_by_side(
 ) -> tuple[dict[str, list[Trace]], int]:
     """Runs the same rollout with every variant `num_rounds` times, each in a fresh engine, in turns.
 
-    Returns the traces by variant, and how many responses differed from those of the first rollout (in float32 a near-tie may).
+    Returns the traces by variant, and how many responses differed from those of the first rollout (in float32
+    a near-tie may).
     """
     texts: list[list[tuple[int, ...]]] = []
 

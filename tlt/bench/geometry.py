@@ -1,5 +1,5 @@
-"""`--geometry`: a configuration whose model and drafter have grown into the sizes of a large one. What is measured costs what
-it costs there; tokens and acceptance stay those of the small model.
+"""`--geometry`: a configuration whose model and drafter have grown into the sizes of a large one. What is
+measured costs what it costs there; tokens and acceptance stay those of the small model.
 
     config ─ model/, drafter/ ─ grow ─▶ FOLDER/model, FOLDER/drafter ─▶ config that names these
                     └────────── the same greedy tokens? ──────┘
@@ -43,14 +43,15 @@ NUM_PROMPTS, NUM_TOKENS = 8, 16
 """Greedy tokens that are compared: so many of a response to each of so many prompts."""
 
 MIN_EQUAL = 0.9
-"""Share of them that has to be equal. All are in float32; bfloat16 rounds the grown weights, and near-ties fall otherwise."""
+"""Share of them that has to be equal. All are in float32; bfloat16 rounds the grown weights, and near-ties
+fall otherwise."""
 
 SHARD_BYTES = 2**30
 """Of the grown model's files; one of them is in memory at a time."""
 
 HELD_STILL = {"optimizer.learning_rate": 1e-20, "drafter.learning_rate": 1e-20}
-"""With which an update costs what it costs and changes no weight. A larger one would train the noise, too, and after a step the
-grown model would be nobody's."""
+"""With which an update costs what it costs and changes no weight. A larger one would train the noise, too,
+and after a step the grown model would be nobody's."""
 
 
 Text = tuple[tuple[int, ...], tuple[int, ...]]
@@ -72,7 +73,8 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Growth:
-    """What is to grow into what. drafter: the small model's, None: there is none.  drafter_shape: that of the grown one."""
+    """What is to grow into what. drafter: the small model's, None: there is none.  drafter_shape: that of the
+    grown one."""
 
     geometry: Geometry
     small: Model
@@ -92,8 +94,8 @@ class Growth:
 
 
 def plan_growth(config: Config, given: str) -> Growth:
-    """Reads the configuration's model and drafter, which are to grow into the user's --geometry. Raises UserError where they do
-    not."""
+    """Reads the configuration's model and drafter, which are to grow into the user's --geometry. Raises
+    UserError where they do not."""
     geometry = find_geometry(given)
     small = load_model(model_folder(config), master_dtype(config), adapter_folder(config))
     grown, drafter = grow_config(small.config, geometry), load_stored(drafter_folder(config), small)
@@ -102,14 +104,16 @@ def plan_growth(config: Config, given: str) -> Growth:
 
 
 def hold_still(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Returns the overrides of a run that trains a grown model: learning rates are almost 0 unless the user gives them."""
+    """Returns the overrides of a run that trains a grown model: learning rates are almost 0 unless the user
+    gives them."""
     given = {word.split("=")[0] for word in overrides}
     return (*(f"--{key}={value}" for key, value in HELD_STILL.items() if f"--{key}" not in given), *overrides)
 
 
 @contextlib.contextmanager
 def grown_config(config: Config, growth: Growth | None, keep: Path | None = None) -> Iterator[tuple[Config, dict[str, Any]]]:
-    """Yields the configuration with model and drafter grown, and what a report holds of them. growth: None: neither grows.
+    """Yields the configuration with model and drafter grown, and what a report holds of them. growth: None:
+    neither grows.
 
     keep: the folder in which they stay, and are found again; None: a temporary one.
     Raises UserError where the disk has no room, or the grown model does not generate as the small one.
@@ -142,7 +146,7 @@ def _grow_into(parent: Path, config: Config, growth: Growth) -> tuple[Config, di
 
 
 def write_grown(folder: Path, growth: Growth, dtype: torch.dtype, device: torch.device) -> None:
-    """Writes the grown drafter and model into `folder`, the model tensor by tensor. device: draws the noise."""
+    """Writes the grown drafter and model into `folder`, the model tensor by tensor. device: of the noise."""
     small, grown = growth.small, growth.grown.config
     if growth.drafter is not None:
         save_stored(folder / "drafter", grow_drafter(growth.drafter, grown, dtype), dtype)
@@ -164,8 +168,8 @@ def check_disk(folder: Path, geometry: Geometry, num_bytes: int) -> None:
 
 @torch.inference_mode()
 def compare(small: Model, grown: Model, config: Config) -> Agreement:
-    """Compares the two along greedy responses of the small model to the configuration's first prompts. Where the grown model
-    would choose every one of these tokens, it generates the same."""
+    """Compares the two along greedy responses of the small model to the configuration's first prompts. Where
+    the grown model would choose every one of these tokens, it generates the same."""
     dtype, device = resolve_dtype(config.run.dtype), torch.device(device_of(config).name)
     prompts = [problem.prompt_ids for problem in load_problems(config, "train")[:NUM_PROMPTS]]
     texts = greedy_responses(small, prompts)
@@ -187,7 +191,8 @@ def greedy_responses(model: Model, prompts: Sequence[tuple[int, ...]]) -> list[T
 
 
 def response_logits(model: Model, texts: Sequence[Text], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns float64 logits [N, V] from which the model draws each token of the responses, given those before it."""
+    """Returns float64 logits [N, V] from which the model draws each token of the responses, given those
+    before it."""
     packed = PackedTransformer(model.config, dtype, device)
     packed.load(model.tensors, version=0)
     read = [(*prompt, *response[:-1]) for prompt, response in texts]

@@ -48,7 +48,7 @@ class Ratio:
 
 
 def rounds_in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> Iterator[dict[str, list[T]]]:
-    """Runs every task once in each round, in alternating order. Yields after every round what each has returned so far."""
+    """Runs every task once in each round, in alternating order. Yields all results after each round."""
     results: dict[str, list[T]] = {name: [] for name in tasks}
     for index in range(num_rounds):
         for name in tasks if index % 2 == 0 else reversed(list(tasks)):
@@ -57,7 +57,7 @@ def rounds_in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> It
 
 
 def in_turns(tasks: Mapping[str, Callable[[], T]], num_rounds: int) -> dict[str, list[T]]:
-    """Runs every task once in each round, in alternating order; returns what each returned, round by round."""
+    """Runs every task once in each round, in turns; returns what each returned, round by round."""
     results: dict[str, list[T]] = {name: [] for name in tasks}
     for so_far in rounds_in_turns(tasks, num_rounds):
         results = so_far

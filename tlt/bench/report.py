@@ -1,4 +1,5 @@
-"""Writes a measurement's report, OUT.json and OUT.md: command, commit, machine, configuration and tables. Measures nothing."""
+"""Writes a measurement's report, OUT.json and OUT.md: command, commit, machine, configuration and tables.
+Measures nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Changes = Mapping[str, Mapping[str, Any]]
 
 
 def with_changes(config: Config, changes: Changes) -> Config:
-    """Returns the configuration with these values, validated again. Raises UserError where they contradict the others."""
+    """Returns the configuration with these values, validated again. Raises UserError where they contradict
+    the others."""
     values = config.model_dump()
     for section, keys in changes.items():
         values[section] = {**values[section], **keys}
@@ -29,12 +31,14 @@ def with_changes(config: Config, changes: Changes) -> Config:
 
 
 def side_by_side(config: Config) -> Config:
-    """Returns the configuration for one of several engines in a process: each vLLM then has a worker process of its own."""
+    """Returns the configuration for one of several engines in a process: each vLLM then has a worker process
+    of its own."""
     return with_changes(config, {"vllm": {"own_process": True}}) if config.rollout.engine == "vllm" else config
 
 
 def header(config: Config, command: str) -> dict[str, Any]:
-    """Returns what it takes to repeat a measurement, without host names; of a path it holds the last part only."""
+    """Returns what it takes to repeat a measurement, without host names; of a path it holds the last part
+    only."""
     described = config.model_dump(mode="json")
     for section, key in (("run", "out_dir"), ("model", "path"), ("model", "adapter"), ("drafter", "path")):
         if described[section][key] is not None:

@@ -1,4 +1,5 @@
-"""`tlt bench rollout`: tokens per second of engines that are kept at one batch size, off against the variants, in turns."""
+"""`tlt bench rollout`: tokens per second of engines that are kept at one batch size, off against the
+variants, in turns."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def constant_batch(
 
 
 def constant(subject: Subject, variants: Sequence[str], batch_size: int, num_rounds: int, seconds: float) -> dict[str, Any]:
-    """Measures every variant's tokens per second over off's at this batch size, in rounds of so many seconds each."""
+    """Measures every variant's tokens per second over off's at this batch size, in rounds of so many seconds
+    each."""
     engines = {name: subject.engine(name, batch_size) for name in ("off", *variants)}
     num = max(batch_size, 8)
     speeds = constant_batch(engines, lambda i: subject.requests(i, num), batch_size, num_rounds, seconds)

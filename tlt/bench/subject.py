@@ -1,4 +1,5 @@
-"""The subject of a measurement: a configuration's model, drafter and problems, loaded once, and an engine for each variant. Our
+"""The subject of a measurement: a configuration's model, drafter and problems, loaded once, and an engine for
+each variant. Our
 own engines read one copy of the weights: a device on which the model just fits is enough."""
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from tlt.types import Request
 
 
 class Subject:
-    """Makes engines that have seen nothing, and work for them. model, drafter: that are in memory already; None: those that
-    the configuration names are read."""
+    """Makes engines that have seen nothing, and work for them. model, drafter: that are in memory already;
+    None: those that the configuration names are read."""
 
     def __init__(self, config: Config, model: Model | None = None, drafter: StoredDrafter | None = None) -> None:
         torch.set_num_threads(config.run.threads_per_rank)

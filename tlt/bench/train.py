@@ -3,10 +3,10 @@
     step k        tlt: rollout │ update │ publish │ record        off: rollout │ update │ publish │ record
     step k + 1    off: …                                          tlt: …
 
-All runs live in the same ranks, so that noise hits them alike; each has its own policy, optimizer, engine and folder. One
-seed means one run: the same tokens, rewards and weights, exactly in float64. In float32 a near-tie may fall the other way.
-Responses and weights that differ are counted, and the run is given the reference's weights and optimizer before the next
-step, so that every pair of steps does the same work.
+All runs live in the same ranks, so that noise hits them alike; each has its own policy, optimizer, engine and
+folder. One seed means one run: the same tokens, rewards and weights, exactly in float64. In float32 a near-tie
+may fall the other way. Responses and weights that differ are counted, and the run is given the reference's
+weights and optimizer before the next step, so that every pair of steps does the same work.
 
 The runs stay in run.out_dir; the same command continues them. What they showed is in train_report.py.
 """
@@ -43,7 +43,8 @@ OFF: Changes = {
     "rollout": {"speculation": "off", "ahead": 0, "replay": None},
     "drafter": {"path": None, "train": False},
 }
-"""Turns the configuration into the same system without TLT: nothing drafts, so nothing is kept or generated to draft from."""
+"""Turns the configuration into the same system without TLT: nothing drafts, so nothing is kept or generated
+to draft from."""
 
 VARIANTS: Mapping[str, Changes] = {
     "tlt": {},
@@ -58,7 +59,8 @@ class Plan:
     """The runs to compare, and for how long.
 
     runs: what each run, by name, changes of the configuration; the first is the reference.
-    num_steps: steps of every run, those of earlier sessions included.  minutes: no round begins that would not end within them.
+    num_steps: steps of every run, those of earlier sessions included.  minutes: no round begins that would
+    not end within them.
     """
 
     runs: Mapping[str, Changes]
@@ -101,7 +103,8 @@ def main(argument: str, stop: StopRequest) -> None:
 
 
 def take_turns(config: Config, plan: Plan, world: World, stop: StopRequest) -> None:
-    """Takes one step of every run per round until the plan is fulfilled or its time is over; then checkpoints all runs.
+    """Takes one step of every run per round until the plan is fulfilled or its time is over; then checkpoints
+    all runs.
 
     When the user stops it, the round under way is dropped, and these runs cannot go on.
     Raises UserError where the runs in the folder did not end together."""
@@ -170,7 +173,8 @@ def one_round(runs: Mapping[str, Run], world: World) -> list[Turn]:
 
 
 def responses(phase: PhaseResult) -> list[tuple[str, int, tuple[int, ...], float]]:
-    """Returns all of a phase that the update depends on: (problem, sample, tokens, reward), in canonical order."""
+    """Returns all of a phase that the update depends on: (problem, sample, tokens, reward), in canonical
+    order."""
     pairs = zip(phase.rollouts, phase.rewards, strict=True)
     return [(rollout.problem_id, rollout.sample_index, rollout.token_ids, reward.value) for rollout, reward in pairs]
 

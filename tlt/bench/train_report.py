@@ -1,4 +1,5 @@
-"""Reports what the turns of `tlt bench train` showed: ratios of step seconds, phases, differences. Reads files alone."""
+"""Reports what the turns of `tlt bench train` showed: ratios of step seconds, phases, differences. Reads
+files alone."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ class Turn:
 
 
 def ceiling(rollout_share: float, rollout_speedup: float) -> float:
-    """Returns how much faster a step can get when only its rollout gets faster, by Amdahl's law: 1 / (1 - r + r / S).
+    """Returns how much faster a step can get when only its rollout gets faster, by Amdahl's law: 1 / (1 - r +
+    r / S).
 
     rollout_share r: of the reference's step.  rollout_speedup S: of the rollout alone.
     """
@@ -48,7 +50,8 @@ def ceiling(rollout_share: float, rollout_speedup: float) -> float:
 
 
 def read_turns(path: Path, names: Iterable[str]) -> dict[str, list[Turn]]:
-    """Returns the turns by run, none where there is no file. Raises UserError for a run that is not among the names."""
+    """Returns the turns by run, none where there is no file. Raises UserError for a run that is not among the
+    names."""
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     for turn in read_appended(path, lambda line: Turn(**json.loads(line)), "turn"):
         if turn.run not in turns:
@@ -75,10 +78,11 @@ def phase_seconds(spans_by_rank: Mapping[int, Sequence[Span]]) -> dict[str, floa
 
 
 def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Summarizes the runs in `folder` over the rounds that all of them finished. The first of the names is the reference.
+    """Summarizes the runs in `folder` over the rounds that all of them finished. The first of the names is
+    the reference.
 
-    In the result, `ratios` are step seconds of base / run for every run and base; `rollout_speedup` S and the ceiling are
-    over the reference. Raises UserError where no round was finished.
+    In the result, `ratios` are step seconds of base / run for every run and base; `rollout_speedup` S and the
+    ceiling are over the reference. Raises UserError where no round was finished.
     """
     turns = read_turns(folder / "turns.jsonl", names)
     reference, *others = names
@@ -103,7 +107,8 @@ def summarize(folder: Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def summarize_run(records: Sequence[StepRecord], turns: Sequence[Turn], spans: Mapping[int, Sequence[Span]]) -> dict[str, Any]:
-    """Summarizes one run. Seconds are per step, idle seconds summed over ranks; None: there is nothing to divide by."""
+    """Summarizes one run. Seconds are per step, idle seconds summed over ranks; None: there is nothing to
+    divide by."""
     num_steps = len(turns)
     step_seconds = sum(turn.seconds for turn in turns)
     idle_seconds = sum(record.idle.seconds for record in records)

@@ -31,8 +31,8 @@ class Measured(Options):
     out: Stem
     """Where the results go: OUT.json and OUT.md."""
     geometry: Size = None
-    """Grow model and drafter into the sizes of a large one, which then generates the very same tokens at its price: a name such
-    as qwen2.5-0.5b, or a Hugging Face config.json."""
+    """Grow model and drafter into the sizes of a large one, which then generates the very same tokens at its
+    price: a name such as qwen2.5-0.5b, or a Hugging Face config.json."""
 
 
 class BenchRollout(Measured, WithOverrides):
@@ -54,14 +54,15 @@ class BenchRollout(Measured, WithOverrides):
 class BenchTrain(Measured, WithOverrides):
     """Measure how much faster whole RL steps are with TLT than without speculation.
 
-    The runs take turns and stay in run.out_dir; more --steps continue them. With --geometry learning rates are almost 0.
+    The runs take turns and stay in run.out_dir; more --steps continue them. With --geometry learning rates
+    are almost 0.
 
     Every key of the configuration can be overridden, as for tlt train.
     """
 
     variants: Names = ("tlt", "frozen")
-    """What to compare with off: tlt (the configuration as it is), frozen (without training the drafter), ahead (with
-    rollout.ahead = "adaptive")."""
+    """What to compare with off: tlt (the configuration as it is), frozen (without training the drafter),
+    ahead (with rollout.ahead = "adaptive")."""
     steps: PositiveInt = 20
     """RL steps of every run."""
     minutes: PositiveFloat = 60.0
@@ -91,8 +92,8 @@ def rollout(options: BenchRollout) -> Record:
 
 
 def train(options: BenchTrain) -> Record:
-    """Runs side by side (see bench/train.py); returns off's step time over each variant's. Stopped by the user, it reports what
-    was measured and exits as a run does."""
+    """Runs side by side (see bench/train.py); returns off's step time over each variant's. Stopped by the
+    user, it reports what was measured and exits as a run does."""
     from tlt.bench.geometry import hold_still
     from tlt.bench.report import header, write_report
     from tlt.bench.train import OFF, VARIANTS, Plan, launch_runs
@@ -129,9 +130,11 @@ def _load(options: Measured, overrides: tuple[str, ...]) -> Config:
 def _grown(
     config: Config, size: str | None, num_engines: int = 0, num_runs: int = 0, keep: Path | None = None
 ) -> Iterator[tuple[Config, Record]]:
-    """Yields the configuration with model and drafter grown where a size is given, and what a report holds of them.
+    """Yields the configuration with model and drafter grown where a size is given, and what a report holds of
+    them.
 
-    num_engines, num_runs: that will be compared side by side, 0: none.  keep: where what has grown stays, None: nowhere.
+    num_engines, num_runs: that will be compared side by side, 0: none.  keep: where what has grown stays,
+    None: nowhere.
     Refuses what can be refused before anything grows or is measured.
     """
     from tlt.bench.geometry import grown_config, plan_growth
