@@ -105,8 +105,13 @@ class Measured:
             return cls(0, math.nan, math.nan, publish_seconds=publish_seconds)
         accepted, retrieved = sum(tally.accepted for tally in tallies), sum(tally.retrieved for tally in tallies)
         before = sum(tally.accepted_before for tally in tallies if tally.num_positions)  # NaN if any is
-        shares = accepted / num_positions, retrieved / num_positions
-        return cls(num_positions, *shares, before / num_positions, publish_seconds)
+        return cls(
+            num_positions,
+            acceptance=accepted / num_positions,
+            retrieval=retrieved / num_positions,
+            before=before / num_positions,
+            publish_seconds=publish_seconds,
+        )
 
 
 class Measurement:

@@ -221,8 +221,16 @@ class Run:
 
     def _open_journal(self) -> Journal:
         """Opens this replica's journal, and finds what earlier attempts have left in theirs."""
-        whose = (self.id, self._saved, self._follows)
-        return FileJournal(self.out_dir / "journal", self.world, *whose, self.timeline, self.console.note, self.inputs)
+        return FileJournal(
+            self.out_dir / "journal",
+            self.world,
+            run=self.id,
+            saved=self._saved,
+            follows=self._follows,
+            timeline=self.timeline,
+            say=self.console.note,
+            inputs=self.inputs,
+        )
 
     def _tensors(self) -> dict[str, Tensor]:
         """Returns all that trains, by name, as this rank holds it: what a checkpoint keeps and fills."""
