@@ -165,10 +165,10 @@ def grow(disk: Path) -> None:
 # ── runs ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def fail_at(fault: Fault, fails: Callable[[], None]) -> None:
+def fail_at(fault: Fault, disk: Path) -> None:
     """Has the disk fail when the fault's moment comes in this process."""
     if not fault.function:
-        return fails()
+        return FAIL[fault.how](disk)
     calls = 0
 
     def make(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -177,7 +177,7 @@ def fail_at(fault: Fault, fails: Callable[[], None]) -> None:
             calls += fault.of in str(arguments[1:])
             if calls == fault.number and fault.of in str(arguments[1:]):
                 calls += 1
-                fails()
+                FAIL[fault.how](disk)
             return function(*arguments, **options)
 
         return call
@@ -185,20 +185,14 @@ def fail_at(fault: Fault, fails: Callable[[], None]) -> None:
     replace(fault.function, make)
 
 
-def fail_disk(fault: Fault, disk: Path) -> None:
-    fail_at(fault, partial(FAIL[fault.how], disk))
-
-
-def play(
-    folder: Path, words: Sequence[str], prepare: Callable[[], None] = lambda: None, **environ: str
-) -> tuple[int | None, str]:
+def play(folder: Path, words: Sequence[str], prepare: Callable[[], None] = lambda: None) -> tuple[int | None, str]:
     """Plays `tlt train WORDS` in a fork of this process, which has imported all; returns exit code and what it said."""
 
     def call() -> int:
         prepare()
         return tlt(["train", *words])
 
-    ending = run(Command(folder, call, environ=environ), LIMIT_SECONDS)
+    ending = run(Command(folder, call), LIMIT_SECONDS)
     return ending.code, ending.out + ending.err
 
 
@@ -248,7 +242,7 @@ def measure(workspace: Path, faults: Sequence[Fault], shares: Sequence[float]) -
     assert code == 0, said
     cases = []
     for fault in faults:
-        cases.append(play_case(workspace, fault, partial(fail_disk, fault), partial(heal, fault)))
+        cases.append(play_case(workspace, fault, partial(fail_at, fault), partial(heal, fault)))
         print(json.dumps(cases[-1]), flush=True)
     most = sum(path.stat().st_size for path in whole.rglob("*") if path.is_file())
     for share in shares:

@@ -6,17 +6,16 @@ The kernel refuses, by RLIMIT_FSIZE: no file may grow beyond a byte from the mom
 
 from __future__ import annotations
 
+import json
 import os
-import resource
-from collections.abc import Callable
-from functools import partial
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.faults.disks import Fault, fail_at, play
-from tests.integration.test_run import records, same_weights, what_the_law_fixes
+from tests.integration.test_run import command, records, same_weights, what_the_law_fixes
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
@@ -29,29 +28,67 @@ PLACES = {
     "a checkpoint": ("tlt.training.saved.checkpoint:CheckpointWriter.save", 2),
     "the last products": ("tlt.training.loop:write_products", 1),
 }
-FEW = ("--run.num_ranks", "1", "--run.num_steps", "4", "--evaluation.every", "2", "--rollout.speculation", "4x1x4")
+PROGRAM = '''
+"""Plays runs, each in a fork of this process: what takes the time is importing torch."""
+import json, os, pkgutil, resource, sys, time
 
+def full_from(place, number):
+    owner, _, name = place.rpartition("." if "." in place.partition(":")[2] else ":")
+    owner, calls = pkgutil.resolve_name(owner), 0
+    done = getattr(owner, name)
+    def call(*arguments, **options):
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+        return done(*arguments, **options)
+    setattr(owner, name, call)
 
-def fill_disk() -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
+def play(words, place, number):
+    read, write = os.pipe()
+    if (pid := os.fork()) == 0:
+        for stream in (1, 2):
+            os.dup2(write, stream)
+        os.close(write), os.close(read)
+        if place:
+            full_from(place, number)
+        code = 99
+        try:
+            code = main(["train", *words])
+        finally:
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said
+
+if __name__ == "__main__":
+    import transformers
+    import tlt.training.start
+    from tlt.cli.main import main
+    config, folder, places = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+    few = ["--run.num_ranks", "1", "--run.num_steps", "4", "--evaluation.every", "2", "--rollout.speculation", "4x1x4"]
+    found = {"none": play([config, "--run.out_dir", f"{folder}/none", *few], None, 0)}
+    for name, (place, number) in places.items():
+        out = f"{folder}/{name}"
+        first = play([config, "--run.out_dir", out, *few], place, number)
+        checkpoints = sorted(os.listdir(f"{out}/checkpoints")) if os.path.exists(f"{out}/checkpoints") else []
+        found[name] = (*first, checkpoints, *play([config, "--run.out_dir", out, "--resume", "auto", *few], None, 0))
+    print(json.dumps(found))
+'''
 
 
 @pytest.fixture(scope="module")
 def played(workspace: Path) -> dict[str, Any]:
-    """What came of each run, of its checkpoints, and of the run that went on with room again."""
-    environ = {"PYTHONPATH": os.pathsep.join([str(workspace), str(Path(__file__).parents[3])])}
-
-    def train(name: str, *words: str, prepare: Callable[[], None] = lambda: None) -> tuple[int | None, str]:
-        words = (str(workspace / "run.toml"), "--run.out_dir", str(workspace / name), *FEW, *words)
-        return play(workspace, words, prepare, **environ)
-
-    found: dict[str, Any] = {"none": train("none")}
-    for name, (function, number) in PLACES.items():
-        fails = partial(fail_at, Fault(name, "full", function, number), fill_disk)
-        first = train(name, prepare=fails)
-        checkpoints = sorted(path.name for path in (workspace / name).glob("checkpoints/*"))
-        found[name] = (*first, checkpoints, *train(name, "--resume", "auto"))
-    return found
+    (workspace / "full.py").write_text(PROGRAM)
+    _, environment = command(workspace)
+    environment["PYTHONPATH"] += os.pathsep + str(Path(__file__).parents[3])
+    words = [sys.executable, str(workspace / "full.py"), str(workspace / "run.toml"), str(workspace), json.dumps(PLACES)]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False, timeout=1400)
+    assert done.returncode == 0, done.stderr
+    played: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return played
 
 
 def test_a_run_that_has_room_ends_well(played: dict[str, Any]) -> None:
@@ -72,6 +109,6 @@ def test_a_full_disk_is_one_line_and_with_room_again_the_run_goes_on(
     assert checkpoints or place not in ("the metrics", "a checkpoint", "the last products")
     assert resumed == 0, said_then
     out_dir, undisturbed = workspace / place, workspace / "none"
-    assert [record.step for record in records(out_dir)] == [0, 1, 2, 3]
+    assert [record["step"] for record in records(out_dir)] == [0, 1, 2, 3]
     assert what_the_law_fixes(out_dir) == what_the_law_fixes(undisturbed)
     assert same_weights(out_dir, undisturbed)
