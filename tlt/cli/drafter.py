@@ -34,7 +34,7 @@ from tlt.kinds import (
     Temperature,
     Threads,
 )
-from tlt.types import Rollout, SamplingParams, Strategy, UserError
+from tlt.types import Request, Rollout, SamplingParams, Strategy, UserError
 
 if TYPE_CHECKING:
     from tlt.build.model import Model
@@ -42,25 +42,44 @@ if TYPE_CHECKING:
 _ANSWERS_AT_A_TIME = 64
 
 
-class DrafterTrain(PromptOptions):
+class AnswerOptions(PromptOptions):
+    """The model's answers: how prompts are read and written, and how responses are sampled."""
+
+    adapter: Adapter = None
+    """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
+    samples: Samples = 1
+    """Responses to every prompt of --prompts."""
+    max_tokens: MaxTokens = 2048
+    """Length at which a response to --prompts is cut off, in tokens."""
+    temperature: Temperature = 1.0
+    """Sampling temperature of the responses to --prompts; at 0 the most probable token is taken."""
+    seed: Seed = 0
+    """Seed of the sampling: the same seed gives the same responses."""
+    threads: Threads = 1
+    """CPU threads to compute with."""
+
+    def requests(self, prompts: Path, model: Model) -> list[Request]:
+        """Returns the requests for responses to the prompts."""
+        from tlt.models.prompts import make_requests
+
+        vocab_size, window = model.config.vocab_size, model.config.max_positions
+        encoded = self.read_prompts(prompts, model.tokenizer, vocab_size=vocab_size, window=window)
+        stop_ids = model.stop_ids
+        params = SamplingParams(self.temperature, max_tokens=self.max_tokens, stop_ids=stop_ids, seed=self.seed)
+        return make_requests(encoded, params, self.samples)
+
+
+class DrafterTrain(AnswerOptions):
     """Train a drafter for a model on its own responses."""
 
     model: ModelName
     """The model to draft for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
-    adapter: Adapter = None
-    """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
     out: Annotated[Path, Written("DIR")]
     """Folder to write the drafter to; must not exist yet."""
     responses: File = None
     """JSONL of responses with prompt_ids and token_ids, as tlt generate writes it."""
     prompts: Data = None
     """Prompts, as for tlt generate, which the model answers first; instead of --responses."""
-    samples: Samples = 1
-    """Responses to every prompt of --prompts."""
-    max_tokens: MaxTokens = 2048
-    """Length at which a response to --prompts is cut off, in tokens."""
-    temperature: Temperature = 1.0
-    """Sampling temperature of the responses to --prompts."""
     init: Drafter = None
     """Drafter to start from, a folder or OWNER/NAME on the hub, instead of a random one."""
     preset: Literal["eagle", "hass", "eagle3"] | None = None
@@ -76,8 +95,6 @@ class DrafterTrain(PromptOptions):
     """Tokens per optimizer step."""
     seed: Seed = 0
     """Seed of the initial weights, of the order of the responses, and of the sampling with --prompts."""
-    threads: Threads = 1
-    """CPU threads to compute with."""
 
     @model_validator(mode="after")
     def _agree(self) -> DrafterTrain:
@@ -105,15 +122,13 @@ class DrafterExport(Options):
     """JSONL of responses to choose these tokens by; by default the counts that the drafter's folder records."""
 
 
-class DrafterEval(PromptOptions):
+class DrafterEval(AnswerOptions):
     """Measure how often a drafter's guesses are accepted, and where."""
 
     drafter: Annotated[Path, Written("DRAFTER", is_alone=True)]
     """Drafter of tlt or of another trainer: a folder, or OWNER/NAME on the hub."""
     model: Annotated[Path, Written("MODEL")]
     """The model it drafts for: a Hugging Face checkpoint folder, or OWNER/NAME on the hub."""
-    adapter: Adapter = None
-    """LoRA adapter that is merged into the model: a folder as PEFT saves it, or OWNER/NAME on the hub."""
     prompts: Annotated[Path, Written("DATA")]
     """Prompts: a JSONL or Parquet file, a folder of them, or a dataset of the Hugging Face hub. A row has
     prompt (text or chat messages), messages or prompt_ids, and optionally problem_id."""
@@ -122,13 +137,7 @@ class DrafterEval(PromptOptions):
     depth: Annotated[int, Field(ge=1, le=Strategy.MAX_DEPTH)] = 3
     """Tokens drafted for each verification, in a chain; vLLM calls it num_speculative_tokens."""
     temperature: Temperature = 0.0
-    """Sampling temperature of the responses; at 0 the most probable token is taken."""
-    samples: Samples = 1
-    """Responses to every prompt."""
     max_tokens: MaxTokens = 512
-    """Length at which a response is cut off, in tokens."""
-    seed: Seed = 0
-    """Seed of the sampling: the same seed gives the same responses."""
     max_batch_size: BatchSize = 8
     """Sequences that are decoded at a time."""
     draft_vocab: DraftVocabOption = "auto"
@@ -136,8 +145,6 @@ class DrafterEval(PromptOptions):
     a forward or more (auto); chosen by what its folder records and what is sampled."""
     rounds: NonNegativeInt = 2
     """Times that the responses are generated with and without the drafter, in turns, to time both; 0: not at all."""
-    threads: Threads = 1
-    """CPU threads to compute with."""
 
 
 def train(options: DrafterTrain) -> Record:
@@ -208,14 +215,11 @@ def train(options: DrafterTrain) -> Record:
 def _answer(options: DrafterTrain, model: Model) -> list[Rollout]:
     """Returns the model's own responses to the prompts, made by adaptive speculation without a learned drafter."""
     from tlt.build.engine import EngineSettings, build_engine
-    from tlt.models.prompts import make_requests
 
     assert options.prompts is not None, "responses or prompts are given"
-    vocab_size, window = model.config.vocab_size, model.config.max_positions
-    prompts = options.read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
-    params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
+    requests = options.requests(options.prompts, model)
     engine = build_engine(model.config, model.tensors, EngineSettings("adaptive", max_batch_size=_ANSWERS_AT_A_TIME))
-    return generate_in_order(engine, make_requests(prompts, params, options.samples))
+    return generate_in_order(engine, requests)
 
 
 def export(options: DrafterExport) -> Record:
@@ -270,15 +274,10 @@ def evaluate(options: DrafterEval) -> Record:
         from tlt.bench.acceptance import Chains, observe, speedup
         from tlt.build.model import load_model
         from tlt.drafter.formats.folder import load_drafter
-        from tlt.models.prompts import make_requests
 
         model = load_model(folder, adapter=adapter)
-    config = model.config
-    drafter = load_drafter(drafter_folder, config, model.tensors)
-    vocab_size, window = config.vocab_size, config.max_positions
-    prompts = options.read_prompts(options.prompts, model.tokenizer, vocab_size=vocab_size, window=window)
-    params = SamplingParams(options.temperature, max_tokens=options.max_tokens, stop_ids=model.stop_ids, seed=options.seed)
-    requests = make_requests(prompts, params, options.samples)
+    drafter = load_drafter(drafter_folder, model.config, model.tensors)
+    requests = options.requests(options.prompts, model)
     torch.set_num_threads(options.threads)
     chains = Chains(model, drafter, options.depth, options.max_batch_size, options.draft_vocab)
     with show_busy(f"answering {len(requests)} prompts"):
