@@ -104,7 +104,7 @@ def assume_recorded(run: RecordedRun, config: Config) -> Assumed:
     num_off = sum(model.costs.num_steps.get(Strategy.OFF, 0) for model in models)
     pace = TunedPace(models)
     errors = errors_of(beside(run, pace))
-    of_off = Errors(errors.mean, min(errors.mean, 1.0), max(errors.mean, 1.0))
+    of_off = Errors(errors.mean, min(errors.low, 1.0), errors.high)
     lengths, of_lengths = known_lengths(run)
     assumed = Assumed(
         steps=[[[min(length, cap) for length in group] for group in groups] for groups in lengths],
@@ -120,8 +120,8 @@ def assume_recorded(run: RecordedRun, config: Config) -> Assumed:
             f" {len(run.steps)} steps; what it never ran is extrapolated; it has made {num_off:.0f} steps"
             f" without speculation, and with fewer than {ENOUGH_STEPS} nothing is said of off",
             f"rollouts take {errors.mean:.2f} times as long as that, as the run's did",
-            f"the range: its steps took {errors.low:.2f} to {errors.high:.2f} times as long; those of off"
-            " take as long as the tuners say, or longer by as much as the run's rollouts",
+            f"the range: its steps took {errors.low:.2f} to {errors.high:.2f} times as long; of off some may"
+            " take as long as the tuners say",
         ),
         seed=config.run.seed,
     )
