@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.command import make_parser
-from benchmarks.linears import SMOLLM2, in_turns, reading_speed
+from benchmarks.linears import SMOLLM2, reading_speed, seconds_of_product
 from tlt.bench.report import environment, markdown, table, write_report
 from tlt.models import attention
 from tlt.models.attention import Cached
@@ -48,7 +48,7 @@ def measure_alone(
     loops = CompiledAttention(config.num_heads, layers, columns_BT, mask, [(num_new, length)] * batch, None)
     ways: dict[str, Attend] = {"loops": loops, "SDPA": Cached(config, layers, columns_BT, length, mask)}
     turns = {name: [partial(_attend, way, i) for i in range(len(layers))] for name, way in ways.items()}
-    return {"bytes": layer_bytes, "seconds": in_turns(turns, qkv_NSD, rounds)}
+    return {"bytes": layer_bytes, "seconds": seconds_of_product(turns, qkv_NSD, rounds)}
 
 
 def measure_forward(model: PackedTransformer, batch: int, num_new: int, length: int, rounds: int) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def measure_forward(model: PackedTransformer, batch: int, num_new: int, length: 
     ways: dict[str, list[Callable[[Tensor], Tensor]]] = {
         name: [partial(forward, has_loops=has_loops)] * 2 for name, has_loops in (("loops", True), ("SDPA", False))
     }
-    return {"seconds": in_turns(ways, tokens_N, rounds)}
+    return {"seconds": seconds_of_product(ways, tokens_N, rounds)}
 
 
 def _places(batch: int, num_new: int, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

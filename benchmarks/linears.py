@@ -12,7 +12,6 @@ is, without the engine's choice of rows. So many copies of a matrix take turns t
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -22,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.command import make_parser
+from tlt.bench.measure import in_turns, seconds_of
 from tlt.bench.report import environment, markdown, table, write_report
 from tlt.models.cpu_kernels import OneDnnMatrix
 from tlt.models.decoder import ModelConfig
@@ -70,30 +70,27 @@ def _kernel(matrix: OneDnnMatrix, x_NI: Tensor) -> Tensor:
     return product
 
 
-def in_turns(ways: Mapping[str, Sequence[Product]], x_NI: Tensor, num_rounds: int) -> dict[str, list[float]]:
+def seconds_of_product(ways: Mapping[str, Sequence[Product]], x_NI: Tensor, num_rounds: int) -> dict[str, list[float]]:
     """Returns the seconds of a product that each way takes in each round; the first round is not counted."""
-    found: dict[str, list[float]] = {name: [] for name in ways}
-    for index in range(num_rounds + 1):
-        for name, copies in ways.items():
-            start = time.perf_counter()
-            for multiply in copies:
-                multiply(x_NI)
-            if index:
-                found[name].append((time.perf_counter() - start) / len(copies))
-    return found
+
+    def turn(copies: Sequence[Product]) -> float:
+        return seconds_of(lambda: [multiply(x_NI) for multiply in copies]) / len(copies)
+
+    found = in_turns({name: partial(turn, copies) for name, copies in ways.items()}, num_rounds + 1)
+    return {name: seconds[1:] for name, seconds in found.items()}
 
 
 def reading_speed(num_rounds: int) -> float:
     """Returns GB/s at which this machine reads memory, as a sum of floats does."""
     values = torch.ones(int(TURNING_BYTES) // 4)
-    seconds = in_turns({"sum": [lambda x: x.sum()]}, values, num_rounds)["sum"]
+    seconds = seconds_of_product({"sum": [lambda x: x.sum()]}, values, num_rounds)["sum"]
     return TURNING_BYTES / 1e9 / statistics.median(seconds)
 
 
 def multiplying_speed(num_rounds: int, size: int = 2048) -> float:
     """Returns GFLOP/s of a product of two large matrices in float32."""
     way = ways_of(size, size, torch.float32)["oneDNN"][:2]
-    seconds = in_turns({"product": way}, torch.randn(size, size), num_rounds)["product"]
+    seconds = seconds_of_product({"product": way}, torch.randn(size, size), num_rounds)["product"]
     return 2 * size**3 / 1e9 / statistics.median(seconds)
 
 
@@ -104,7 +101,7 @@ def measure(models: Mapping[str, ModelConfig], dtype: torch.dtype, num_rounds: i
         for matrix, (num_in, num_out) in matrices(config).items():
             ways = ways_of(num_in, num_out, dtype)
             for rows in ROWS:
-                seconds = in_turns(ways, torch.randn(rows, num_in, dtype=dtype), num_rounds)
+                seconds = seconds_of_product(ways, torch.randn(rows, num_in, dtype=dtype), num_rounds)
                 of = {"inputs": num_in, "outputs": num_out, "bytes": num_in * num_out * dtype.itemsize}
                 cells.append({"model": model, "matrix": matrix, "rows": rows, **of, "seconds": seconds})
             print(f"{model}, {matrix}: done", flush=True)
