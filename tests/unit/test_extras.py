@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from tlt.report.trackers import LIBRARIES
+from tlt.report.trackers import EXTRAS as TRACKERS
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
@@ -25,7 +25,7 @@ def test_nothing_says_to_install_a_package_that_no_index_has() -> None:
 
 
 def test_every_extra_that_is_named_exists() -> None:
-    named = set(LIBRARIES)
+    named = set(TRACKERS)
     for path in TEXTS:
         text = path.read_text()
         named |= set(re.findall(r"how_to_install\(['\"]([\w-]+)['\"]\)", text))

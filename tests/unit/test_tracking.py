@@ -1,5 +1,6 @@
 """Trackers: what they are told, and that none of them can stop or delay a run."""
 
+import inspect
 import json
 import math
 import os
@@ -8,6 +9,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from tests.unit.test_report import record
 from tlt.accounts import NAN
 from tlt.config.load import load_config
 from tlt.report import trackers
-from tlt.report.trackers import Library, TrackedRun, WandbTracker, check_trackers
+from tlt.report.trackers import NAMES, RANK_VARIABLES, Accelerated, TrackedRun, check_trackers
 from tlt.report.tracking import Patience, Tracking, run_id, track
 from tlt.types import UserError
 
@@ -242,7 +244,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_tracker_that_is_not_installed_is_refused_with_its_extra(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "LIBRARIES", {"wandb": Library(WandbTracker, "no_such_package")})
+    monkeypatch.setattr(trackers, "NAMES", {"wandb": "no_such_package"})
     with pytest.raises(
         UserError, match=r"^tracking.use: wandb .*not installed; pip install '\.\[wandb\]' in the folder of TLT's source$"
     ):
@@ -345,6 +347,44 @@ def test_trackio_keeps_one_run_in_a_database_of_its_own_without_a_server(folder:
     assert {name for name, _, _ in rows} == {"my run-1a2b3c4d"}
     assert [step for _, step, _ in rows] == [0, 1, 2, 3, 4, 4, 5]
     assert json.loads(rows[-1][2])["rollout/draft_acceptance_rate"] == 5.75
+
+
+RECORDING = """
+from accelerate import PartialState
+
+class Recorder:
+    calls = []
+    def __init__(self, project, **options): self.calls.append(["made", project, options])
+    def start(self): self.calls.append(["start", PartialState().num_processes])
+    def store_init_configuration(self, values): self.calls.append(["config", values])
+    def log(self, values, step): self.calls.append(["log", step, values])
+    def finish(self): self.calls.append(["finish"])
+"""
+
+
+@pytest.mark.parametrize("name", sorted({*NAMES} - {"wandb"}))
+def test_each_tracker_of_accelerate_is_made_started_told_the_settings_and_finished(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracking = pytest.importorskip("accelerate.tracking")
+    assert NAMES.keys() == tracking.LOGGER_TYPE_TO_CLASS.keys()
+    found: dict[str, Any] = {}
+    exec(RECORDING, found)
+    recorder, takes = found["Recorder"], inspect.signature(tracking.LOGGER_TYPE_TO_CLASS[name])
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, name, recorder)
+    for variable in RANK_VARIABLES:
+        monkeypatch.setenv(variable, "2")
+    tracker = Accelerated(name)
+    tracker.begin(tracked(folder, step=3))
+    tracker.log(4, {"update/loss": 0.5})
+    tracker.finish()
+    (made, *calls) = recorder.calls
+    assert calls[0] == ["start", 1], "it joins no process group, though the helper was started by a rank"
+    assert calls[-2:] == [["log", 4, {"update/loss": 0.5}], ["finish"]]
+    takes.bind(made[1], **made[2])
+    told = json.dumps([made[2].get("config"), calls[1]])
+    assert "seed" in told
+    assert name in ("trackio", "tensorboard") or calls[1][1]["run.seed"] == 3
 
 
 def isolate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -263,7 +263,8 @@ class TrackingSection(Section):
     """Trackers that get the figures of metrics.jsonl as well (docs/tracking.md). None of them can stop a run."""
 
     use: Annotated[list[str], BeforeValidator(split_words)] = Field(default=[])
-    """Any of wandb, tensorboard and trackio, or your own as "package.module:Class"; on the command line with commas between."""
+    """Any of wandb, tensorboard, trackio, mlflow, swanlab, comet_ml, aim, clearml and dvclive, or your own as
+    "package.module:Class"; on the command line with commas between."""
     project: Annotated[str, Field(min_length=1)] | None = None
     """The project of the run there; None: what WANDB_PROJECT says, else tlt."""
     run_name: Annotated[str, Field(min_length=1)] | None = None

@@ -1,7 +1,7 @@
-"""Trackers: W&B, TensorBoard, Trackio or the user's own, each a few lines over its library, in a process of its own.
+"""Trackers: those of `accelerate.tracking` by their names, or the user's own, in a process of its own.
 
-Knows figures with names and the libraries, and neither steps nor models. The process imports this module, so it imports nothing
-heavy; a library is imported when its tracker begins.
+Knows figures with names, and neither steps nor models. The process imports this module, so it imports nothing heavy;
+a library is imported when its tracker begins.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,96 +53,110 @@ class Tracker(Protocol):
         ...
 
 
-class WandbTracker:
-    """Weights & Biases. Account, entity, mode and server are its own environment's: WANDB_API_KEY, WANDB_ENTITY, WANDB_MODE."""
-
-    def begin(self, run: TrackedRun) -> str:
-        import wandb
-
-        self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            id=run.run_id,
-            resume="allow",
-            dir=os.environ.get("WANDB_DIR", run.folder),
-            config=dict(run.config),
-            settings=wandb.Settings(console="off", silent=True),
-        )
-        return f"offline; to upload: wandb sync {Path(self._run.dir).parent}" if self._run.offline else self._run.url or ""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
-class TensorBoardTracker:
-    """TensorBoard's event files, in the run's folder. What an earlier attempt wrote of later steps is hidden."""
-
-    def begin(self, run: TrackedRun) -> str:
-        from tensorboardX import SummaryWriter
-
-        folder = run.folder / "tensorboard"
-        self._writer = SummaryWriter(str(folder), purge_step=run.step + 1)
-        config = json.dumps(run.config, indent=2)
-        self._writer.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()), run.step)
-        return f"tensorboard --logdir {folder}"
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def finish(self) -> None:
-        self._writer.close()
-
-
-class TrackioTracker:
-    """Trackio: a database of its own under TRACKIO_DIR, or the Space that TRACKIO_SPACE_ID names. Runs are told apart by their
-    names, so the run's id is part of it."""
-
-    def begin(self, run: TrackedRun) -> str:
-        import trackio
-
-        name = f"{run.name}-{run.run_id}"
-        self._run = trackio.init(run.project, name, config=dict(run.config), resume="allow", embed=False)
-        return f"trackio show --project {run.project}"
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def finish(self) -> None:
-        self._run.finish()
-
-
-class Library(NamedTuple):
-    """A tracker that comes with TLT, and the package that it needs; the extra that installs it has the tracker's name."""
-
-    make: Callable[[], Tracker]
-    package: str
-
-
-LIBRARIES: Mapping[str, Library] = {
-    "wandb": Library(WandbTracker, "wandb"),
-    "tensorboard": Library(TensorBoardTracker, "tensorboardX"),
-    "trackio": Library(TrackioTracker, "trackio"),
+NAMES = {
+    **{name: name for name in ("wandb", "trackio", "mlflow", "swanlab", "comet_ml", "aim", "clearml", "dvclive")},
+    "tensorboard": "tensorboardX",
 }
+"""The trackers of accelerate, and the package that each needs."""
+EXTRAS = ("wandb", "tensorboard", "trackio")
+"""Those that an extra of the same name installs, with accelerate."""
+RANK_VARIABLES = ("LOCAL_RANK", "WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+class Accelerated:
+    """A tracker of `accelerate.tracking`. Account, server and mode are its library's own settings in the environment."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def begin(self, run: TrackedRun) -> str:
+        for variable in RANK_VARIABLES:  # a rank's, by which accelerate would join its process group
+            os.environ.pop(variable, None)
+        from accelerate import PartialState
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        PartialState(cpu=True)  # its trackers log through it
+        project, options = options_of(self.name, run)
+        self._tracker = LOGGER_TYPE_TO_CLASS[self.name](project, **options)
+        self._tracker.start()
+        if self.name == "tensorboard":  # its hyperparameters would be a run of their own in each attempt
+            config = json.dumps(run.config, indent=2)
+            self._tracker.log({"config": "\n".join(f"    {line}" for line in config.splitlines())}, step=run.step)
+        elif "config" not in options:
+            self._tracker.store_init_configuration(_flat(run.config))
+        return self._where(run)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._tracker.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        self._tracker.finish()
+
+    def _where(self, run: TrackedRun) -> str:
+        match self.name:
+            case "wandb":
+                at = self._tracker.tracker
+                return f"offline; to upload: wandb sync {Path(at.dir).parent}" if at.offline else at.url or ""
+            case "tensorboard":
+                return f"tensorboard --logdir {run.folder / 'tensorboard'}"
+            case "trackio":
+                return f"trackio show --project {run.project}"
+        return ""
+
+
+def options_of(name: str, run: TrackedRun) -> tuple[str, dict[str, Any]]:
+    """Returns what a tracker of accelerate is made with: the project, and options that its library takes.
+
+    W&B goes on in the run of the same id, Trackio in that of the same name, so the id is part of it; TensorBoard hides
+    what an earlier attempt wrote of later steps. The others begin a run for each attempt, with the id in its name.
+    """
+    unique = f"{run.name}-{run.run_id}"
+    match name:
+        case "wandb":
+            settings = {"console": "off", "silent": True}
+            where = {"dir": os.environ.get("WANDB_DIR", str(run.folder)), "settings": settings}
+            return run.project, {"name": run.name, "id": run.run_id, "resume": "allow", "config": dict(run.config), **where}
+        case "tensorboard":
+            return "tensorboard", {"logging_dir": str(run.folder), "purge_step": run.step + 1}
+        case "trackio":
+            return run.project, {"name": unique, "resume": "allow", "config": dict(run.config), "embed": False}
+        case "mlflow":
+            return run.project, {"run_name": unique}
+        case "swanlab":
+            return run.project, {"experiment_name": unique}
+        case "clearml":
+            return run.project, {"task_name": unique}
+        case "aim":
+            return unique, {"logging_dir": str(run.folder), "experiment": run.project}
+        case "dvclive":
+            return run.project, {"dir": str(run.folder / "dvclive"), "resume": run.step > 0}
+    return run.project, {}
+
+
+def _flat(config: Mapping[str, Any]) -> dict[str, str | int | float | bool]:
+    """Returns settings as section.key → value; what is no number is text."""
+    keys = {f"{name}.{key}": value for name, section in config.items() for key, value in section.items()}
+    return {key: value if isinstance(value, int | float) else str(value) for key, value in keys.items()}
 
 
 def check_trackers(names: Sequence[str]) -> None:
     """Raises UserError for a tracker that is unknown, or whose package is not installed; imports the user's own alone."""
     for name in names:
-        if name in LIBRARIES:
-            package = LIBRARIES[name].package
-            spec = importlib.util.find_spec(package)
-            if spec is None or spec.origin is None:  # None: a folder ./wandb, as W&B itself leaves it, is no package
-                raise UserError(f"tracking.use: {name} needs {package}, which is not installed; {how_to_install(name)}")
+        if name in NAMES:
+            if missing := [package for package in (NAMES[name], "accelerate") if not _is_installed(package)]:
+                needs = " and ".join(missing)
+                remedy = how_to_install(name) if name in EXTRAS else f"pip install {' '.join(missing)}"
+                raise UserError(f"tracking.use: {name} needs {needs}, which is not installed; {remedy}")
         elif not all(name.partition(":")):
-            known = ", ".join(LIBRARIES)
+            known = ", ".join(sorted(NAMES))
             raise UserError(f"tracking.use: unknown tracker {name!r}; use {known}, or your own as 'package.module:Class'")
         else:
             get_object(f"tracking.use: {name}", name)
+
+
+def _is_installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None  # None: a folder ./wandb, as W&B itself leaves it, is no package
 
 
 # ── the process ──────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -174,7 +188,7 @@ def work(pipe: Connection[Answer, Message], name: str) -> None:
             message = pipe.recv()
             try:
                 if tracker is None:
-                    tracker = LIBRARIES[name].make() if name in LIBRARIES else get_object(name, name)()
+                    tracker = Accelerated(name) if name in NAMES else get_object(name, name)()
                 pipe.send(Answer(True, _obey(tracker, message)))
             except (Exception, SystemExit) as error:
                 pipe.send(Answer(False, describe(error)))
