@@ -6,10 +6,7 @@ import json
 import random
 import statistics
 
-from benchmarks.replay import replay
-
-from tests.lossless.helpers import make_engine
-from tests.unit.test_benchmarks import LONG, OFF, POLICY, SHORT, make_costs, requests
+from tests.lossless.helpers import make_engine, make_policy, make_requests
 from tests.unit.test_tuner import ALL, ARMS, Machine, play, share_of_best
 from tlt.tuning.beg_mab import BegMab, groups_of
 from tlt.tuning.cost_model import CostModel
@@ -70,18 +67,20 @@ def test_restored_it_chooses_as_before() -> None:
     assert len({*chosen[0]}) > 1
 
 
-def test_on_the_same_recorded_costs_it_regrets_more_than_the_cost_model() -> None:
-    costs, lengths, arms = make_costs(), [150] * 24 + [900, 1500], [OFF, SHORT, LONG]
-    groups = [(1, arms), (5, arms), (21, [OFF, SHORT])]
-    ours = [replay(CostModel(arms), costs, lengths, 16, seed).regrets[-1] for seed in range(5)]
-    theirs = [replay(BegMab(groups, rng=random.Random(seed)), costs, lengths, 16, seed).regrets[-1] for seed in range(5)]
-    assert statistics.mean(ours) < statistics.mean(theirs)
+def test_on_the_same_machines_it_loses_more_to_the_best_arms_than_the_cost_model() -> None:
+    sizes = [24] * 150 + [8] * 150 + [2] * 300 + [1] * 600
+    ours, theirs = [], []
+    for seed in range(5):
+        for shares, tuner in ((ours, CostModel(ARMS)), (theirs, BegMab(groups_of(ARMS), rng=random.Random(seed)))):
+            machine = Machine(GOOD, 25.0, seed)
+            shares.append(share_of_best(machine, play(tuner, machine, sizes), sizes, ARMS))
+    assert statistics.mean(ours) > statistics.mean(theirs)
 
 
 def test_its_choices_change_no_token() -> None:
     texts = []
     for tuner in (None, BegMab(groups_of(default_arms(ALL)), epsilon=0.5)):
-        engine = make_engine(POLICY, tuner, max_batch_size=5)
-        texts.append({(r.problem_id, r.sample_index): r.token_ids for r in engine.generate(requests(0, 6))})
+        engine = make_engine(make_policy(), tuner, max_batch_size=5)
+        texts.append({(r.problem_id, r.sample_index): r.token_ids for r in engine.generate(make_requests(6, 1, seed=0))})
     assert len(engine.stats.by_strategy) > 2
     assert texts[0] == texts[1]
