@@ -79,7 +79,7 @@ def test_a_replay_with_another_learning_rate_is_the_run_without_it(
     replay = begin(tlt_here, workspace, "replay", *SLOWER, "--replay", str(first))
     assert_same(replay, alone)
     followed = replayed(replay)
-    assert followed[0] >= 0.9 * (records(replay)[0]["num_tokens"] - 32), "the first policy is the same: all is kept"
+    assert followed[0] >= 0.9 * (records(replay)[0].rollout.num_tokens - 32), "the first policy is the same: all is kept"
     assert followed[1] > 0
     assert followed[3] == 0
     assert capsys.readouterr().out.count("has kept nothing of step 4; it goes on without") == 1

@@ -163,7 +163,7 @@ def test_the_screen_names_what_is_trained_at_first_and_at_the_end_where_it_lies_
 def test_the_drafter_is_trained_in_idle_time_and_its_version_counts_it(speculating_run: Path) -> None:
     written = records(speculating_run)
     assert sum(record.drafter.tokens for record in written) > 0
-    assert written[-1]["drafter_version"] > 0
+    assert written[-1].drafter.version > 0
     initial = load_file(speculating_run.parent / "drafter" / "model.safetensors")
     trained = load_file(speculating_run / "drafter" / "model.safetensors")
     assert any(not torch.equal(initial[name], trained[name]) for name in initial)
