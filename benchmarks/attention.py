@@ -25,11 +25,11 @@ from torch import Tensor
 from benchmarks.command import make_parser
 from benchmarks.linears import SMOLLM2, reading_speed, seconds_of_product
 from tlt.bench.report import environment, markdown, table, write_report
+from tlt.hf.geometry import GEOMETRIES
 from tlt.models import attention
 from tlt.models.attention import Cached
 from tlt.models.compiled_attention import CompiledAttention
 from tlt.models.decoder import Attend, ModelConfig, Transformer
-from tlt.models.geometry import GEOMETRIES
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.tree import chain_mask
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from tlt.speculative.strategy import BatchState, Hindsight, Reading, StepOutcome, Strategy, StrategyTuner
 from tlt.tuning.step_costs import CostPrior
 from tlt.tuning.tuner import default_arms
-from tlt.types import BatchState, Hindsight, Reading, StepOutcome, Strategy, StrategyTuner
 
 PROMPT_TOKENS = 60
 _NOISE = 0.1

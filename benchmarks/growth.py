@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.command import make_parser, run_child
 from tlt.bench.report import environment, markdown, number, table, write_report
 from tlt.config.load import load_config
-from tlt.report.metrics import StepRecord, read_metrics
+from tlt.report.record import StepRecord, read_metrics
 
 ARMS = {
     "off": ("--rollout.speculation", "off", "--rollout.migrate", "false"),

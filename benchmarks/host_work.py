@@ -24,7 +24,7 @@ import pytest
 
 from benchmarks.command import make_parser
 from benchmarks.golden import Tree
-from tests.unit.test_crossings import crossings_of_a_step
+from tests.unit.engine.test_crossings import crossings_of_a_step
 from tlt.bench.measure import in_turns
 from tlt.bench.report import environment, markdown, table, write_report
 

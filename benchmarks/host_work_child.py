@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tlt.build.engine import EngineSettings, build_engine
+from tlt.assembly.engine import EngineSettings, build_engine
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.drafting.ngram import NgramDrafter
 from tlt.drafter.formats.folder import StoredDrafter
@@ -27,8 +27,9 @@ from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.decoder import ModelConfig, Transformer
 from tlt.speculative.params import BatchParams
 from tlt.speculative.protocol import DraftContext
+from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
-from tlt.types import Request, SamplingParams, Strategy
+from tlt.types import Request, SamplingParams
 
 TOY = ModelConfig("llama", 64, 32, 64, 1, 4, 2, 8, max_positions=2048, tie_embeddings=True)
 """So small that a step is hardly anything but the host's work."""

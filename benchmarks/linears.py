@@ -23,9 +23,9 @@ from torch import Tensor
 from benchmarks.command import make_parser
 from tlt.bench.measure import in_turns, seconds_of
 from tlt.bench.report import environment, markdown, table, write_report
+from tlt.hf.geometry import GEOMETRIES
 from tlt.models.cpu_kernels import OneDnnMatrix
 from tlt.models.decoder import ModelConfig
-from tlt.models.geometry import GEOMETRIES
 from tlt.models.packed import PackedLinear
 
 ROWS = (1, 2, 3, 4, 6, 8, 16, 32, 64)

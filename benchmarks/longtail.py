@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from tlt.engine.engine import RolloutEngine
-from tlt.files import write_atomically
-from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import content_hash, load_tensors
+from tlt.hf.config import load_model_config
+from tlt.hf.weights import content_hash, load_tensors
+from tlt.io.files import write_atomically
 from tlt.types import LAW_VERSION, Problem, Request, SamplingParams, UserError
 
 P95, MAX = 4.0, 10.0

@@ -35,7 +35,7 @@ from benchmarks.command import make_parser
 from benchmarks.golden import Tree
 from tlt.bench.measure import Ratio, rounds_in_turns
 from tlt.bench.report import environment, markdown, table, write_report
-from tlt.report.metrics import read_metrics
+from tlt.report.record import read_metrics
 
 CHILD = Path(__file__).with_name("paired_longtail.py")
 

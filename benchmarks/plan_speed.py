@@ -25,7 +25,7 @@ from tlt.bench.report import environment, provenance, table, write_report
 from tlt.cli.plan_speed import run_in
 from tlt.plan.recorded import TunedPace, beside, errors_of, read_lengths, tuner_of
 from tlt.plan.speed import GpuPace, log_normal, share
-from tlt.report.metrics import read_metrics
+from tlt.report.record import read_metrics
 
 Pairs = list[tuple[float, float]]
 """Seconds of rollouts, measured and computed."""

@@ -32,7 +32,7 @@ from tlt.config.load import load_config
 from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
-from tlt.files import check_output_file
+from tlt.io.files import check_output_file
 from tlt.training.start import preflight
 from tlt.tuning.tuner import make_tuner
 from tlt.types import Request, Rollout, UserError

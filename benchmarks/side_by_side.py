@@ -22,7 +22,8 @@ from tlt.audit.referee import Referee, law
 from tlt.engine.backend import RolloutBackend
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
-from tlt.types import BatchState, Request, Rollout, Strategy, StrategyTuner
+from tlt.speculative.strategy import BatchState, Strategy, StrategyTuner
+from tlt.types import Request, Rollout
 
 NEAR_TIE = 1e-3
 """Difference of two tokens' scores up to which rounding in float32 may have decided between them."""

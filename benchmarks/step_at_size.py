@@ -22,7 +22,7 @@ from tlt.bench.geometry import grown_config, hold_still, plan_growth
 from tlt.bench.report import header, markdown, number, table, write_report
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.report.metrics import read_metrics
+from tlt.report.record import read_metrics
 
 LORA = ("--lora.rank", "16", "--lora.alpha", "32", "--lora.base_dtype", "bfloat16")
 WAYS: dict[str, tuple[int, tuple[str, ...]]] = {

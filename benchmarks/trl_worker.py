@@ -16,20 +16,20 @@ import torch.distributed as dist
 
 from benchmarks.peers import _StopAtLengths
 from benchmarks.trl import Job
-from tlt.build.engine import EngineSettings, build_engine, load_stored
-from tlt.build.model import load_model
-from tlt.build.policy import build_policy_trainer
+from tlt.assembly.drafter import watch_drafter
+from tlt.assembly.engine import EngineSettings, build_engine, load_stored
+from tlt.assembly.model import load_model
+from tlt.assembly.policy import build_policy_trainer
 from tlt.config.load import load_config
-from tlt.distributed.work_queue import connect_coordinator
-from tlt.distributed.world import gather_objects, init_process_group_from_env, join_process_group
+from tlt.ranks.world import gather_objects, init_process_group_from_env, join_process_group
 from tlt.report.timeline import Timeline
-from tlt.rl.rewards import RewardPool
-from tlt.rl.scoring import RewardSpec
+from tlt.rewards.pool import RewardPool
+from tlt.rewards.scoring import RewardSpec
+from tlt.rollout.phase import RolloutPhase
+from tlt.rollout.protocol import Receivers
+from tlt.rollout.work_queue import connect_coordinator
 from tlt.tasks.countdown import TASK
 from tlt.training.live import prompt_name
-from tlt.training.rollout.drafter_side import watch_drafter
-from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.protocol import Receivers
 from tlt.types import Problem, SamplingParams
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "countdown"

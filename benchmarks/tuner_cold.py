@@ -20,8 +20,8 @@ import numpy as np
 
 from benchmarks.cold_machines import DRAFTERS, PROFILES, Machine, best_fixed, run_batch, settled_speed
 from tlt.bench.report import environment, write_report
+from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.tuning.tuner import Fixed, make_tuner
-from tlt.types import Strategy, StrategyTuner
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 LENGTHS = (100, 1000)

@@ -31,7 +31,7 @@ from tlt.cli.task import WriteProblems, write_problems
 from tlt.drafter.formats.export import FORMATS, NUM_DRAFT_TOKENS
 from tlt.drafter.formats.folder import load_drafter, save_drafter
 from tlt.drafter.model import DraftModel
-from tlt.models.hf_config import load_model_config
+from tlt.hf.config import load_model_config
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = Path("recipes/countdown")

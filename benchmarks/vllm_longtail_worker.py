@@ -18,8 +18,8 @@ import torch
 
 from benchmarks.longtail import Workload, read_workload
 from benchmarks.real_size.vllm_alone import drafts_and_accepted, speculative_config
-from tlt.build.engine import EngineSettings, load_engine
-from tlt.build.model import load_model
+from tlt.assembly.engine import EngineSettings, load_engine
+from tlt.assembly.model import load_model
 from tlt.config.vllm import VllmSection
 from tlt.engine.stats import EngineStats
 from tlt.tuning.cost_model import CostModel

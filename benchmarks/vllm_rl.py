@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from benchmarks.command import make_parser
 from tlt.bench.report import environment, markdown, number, table, write_report
-from tlt.report.metrics import read_metrics
+from tlt.report.record import read_metrics
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
 from tlt.types import Finished, Request, SamplingParams
 

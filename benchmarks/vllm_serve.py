@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.command import make_parser
 from tlt.bench.report import environment, markdown, table, write_report
 from tlt.cli.drafter import DrafterExport, export
-from tlt.files import dumps, write_json
+from tlt.io.files import dumps, write_json
 from tlt.tasks.base import make_problems
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -38,11 +38,11 @@ from benchmarks.side_by_side import (
     step_by_step,
 )
 from benchmarks.vllm_check import train_eagle3
+from tlt.assembly.engine import EngineSettings, load_engine
+from tlt.assembly.model import Model, load_model
 from tlt.audit.referee import Referee
 from tlt.audit.verdict import Auditor
 from tlt.bench.report import environment, markdown, number, table, write_report
-from tlt.build.engine import EngineSettings, load_engine
-from tlt.build.model import Model, load_model
 from tlt.config.vllm import VllmSection
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
@@ -174,7 +174,7 @@ def versions() -> dict[str, str]:
 
 def random_drafter(folder: Path) -> Path:
     """Writes an EAGLE drafter with random weights, which guesses wrong nearly always."""
-    from tlt.models.hf_config import load_model_config
+    from tlt.hf.config import load_model_config
 
     shape = drafter_shape(load_model_config(BASE))
     save_drafter(folder, DraftModel(shape).initialize(2), torch.float32, {})

@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from tlt.api import Engine, Response, TrainingResult, train
     from tlt.config.load import load_config
     from tlt.config.schema import Config
+    from tlt.speculative.strategy import Strategy
     from tlt.tasks.base import Task
     from tlt.training.evaluations import Evaluation
     from tlt.training.live import LiveRollouts, LiveSettings
-    from tlt.types import Request, SamplingParams, Strategy, UserError
+    from tlt.types import Request, SamplingParams, UserError
 
 _HOMES = {
     "tlt.api": ("Engine", "Response", "TrainingResult", "train"),
@@ -27,7 +28,8 @@ _HOMES = {
     "tlt.tasks.base": ("Task",),
     "tlt.training.evaluations": ("Evaluation",),
     "tlt.training.live": ("LiveRollouts", "LiveSettings"),
-    "tlt.types": ("Request", "SamplingParams", "Strategy", "UserError"),
+    "tlt.speculative.strategy": ("Strategy",),
+    "tlt.types": ("Request", "SamplingParams", "UserError"),
 }
 """The module that defines each public name; the imports above tell the same to type checkers."""
 

@@ -1,5 +1,5 @@
 """What ranks give account of: their engine steps and idle time; and the five records of a step, each written where
-it is measured: rollout and idle time by the phase (training/rollout/result.py), rewards, the update, the drafter.
+it is measured: rollout and idle time by the phase (rollout/result.py), rewards, the update, the drafter.
 
 A quantity that does not exist, such as the accept length of a step without verification, is NaN.
 """

@@ -21,30 +21,31 @@ from typing import Any, Literal, TypedDict, Unpack
 
 import torch
 
-from tlt.build.engine import EngineSettings, load_engine
-from tlt.build.model import Checkpoint, all_ranks, load_checkpoint, resolve_device
+from tlt.assembly.engine import EngineSettings, load_engine
+from tlt.assembly.model import Checkpoint, all_ranks, load_checkpoint, resolve_device
 from tlt.clock import Moment
 from tlt.config.drafter import DrafterSection, check_served
 from tlt.config.load import load_config
 from tlt.config.mistakes import find_nearest, validate
 from tlt.config.schema import Config
-from tlt.distributed.failures import EXIT_OK, EXIT_USER_ERROR
-from tlt.distributed.launch import is_rank
-from tlt.distributed.place import find_place
-from tlt.distributed.signals import StopRequest, handling_stop_signals
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.stats import EngineStats
-from tlt.files import Record
-from tlt.hub import Repository, resolve_model
+from tlt.hf.prompts import check_room, encode_prompts, make_requests
+from tlt.hf.tokenizer import Tokenizer
+from tlt.io.files import Record
+from tlt.io.hub import Repository, resolve_model
 from tlt.kinds import BatchSize, Samples, shorten
-from tlt.models.prompts import check_room, encode_prompts, make_requests
-from tlt.models.tokenizer import Tokenizer
+from tlt.launch.failures import EXIT_OK, EXIT_USER_ERROR
+from tlt.launch.local import is_rank
+from tlt.launch.place import find_place
+from tlt.launch.signals import StopRequest, handling_stop_signals
+from tlt.saved.lock import can_go_on, forget_journal, refuse_begun
+from tlt.speculative.strategy import Strategy
 from tlt.tasks.base import Task
 from tlt.training.evaluations import Evaluation, read_evaluations
-from tlt.training.lock import can_go_on, forget_journal, refuse_begun
 from tlt.training.loop import describe_run, main
 from tlt.training.start import launch_ranks, prepare, run_started_rank
-from tlt.types import FinishReason, Request, Rollout, SamplingParams, Strategy, UserError, checked, resolve_dtype
+from tlt.types import FinishReason, Request, Rollout, SamplingParams, UserError, checked, resolve_dtype
 
 # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -10,10 +10,9 @@ Axes used throughout the package:
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from tlt.kinds import MaxTokens, MinP, Seed, StopIds, StopTexts, Temperature, TopK, TopP, convert, kinds_of
 
@@ -125,73 +124,6 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Strategy:
-    """A way to speculate: `depth` drafting steps, `width` candidates per node, at most `budget` drafted nodes (the root, which
-    is the last committed token, is not counted). `Strategy.OFF` decodes plainly.
-
-    drafter: learned, ngram, hybrid, ahead (from references) or ahead+KIND (KIND where there is no reference).
-    """
-
-    drafter: str
-    depth: int
-    width: int
-    budget: int
-
-    OFF: ClassVar[Strategy]
-    MAX_DEPTH: ClassVar[int] = 32
-    """The engine keeps noise for so many positions ahead."""
-    MAX_REFERENCE: ClassVar[int] = 256
-    """Tokens of a reference that are drafted at a time, at most."""
-    WITHOUT_REFERENCE: ClassVar[int] = 8
-    """Tokens that are drafted at most where there is no reference, beside those that have one."""
-
-    def __post_init__(self) -> None:
-        limit = self.MAX_REFERENCE if self.uses_references else self.MAX_DEPTH
-        if self.depth > limit:
-            raise UserError(f"strategy {self}: depth {self.depth} is too large; give at most {limit}")
-        if self.uses_references and self.width > 1:
-            raise UserError(f"strategy {self}: a reference is a chain; give {self.drafter}:{self.depth}x1x{self.depth}")
-        if self.depth < 0 or self.width < 0 or self.budget < 0:
-            raise UserError(f"strategy {self}: depth, width and budget must not be negative")
-        if self.depth and not (self.width >= 1 and self.depth <= self.budget):
-            chain = f"{self.depth}x1x{self.depth}"
-            raise UserError(f"strategy {self}: needs width >= 1 and budget >= depth; for a chain use {chain}")
-
-    @property
-    def is_off(self) -> bool:
-        return self.depth == 0
-
-    @property
-    def uses_references(self) -> bool:
-        """Whether references are drafted from."""
-        return self.drafter.partition("+")[0] == "ahead"
-
-    @property
-    def without_reference(self) -> Strategy:
-        """Returns how sequences without a reference draft beside those that have one."""
-        kind, depth = self.drafter.partition("+")[2], min(self.depth, self.WITHOUT_REFERENCE)
-        return Strategy(kind, depth, 1, depth) if self.uses_references and kind else Strategy.OFF
-
-    def __str__(self) -> str:
-        return "off" if self.is_off else f"{self.drafter}:{self.depth}x{self.width}x{self.budget}"
-
-    @staticmethod
-    def parse(text: str, drafter: str = "learned") -> Strategy:
-        """Reads `off`, `DEPTHxWIDTHxBUDGET` or `DRAFTER:DEPTHxWIDTHxBUDGET`; `drafter` stands in where none is named."""
-        if text == "off":
-            return Strategy.OFF
-        name, _, shape = text.rpartition(":")
-        parts = shape.split("x")
-        if len(parts) != 3 or not all(re.fullmatch("[0-9]{1,9}", part) and int(part) > 0 for part in parts):
-            raise UserError(f"speculation: {text!r} is no strategy; give off, adaptive or DEPTHxWIDTHxBUDGET such as 4x1x4")
-        depth, width, budget = map(int, parts)
-        return Strategy(name or drafter, depth, width, budget)
-
-
-Strategy.OFF = Strategy("none", 0, 0, 0)
-
-
-@dataclass(frozen=True)
 class DraftTree:
     """Drafted tokens of B sequences as trees of one common shape bound.
 
@@ -232,98 +164,6 @@ class Verdict:
     num_accepted: int
     path: tuple[int, ...]
     logprobs: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class ReferenceDraft:
-    """A draft from a reference: up to `length` tokens, each kept with chance `rate` if all before it are."""
-
-    rate: float
-    length: int
-
-    def expected(self, depth: int) -> float:
-        """Returns the tokens kept of a draft of at most `depth`."""
-        num = min(depth, self.length)
-        return self.rate * (1 - self.rate**num) / (1 - self.rate)
-
-
-@dataclass(frozen=True)
-class Hindsight:
-    """A chain that retrieval would have drafted by `STRATEGY`, and how many of its tokens were committed since: as many as a
-    verification would have accepted, for whoever drafts, the tokens are the same."""
-
-    drafted: int
-    accepted: int
-    STRATEGY: ClassVar[Strategy] = Strategy("ngram", 15, 1, 15)
-
-
-class Reading(NamedTuple):
-    """The reading of prompts: tokens, in so many forwards, and the seconds of all of it."""
-
-    num_tokens: int
-    num_forwards: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class BatchState:
-    """The running batch, and the versions of policy and drafter: all that a tuner may choose by.
-
-    mean_length: committed tokens per sequence, prompt included.  num_admitted: sequences that are new in this step; a drafter
-    may have to read their prompts.
-    reference_drafts: one for each sequence that has a reference to draft from.
-    hindsight: what retrieval would have drafted before, as far as it is known what was accepted of it.
-    num_left: tokens expected for each running sequence, waiting ones' included; None: nobody knows.
-    reading: of prompts before this step; None: none was timed.
-    """
-
-    num_running: int
-    mean_length: float
-    policy_version: int
-    drafter_version: int
-    num_admitted: int = 0
-    reference_drafts: tuple[ReferenceDraft, ...] = ()
-    hindsight: tuple[Hindsight, ...] = ()
-    num_left: float | None = None
-    reading: Reading | None = None
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """The tokens that one engine step brought, and the seconds that it took.
-
-    num_tokens: committed by all sequences.  accepted: drafted tokens that each sequence accepted, () when nothing was drafted.
-    drafted: nodes that were drafted for each, as many as `accepted`.  seconds: the whole step, drafting included.
-    from_reference: whether each was drafted from a reference; (): none was.
-    """
-
-    num_tokens: int
-    accepted: tuple[int, ...]
-    drafted: tuple[int, ...]
-    seconds: float
-    from_reference: tuple[bool, ...] = ()
-
-
-class StrategyTuner:
-    """Chooses a strategy for every engine step, and may learn from what it brought and cost: this base learns nothing."""
-
-    predicted_speed: float | None = None
-    """Tokens per second expected of the latest choice; None where nothing is predicted."""
-    speed_otherwise: float | None = None
-    """Tokens per second expected of the best choice without references, where the latest uses some."""
-
-    def choose(self, batch: BatchState) -> Strategy:
-        raise NotImplementedError
-
-    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
-        """Learns from a step that ran."""
-
-    def counters(self) -> dict[str, Any]:
-        """Returns what was learned, as JSON."""
-        return {}
-
-    def restore(self, counters: Mapping[str, Any]) -> None:
-        """Takes up what `counters` returned."""
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,12 @@ from torch import Tensor
 
 from benchmarks.faults.mutations import DAMAGES, damage, exchange, mutated
 from benchmarks.faults.report import tally
-from tlt.distributed.world import World
 from tlt.drafter.model import DraftModel, drafter_shape
 from tlt.models.adam import trained_tensors
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.training.saved.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, go_back_to, load_checkpoint
-from tlt.training.saved.manifest import MANIFEST, read_manifest
+from tlt.ranks.world import World
+from tlt.saved.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, go_back_to, load_checkpoint
+from tlt.saved.manifest import MANIFEST, read_manifest
 from tlt.types import UserError
 
 SHAPE = ModelConfig("llama", 61, 16, 24, 2, 2, 1, 8, max_positions=64)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from tlt.report.metrics import read_metrics
+from tlt.report.record import read_metrics
 
 FIXED = (
     "rewards/mean",

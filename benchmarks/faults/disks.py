@@ -64,30 +64,30 @@ class Fault:
     words: tuple[str, ...] = ()
 
 
-TIMELINE, WRITER = "tlt.report.timeline:Timeline", "tlt.training.saved.checkpoint:CheckpointWriter"
+TIMELINE, WRITER = "tlt.report.timeline:Timeline", "tlt.saved.checkpoint:CheckpointWriter"
 UNKEPT = ("--run.keep_responses", "false")
 """Else they are what is written when a page of the journal is full."""
 FAULTS = [
     Fault("config.json", "full", "tlt.training.run:Run.__init__"),
     Fault("timeline, opened", "full", f"{TIMELINE}.__init__"),
     Fault("tracking.json", "full", "tlt.report.tracking:write_json"),
-    Fault("metrics, opened", "full", "tlt.report.metrics:MetricsWriter.__init__"),
+    Fault("metrics, opened", "full", "tlt.report.record:MetricsWriter.__init__"),
     Fault("evaluations.jsonl, first line", "full", "tlt.training.evaluations:Evaluations.add"),
     Fault("evaluations.jsonl, second line", "full", "tlt.training.evaluations:Evaluations.add", 2),
-    Fault("journal, its file", "full", "tlt.training.saved.journal:FileJournal._create"),
-    Fault("journal, a record", "full", "tlt.training.saved.journal:FileJournal._append", 20, words=UNKEPT),
-    Fault("responses", "full", "tlt.training.saved.responses:KeptResponses.write", 2),
-    Fault("metrics, a line", "full", "tlt.report.metrics:MetricsWriter.write", 3),
+    Fault("journal, its file", "full", "tlt.saved.journal:FileJournal._create"),
+    Fault("journal, a record", "full", "tlt.saved.journal:FileJournal._append", 20, words=UNKEPT),
+    Fault("responses", "full", "tlt.saved.responses:KeptResponses.write", 2),
+    Fault("metrics, a line", "full", "tlt.report.record:MetricsWriter.write", 3),
     Fault("timeline, a step's spans", "full", f"{TIMELINE}.flush", 2),
     Fault("best/", "full", "tlt.training.run:Run.save_policy", 1, "best"),
     Fault("checkpoint, first", "full", f"{WRITER}.save"),
     Fault("checkpoint, second", "full", f"{WRITER}.save", 2),
-    Fault("checkpoint, its manifest", "full", "tlt.training.saved.checkpoint:commit", 2),
+    Fault("checkpoint, its manifest", "full", "tlt.saved.checkpoint:commit", 2),
     Fault("policy/", "full", "tlt.training.run:Run.save_policy", 1, "policy"),
     Fault("drafter/", "full", "tlt.training.loop:write_products"),
     Fault("timeline.json", "full", "tlt.training.loop:merge_timelines", code=0),
     Fault("the start", "no inodes", "tlt.training.run:Run.__init__"),
-    Fault("a journal's file", "no inodes", "tlt.training.saved.journal:FileJournal._create"),
+    Fault("a journal's file", "no inodes", "tlt.saved.journal:FileJournal._create"),
     Fault("a checkpoint", "no inodes", f"{WRITER}.save", 2),
     Fault("policy/", "no inodes", "tlt.training.run:Run.save_policy", 1, "policy"),
     Fault("before the run", "read-only", ""),

@@ -25,11 +25,11 @@ from torch.distributed import HashStore
 
 from benchmarks.faults.mutations import DAMAGES, damage, exchange
 from benchmarks.faults.report import tally
-from tlt.distributed.world import World
+from tlt.ranks.world import World
 from tlt.report.timeline import Timeline
-from tlt.training.rollout.protocol import Recalled
-from tlt.training.saved.checkpoint import Saved
-from tlt.training.saved.journal import RUNNING_TOKENS, FileJournal
+from tlt.rollout.protocol import Recalled
+from tlt.saved.checkpoint import Saved
+from tlt.saved.journal import RUNNING_TOKENS, FileJournal
 from tlt.types import Request, Reward, Rollout, SamplingParams, key_of
 
 PHASES = ("rollout 0, policy 0", "rollout 0, round 1, policy 0", "evaluation 0, policy 1")

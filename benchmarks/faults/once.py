@@ -17,7 +17,7 @@ from pathlib import Path
 
 from benchmarks.faults.left import children, command_line, parent
 
-WORKER = "tlt.rl.reward_worker"
+WORKER = "tlt.rewards.worker"
 
 
 def passes(place: str) -> None:

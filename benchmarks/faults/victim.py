@@ -29,41 +29,41 @@ from typing import Any
 
 from torch.distributed.launcher import api as launcher
 
-from tlt.build.model import all_ranks
+from tlt.assembly.model import all_ranks
 from tlt.clock import Moment
 from tlt.config.load import load_config
-from tlt.distributed.failures import Restarts
-from tlt.distributed.launch import launch
-from tlt.distributed.signals import StopRequest
-from tlt.models.tokenizer import load_tokenizer
+from tlt.hf.tokenizer import load_tokenizer
+from tlt.launch.failures import Restarts
+from tlt.launch.local import launch
+from tlt.launch.signals import StopRequest
+from tlt.saved import journal
+from tlt.saved.journal_file import Record, read_records
 from tlt.training import loop
-from tlt.training.saved import journal
-from tlt.training.saved.journal_file import Record, read_records
 from tlt.training.start import describe_saved
 
 MOMENTS = {
     "loading": "tlt.training.run:Run._load",
-    "recalling": "tlt.training.saved.journal:FileJournal.begin",
-    "taking work": "tlt.distributed.work_queue:Coordinator.take",
+    "recalling": "tlt.saved.journal:FileJournal.begin",
+    "taking work": "tlt.rollout.work_queue:Coordinator.take",
     "prefill": "tlt.engine.engine:RolloutEngine._prefill",
     "decode": "tlt.models.packed:PackedTransformer.forward_capturing",
-    "hand-over": "tlt.distributed.work_queue:Coordinator.hand_over",
-    "taking over": "tlt.distributed.work_queue:Coordinator.receive",
-    "journal": "tlt.training.saved.journal:_write",
-    "generating ahead": "tlt.training.rollout.ahead:AheadOfPolicy._next",
-    "keeping what was": "tlt.training.rollout.ahead:AheadOfPolicy.keep",
+    "hand-over": "tlt.rollout.work_queue:Coordinator.hand_over",
+    "taking over": "tlt.rollout.work_queue:Coordinator.receive",
+    "journal": "tlt.saved.journal:_write",
+    "generating ahead": "tlt.rollout.ahead:AheadOfPolicy._next",
+    "keeping what was": "tlt.rollout.ahead:AheadOfPolicy.keep",
     "spot training": "tlt.drafter.training.spot:SpotTrainer.micro_step",
-    "scoring": "tlt.rl.rewards:RewardPool.drain",
-    "averaging": "tlt.training.rollout.drafter_side:average_weighted",
-    "measuring": "tlt.drafter.service:DrafterWatch.end_step",
+    "scoring": "tlt.rewards.pool:RewardPool.drain",
+    "averaging": "tlt.assembly.drafter:average_weighted",
+    "measuring": "tlt.drafter.watch:DrafterWatch.end_step",
     "update": "tlt.rl.update:PolicyTrainer._accumulate",
     "optimizer step": "tlt.rl.update:PolicyTrainer._optimizer_step",
     "publication": "tlt.engine.engine:RolloutEngine.load_policy_parts",
     "record": "tlt.training.loop:record",
     "evaluation": "tlt.training.evaluations:Evaluations.add",
-    "checkpoint": "tlt.training.saved.checkpoint:_write_share",
-    "manifest": "tlt.training.saved.checkpoint:commit",
-    "removing older": "tlt.training.saved.checkpoint:remove_older",
+    "checkpoint": "tlt.saved.checkpoint:_write_share",
+    "manifest": "tlt.saved.checkpoint:commit",
+    "removing older": "tlt.saved.checkpoint:remove_older",
     "products": "tlt.training.run:save_model",
 }
 """The functions, by moment: module:object.attribute."""

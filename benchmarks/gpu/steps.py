@@ -83,7 +83,7 @@ def pretended(strategy: str, batch: int) -> dict[str, Any]:
     """Returns the waits and uploads of a step on the tests' pretended GPU."""
     import pytest
 
-    tests = importlib.import_module("tests.unit.test_crossings")
+    tests = importlib.import_module("tests.unit.engine.test_crossings")
     with pytest.MonkeyPatch.context() as patch:
         found = tests.crossings_of_a_step(patch, strategy, batch)
     return {"waits_by_line": dict(found.down + found.stalls), "copies to the GPU": found.up.total()}

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from tlt.assembly.model import Model
 from tlt.bench.geometry import Growth, compare, describe, plan_growth
 from tlt.bench.subject import Subject
-from tlt.build.model import Model
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.growth import grow_drafter
-from tlt.models.growth import GrownTensors
+from tlt.hf.growth import GrownTensors
 from tlt.training.start import pin
 from tlt.types import resolve_dtype
 

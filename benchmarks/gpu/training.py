@@ -20,11 +20,11 @@ from tlt.bench.geometry import HELD_STILL, grown_config, plan_growth
 from tlt.bench.memory import plan_subject
 from tlt.bench.train_report import phase_seconds
 from tlt.config.schema import Config
-from tlt.distributed.signals import StopRequest
-from tlt.distributed.work_queue import connect_coordinator
-from tlt.distributed.world import shutdown
+from tlt.launch.signals import StopRequest
 from tlt.plan.memory import ALWAYS, MemoryPlan, plan_memory
+from tlt.ranks.world import shutdown
 from tlt.report.timeline import read_spans
+from tlt.rollout.work_queue import connect_coordinator
 from tlt.training.loop import advance
 from tlt.training.run import Run, join_ranks
 

@@ -30,17 +30,17 @@ from benchmarks.gguf_export import export_gguf
 from benchmarks.real_size.competitors import BASE, DEFAULT, Competitor, Plan, Process, python_of
 from benchmarks.real_size.report import Runs, describe_cell, to_markdown
 from benchmarks.real_size.serving import Took, Work
+from tlt.assembly.engine import load_stored
+from tlt.assembly.model import drafter_folder, model_folder, open_model
 from tlt.bench.geometry import grown_config, plan_growth
 from tlt.bench.measure import in_turns
 from tlt.bench.report import header, write_report
-from tlt.build.engine import load_stored
-from tlt.build.model import drafter_folder, model_folder, open_model
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.formats.export import FORMATS, Target, export_drafter
-from tlt.files import check_output_file
-from tlt.models.hf_config import config_to_hf
-from tlt.models.hf_weights import content_hash
+from tlt.hf.config import config_to_hf
+from tlt.hf.weights import content_hash
+from tlt.io.files import check_output_file
 from tlt.models.packed import EMBEDDING, HEAD
 from tlt.training.problems import load_problems, problems_of_step
 from tlt.training.start import pin

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.real_size.serving import Job, Took, Watch, Work, serve
-from tlt.build.engine import EngineSettings, build_backend, build_engine, load_stored
-from tlt.build.model import Model, open_model
+from tlt.assembly.engine import EngineSettings, build_backend, build_engine, load_stored
+from tlt.assembly.model import Model, open_model
 from tlt.config.drafter import DrafterSection
 from tlt.config.vllm import VllmSection
 from tlt.drafter.formats.folder import StoredDrafter

@@ -25,11 +25,11 @@ from tlt.cli.plan import PlanMemory, read_run
 from tlt.config.load import load_config
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.hf.config import load_model_config
+from tlt.hf.weights import save_model
+from tlt.io.recipes import find_recipe
 from tlt.models.decoder import Transformer
-from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import save_model
 from tlt.plan.memory import plan_memory
-from tlt.recipes import find_recipe
 from tlt.training.problems import load_problems
 
 GIB = 2**30

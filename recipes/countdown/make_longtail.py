@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.longtail import hash_model, make_longtail, measure_lengths, write_workload
-from tlt.build.engine import EngineSettings, build_engine
-from tlt.build.model import load_model
+from tlt.assembly.engine import EngineSettings, build_engine
+from tlt.assembly.model import load_model
 from tlt.drafter.formats.folder import load_drafter
 from tlt.tasks.base import get_task
 from tlt.types import Problem, SamplingParams

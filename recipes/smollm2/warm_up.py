@@ -22,14 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tlt.build.model import Model, open_model
-from tlt.build.policy import build_policy
+from tlt.assembly.model import Model, open_model
+from tlt.assembly.policy import build_policy
 from tlt.config.lora import LoraSection
+from tlt.hf.peft import save_adapter
+from tlt.hf.tokenizer import Tokenizer
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import Transformer
 from tlt.models.lora import add_adapters
-from tlt.models.peft_files import save_adapter
-from tlt.models.tokenizer import Tokenizer
 from tlt.tasks.arithmetic import CHECKED, Difficulty, ask
 from tlt.tasks.worked import write_solution
 

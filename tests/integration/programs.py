@@ -22,11 +22,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tlt.models.tokenizer import load_tokenizer
+from tlt.hf.tokenizer import load_tokenizer
 from tlt.speculative import compiled
 
 ROOT = Path(__file__).parents[2]
-IMPORTED = ("torch._dynamo", "torch.distributed.launcher.api", "tlt.cli.commands", "tlt.distributed.world", "tlt.training.run")
+IMPORTED = ("torch._dynamo", "torch.distributed.launcher.api", "tlt.cli.commands", "tlt.ranks.world", "tlt.training.run")
 """Whatever else a run imports comes with these."""
 LONGEST = 1 << 20
 """Bytes of a message: words and an environment."""

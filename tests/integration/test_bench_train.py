@@ -17,8 +17,8 @@ from tlt.bench.train import OFF, Plan, launch_runs
 from tlt.bench.train_report import read_turns
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.distributed.shards import read_into
-from tlt.training.saved.manifest import latest_checkpoint, read_manifest
+from tlt.ranks.shards import read_into
+from tlt.saved.manifest import latest_checkpoint, read_manifest
 
 PLAN = Plan({"off": OFF, "tlt": {}}, num_steps=1, minutes=10.0)
 

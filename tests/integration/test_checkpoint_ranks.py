@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from tests.forked import fork_ranks, run_ranks
-from tlt.distributed.waiting import lead, together
-from tlt.distributed.world import World
-from tlt.training.saved.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
+from tlt.ranks.waiting import lead, together
+from tlt.ranks.world import World
+from tlt.saved.checkpoint import Checkpoint, find_checkpoint, load_checkpoint, save_checkpoint
 from tlt.types import UserError
 
 

@@ -22,8 +22,8 @@ import pytest
 PROGRAM = '''
 import json, os, sys, time
 from pathlib import Path
-from tlt.distributed.failures import Restarts
-from tlt.distributed.launch import launch
+from tlt.launch.failures import Restarts
+from tlt.launch.local import launch
 
 
 def say(**what):
@@ -48,7 +48,7 @@ def listens_at(pid):
 
 def entry(scenario, stop):
     import torch
-    from tlt.distributed.world import (
+    from tlt.ranks.world import (
         any_rank, average_weighted, gather_objects, init_process_group_from_env, refuse_together, shutdown, tell)
     from tlt.types import UserError
 
@@ -58,7 +58,7 @@ def entry(scenario, stop):
     say(ready=True, pid=os.getpid())
     latest = time.monotonic() + 300  # whatever becomes of the test, no process stays
     if scenario == "collectives":
-        from tlt.distributed.work_queue import connect_coordinator
+        from tlt.rollout.work_queue import connect_coordinator
         from tlt.report.timeline import shared_epoch
 
         def average(weights, dtype=torch.float32, fill=None):
@@ -103,7 +103,7 @@ def entry(scenario, stop):
         while time.monotonic() < latest:
             time.sleep(0.1)
     elif scenario == "awaited":
-        from tlt.distributed.waiting import RankAwaited
+        from tlt.ranks.waiting import RankAwaited
 
         while rank == 1 or not stop.is_set():
             time.sleep(0.02)
@@ -118,7 +118,7 @@ def entry(scenario, stop):
         time.sleep(2.5)  # ranks look once a second
         say(finished=gather_objects(world, rank))
     elif scenario == "silent store" and rank == 1:
-        from tlt.distributed.store import Watch, leave_when_silent
+        from tlt.ranks.store import Watch, leave_when_silent
 
         leave_when_silent(Watch(), 0.5, "127.0.0.1:29500")
         time.sleep(60)
@@ -183,7 +183,7 @@ def play(name, scenario, num_ranks, grace, environ, num_restarts, is_spawned):
 
 if __name__ == "__main__":
     import torch.distributed.launcher.api
-    import tlt.distributed.world
+    import tlt.ranks.world
 
     os.chdir(sys.argv[1])
     for line in sys.stdin:

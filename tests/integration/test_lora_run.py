@@ -14,8 +14,8 @@ from torch import Tensor
 from tlt.clock import Moment
 from tlt.config.load import load_config
 from tlt.config.lora import ALL_TARGETS
-from tlt.distributed.signals import StopRequest
-from tlt.models.peft_files import PREFIX
+from tlt.hf.peft import PREFIX
+from tlt.launch.signals import StopRequest
 from tlt.training import loop
 from tlt.types import UserError
 

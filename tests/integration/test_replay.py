@@ -13,7 +13,7 @@ from tests.integration.conftest import Tlt
 from tests.integration.programs import Programs
 from tests.integration.test_run import PATIENCE, records, same_weights, train, what_the_law_fixes
 from tlt.engine.stats import EngineStats
-from tlt.training.saved.responses import kept_by
+from tlt.saved.responses import kept_by
 
 pytestmark = pytest.mark.timeout(3 * PATIENCE)
 FOLLOWS = ("--rollout.speculation", "ahead+hybrid:64x1x64", "--drafter.train", "false", "--evaluation.every", "2")

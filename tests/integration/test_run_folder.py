@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.conftest import Tlt
-from tlt.training.saved import checkpoint
+from tlt.saved import checkpoint
 
 FEW = ("--run.num_ranks", "1", "--evaluation.num_problems", "0", "--rollout.speculation", "off", "--drafter.train", "false")
 

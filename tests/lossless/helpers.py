@@ -22,7 +22,8 @@ from tlt.models.packed import PackedTransformer
 from tlt.speculative.params import BatchParams, truncate
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
-from tlt.types import BatchState, DraftTree, Request, SamplingParams, Strategy, StrategyTuner
+from tlt.speculative.strategy import BatchState, Strategy, StrategyTuner
+from tlt.types import DraftTree, Request, SamplingParams
 
 VOCAB, STOP = 61, 7
 CONFIG = ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=160)

@@ -20,8 +20,9 @@ from tlt.audit.report import AuditReport
 from tlt.audit.verdict import Auditor
 from tlt.engine.engine import RolloutEngine
 from tlt.speculative.params import BatchParams
+from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.speculative.verify import Verify, verify
-from tlt.types import DraftTree, Request, SamplingParams, Strategy, StrategyTuner, Verdict
+from tlt.types import DraftTree, Request, SamplingParams, Verdict
 
 MAX_TOKENS = 40
 CHAIN, TREE = Strategy("learned", 4, 1, 4), Strategy("learned", 3, 2, 5)

@@ -18,9 +18,10 @@ from tlt.speculative import rows
 from tlt.speculative.params import BatchParams
 from tlt.speculative.rows import draw
 from tlt.speculative.sampling import gumbel_noise, sample
+from tlt.speculative.strategy import Strategy
 from tlt.speculative.verify import NoiseAt
 from tlt.tuning.tuner import Fixed, default_arms
-from tlt.types import SamplingParams, Strategy
+from tlt.types import SamplingParams
 
 compiled = pytest.importorskip("tlt.speculative.compiled", reason="Numba is not installed: the reference draws")
 

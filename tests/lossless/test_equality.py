@@ -30,8 +30,9 @@ from tlt.drafter.drafting.ngram import NgramDrafter
 from tlt.engine.engine import RolloutEngine
 from tlt.models.attention import PackedCausal
 from tlt.speculative.sampling import gumbel_noise, keys_tensor
+from tlt.speculative.strategy import BatchState, StepOutcome, Strategy
 from tlt.tuning.tuner import Fixed, default_arms, make_tuner
-from tlt.types import BatchState, DraftTree, Request, Rollout, StepOutcome, Strategy, Verdict
+from tlt.types import DraftTree, Request, Rollout, Verdict
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=7, num_samples=4, seed=11)

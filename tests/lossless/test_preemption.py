@@ -18,8 +18,9 @@ from tlt.engine.memory import automatic_bytes, machine_bytes
 from tlt.models import kv_budget, kv_cache
 from tlt.models.kv_budget import Budget
 from tlt.models.kv_cache import Cache
+from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.tuning.tuner import Fixed, default_arms
-from tlt.types import Request, SamplingParams, Strategy, StrategyTuner, UserError
+from tlt.types import Request, SamplingParams, UserError
 
 POLICY = make_policy()
 STRATEGIES = [

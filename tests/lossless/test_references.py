@@ -19,9 +19,10 @@ from tlt.drafter.drafting.references import REPLAY, Reference, References
 from tlt.engine import reading
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
+from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import Fixed, default_arms
-from tlt.types import Request, Rollout, SamplingParams, Strategy, StrategyTuner, UserError
+from tlt.types import Request, Rollout, SamplingParams, UserError
 
 PARAMS = (SamplingParams(1.0), SamplingParams(0.0), SamplingParams(0.8, top_k=9, top_p=0.95, min_p=0.02))
 ARMS = ("ahead:8x1x8", "ahead:100x1x100", "ahead+learned:64x1x64", "ahead+learned:5x1x5")

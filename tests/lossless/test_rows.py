@@ -10,8 +10,9 @@ from tests.lossless.helpers import make_engine, make_policy, make_requests, toke
 from tlt import speculative
 from tlt.speculative import rows
 from tlt.speculative.sampling import kernels
+from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
-from tlt.types import Strategy, UserError
+from tlt.types import UserError
 
 POLICY = make_policy()
 REQUESTS = make_requests(num_problems=4, num_samples=2, seed=5)

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tests.lossless.helpers import VOCAB, Switching, make_engine, make_policy, make_requests
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.sequence import Sequence
+from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
-from tlt.types import Request, Rollout, SamplingParams, Strategy, UserError, Verdict
+from tlt.types import Request, Rollout, SamplingParams, UserError, Verdict
 
 POLICY = make_policy()
 STOPS = ("abab", "ccc", "bcacb")

@@ -19,8 +19,9 @@ from tlt.models.decoder import ModelConfig
 from tlt.speculative import rows
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise, sample
+from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
-from tlt.types import Request, SamplingParams, Strategy
+from tlt.types import Request, SamplingParams
 
 VOCAB, TWINS = 1003, 501
 POLICY = make_policy(config=ModelConfig("llama", VOCAB, 32, 64, 2, 4, 2, 8, tie_embeddings=True, max_positions=64))

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_lora import make_config
+from tests.unit.models.test_lora import make_config
 from tests.unit.transformer_parts import PROMPTS, packed_logits, referee, trainable
-from tlt.build.model import Model
-from tlt.build.policy import build_policy, plan_policy
+from tlt.assembly.model import Model
+from tlt.assembly.policy import build_policy, plan_policy
 from tlt.config.lora import LoraSection
-from tlt.distributed.sharding import Gathered
+from tlt.hf.peft import PREFIX, save_adapter
 from tlt.models.decoder import Transformer
 from tlt.models.lora import count_adapters
-from tlt.models.peft_files import PREFIX, save_adapter
+from tlt.ranks.sharding import Gathered
 
 peft = pytest.importorskip("peft")
 

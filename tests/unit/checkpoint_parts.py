@@ -20,10 +20,10 @@ from transformers import (
     Qwen3Config,
 )
 
+from tlt.hf.config import load_model_config, parse_config
+from tlt.hf.weights import content_hash, load_tensors, save_model
 from tlt.models.attention import PackedCausal
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf_config import load_model_config, parse_config
-from tlt.models.hf_weights import content_hash, load_tensors, save_model
 from tlt.types import UserError
 
 PUBLISHED = Path(__file__).parent / "published_configs"

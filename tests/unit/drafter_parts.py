@@ -22,8 +22,9 @@ from tlt.models.decoder import Transformer
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.params import BatchParams
 from tlt.speculative.protocol import DraftContext, DraftNoise
+from tlt.speculative.strategy import Strategy, StrategyTuner
 from tlt.tuning.tuner import Fixed
-from tlt.types import Finished, Request, Rollout, SamplingParams, Strategy, StrategyTuner
+from tlt.types import Finished, Request, Rollout, SamplingParams
 
 SIZE = CONFIG.hidden_size
 POLICY = make_policy()

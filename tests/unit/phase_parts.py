@@ -16,23 +16,24 @@ from torch.distributed import HashStore
 
 from tests.lossless.helpers import CONFIG, make_policy
 from tlt.accounts import DrafterReport
-from tlt.distributed.work_queue import Coordinator
-from tlt.distributed.world import World
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
 from tlt.drafter.measure import Subject
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
-from tlt.drafter.service import DrafterWatch, Ranks, RankState
 from tlt.drafter.training.spot import SpotTrainer
+from tlt.drafter.watch import DrafterWatch, Ranks, RankState
 from tlt.engine.engine import RolloutEngine
 from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
+from tlt.ranks.world import World
 from tlt.report.timeline import Timeline
-from tlt.training.rollout.drafter_side import WatchedDrafter
-from tlt.training.rollout.phase import NO_WORK, RolloutPhase
-from tlt.training.rollout.protocol import Receivers
-from tlt.training.rollout.work import Ended, Work
+from tlt.rollout.phase import NO_WORK, RolloutPhase
+from tlt.rollout.protocol import Receivers
+from tlt.rollout.watched_drafter import WatchedDrafter
+from tlt.rollout.work import Ended, Work
+from tlt.rollout.work_queue import Coordinator
+from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
-from tlt.types import Finished, Problem, Request, Reward, Rollout, SamplingParams, Strategy
+from tlt.types import Finished, Problem, Request, Reward, Rollout, SamplingParams
 
 PARAMS = SamplingParams(temperature=0.7, max_tokens=24)
 POLICY = make_policy()

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tlt.distributed.world import World
-from tlt.training.saved.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, load_checkpoint
+from tlt.ranks.world import World
+from tlt.saved.checkpoint import Checkpoint, CheckpointWriter, find_checkpoint, load_checkpoint
 from tlt.types import UserError
 
 

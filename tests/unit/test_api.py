@@ -19,21 +19,22 @@ import torch
 
 import tlt
 from tlt.api import Engine, Sampling, _named, train
-from tlt.build.engine import EngineSettings
+from tlt.assembly.engine import EngineSettings
 from tlt.cli.main import main
 from tlt.config.engine import DeviceSection, EngineSection
 from tlt.config.load import load_config
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
+from tlt.hf.config import load_model_config
+from tlt.hf.weights import save_model
+from tlt.io.recipes import find_recipe
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import save_model
-from tlt.recipes import find_recipe
+from tlt.speculative.strategy import Strategy
 from tlt.tasks.base import get_task
 from tlt.tasks.countdown import TASK
 from tlt.training.live import LiveSettings
-from tlt.types import Reward, SamplingParams, Strategy, UserError
+from tlt.types import Reward, SamplingParams, UserError
 
 BASE = find_recipe("countdown").parent / "base"
 PROMPTS = ["[2,9,16:5]", "[4,8:12]"]

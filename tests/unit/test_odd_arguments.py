@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import tlt
+from tlt.hf.config import load_model_config
+from tlt.hf.weights import save_model
+from tlt.io.recipes import find_recipe
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import save_model
-from tlt.recipes import find_recipe
 from tlt.types import SamplingParams, UserError
 
 BASE = find_recipe("countdown").parent / "base"

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import HashStore
 
 from tests.lossless.helpers import STOP, VOCAB, make_engine, make_policy
-from tlt.build.model import load_model
+from tlt.assembly.model import load_model
 from tlt.config.schema import AlgorithmSection, OptimizerSection, SamplingSection
 from tlt.engine.engine import RolloutEngine
 from tlt.models.decoder import Transformer

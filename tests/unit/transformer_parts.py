@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen2Config, Qwen3Config
 
 from tests.lossless.helpers import pack
+from tlt.hf.config import parse_config
 from tlt.models.attention import Cached, PackedCausal, StoringPrefill
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf_config import parse_config
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.tree import chain_mask
 

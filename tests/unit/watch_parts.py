@@ -16,11 +16,11 @@ from tlt.drafter.drafting.learned import LearnedDrafter
 from tlt.drafter.drafting.ngram import NgramDrafter
 from tlt.drafter.measure import Measurement, Subject, Tally
 from tlt.drafter.model import DraftModel, PackedDrafter, drafter_shape
-from tlt.drafter.service import DrafterWatch, Ranks, RankState
 from tlt.drafter.training.buffer import TrajectoryBuffer
 from tlt.drafter.training.losses import PRESETS
 from tlt.drafter.training.spot import SpotTrainer
 from tlt.drafter.training.trainer import DrafterTrainer
+from tlt.drafter.watch import DrafterWatch, Ranks, RankState
 from tlt.types import Rollout
 
 POLICY = make_policy()

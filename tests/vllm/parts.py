@@ -24,14 +24,14 @@ from transformers import (
 )
 
 from benchmarks.side_by_side import Comparison, Responses, answers, compare
+from tlt.assembly.engine import EngineSettings, load_engine
+from tlt.assembly.model import load_checkpoint, load_model
 from tlt.audit.referee import Referee
-from tlt.build.engine import EngineSettings, load_engine
-from tlt.build.model import load_checkpoint, load_model
 from tlt.config.drafter import DrafterSection
 from tlt.config.vllm import VllmSection
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
-from tlt.models.hf_config import load_model_config
+from tlt.hf.config import load_model_config
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
 from tlt.types import FinishReason, Request, Rollout, SamplingParams

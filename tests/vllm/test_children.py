@@ -12,7 +12,7 @@ import torch
 from benchmarks.side_by_side import answers
 from benchmarks.vllm_table import Size, Start, judge, random_drafter, requests_of, run_child
 from tests.vllm.parts import BASE, DRAFTER, in_vllm
-from tlt.build.model import load_model
+from tlt.assembly.model import load_model
 
 pytestmark = in_vllm
 

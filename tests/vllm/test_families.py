@@ -22,7 +22,7 @@ from tests.vllm.parts import (
     requests_for,
     vllm_engine,
 )
-from tlt.build.model import load_model
+from tlt.assembly.model import load_model
 from tlt.types import Request, SamplingParams, UserError
 
 pytestmark = in_vllm
@@ -77,7 +77,7 @@ def test_two_workers_share_a_model_and_its_eagle3_drafter(tmp_path: Path) -> Non
 
 
 def test_a_cache_that_holds_no_whole_response_is_refused_in_one_line(tmp_path: Path) -> None:
-    from tlt.build.engine import EngineSettings, load_engine
+    from tlt.assembly.engine import EngineSettings, load_engine
     from tlt.config.vllm import VllmSection
 
     model = make_checkpoint("llama", tmp_path / "model")

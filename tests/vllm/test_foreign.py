@@ -26,7 +26,7 @@ from tests.vllm.parts import (
     vllm_engine,
 )
 from tlt.cli import main as cli
-from tlt.models.hf_weights import load_stored
+from tlt.hf.weights import load_stored
 from tlt.types import Request, SamplingParams, UserError
 
 pytestmark = in_vllm

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from benchmarks.side_by_side import RandomLengths, answers, random_lengths, step_by_step
 from tests.vllm.parts import BASE, DEPTH, DRAFTER, assert_equal, in_vllm, requests_for
-from tlt.build.model import load_model
+from tlt.assembly.model import load_model
 from tlt.drafter.formats.folder import load_drafter
 from tlt.drafter.model import DraftModel
 from tlt.types import Finished, Request, SamplingParams, UserError

@@ -15,8 +15,8 @@ from benchmarks.side_by_side import answers
 from tests.reference_kinds import KINDS, reference_of
 from tests.unit.cli.parts import read_lines, succeed, write_lines
 from tests.vllm.parts import BASE, DRAFTER, assert_equal, in_vllm
-from tlt.build.engine import EngineSettings, load_engine
-from tlt.build.model import load_checkpoint, load_model
+from tlt.assembly.engine import EngineSettings, load_engine
+from tlt.assembly.model import load_checkpoint, load_model
 from tlt.config.drafter import DrafterSection
 from tlt.config.vllm import VllmSection
 from tlt.drafter.drafting.references import References

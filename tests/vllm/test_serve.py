@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from benchmarks.vllm_serve import BASE, DRAFTER, LAW, ROOT, asks, client_of, serving
-from tlt.build.engine import EngineSettings, load_engine
-from tlt.build.model import load_model
+from tlt.assembly.engine import EngineSettings, load_engine
+from tlt.assembly.model import load_model
 from tlt.cli.drafter import DrafterExport, export
-from tlt.files import dumps
+from tlt.io.files import dumps
 from tlt.types import Request, Rollout, SamplingParams, UserError
 
 pytestmark = [

@@ -16,7 +16,7 @@ import pytest
 
 from benchmarks.vllm_rl import RECIPE, SMALL, compare, run_arm
 from tests.vllm.parts import in_vllm
-from tlt.report.metrics import StepRecord, read_metrics
+from tlt.report.record import StepRecord, read_metrics
 
 pytestmark = [*in_vllm, pytest.mark.timeout(3600)]
 

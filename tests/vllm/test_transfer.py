@@ -14,9 +14,9 @@ from benchmarks.side_by_side import answers
 from tests.vllm import pretend_gpu
 from tests.vllm.parts import BASE, DRAFTER, assert_equal, in_vllm, vllm_engine
 from tests.vllm.test_live import MODEL, changed_policy, countdown
-from tlt.distributed.sharding import layer_by_layer
 from tlt.drafter.formats.folder import load_drafter
 from tlt.drafter.model import DraftModel
+from tlt.ranks.sharding import layer_by_layer
 from tlt.types import Request, UserError
 from tlt.vllm import link, transfer
 

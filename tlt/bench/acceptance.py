@@ -19,18 +19,19 @@ from itertools import pairwise
 
 from torch import Tensor
 
+from tlt.assembly.engine import EngineSettings, build_engine, build_learned
+from tlt.assembly.model import Model
 from tlt.bench.measure import Ratio, in_turns, seconds_of
-from tlt.build.engine import EngineSettings, build_engine, build_learned
-from tlt.build.model import Model
 from tlt.config.drafter import DrafterSection
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal, OnVerdicts
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.engine import RolloutEngine
 from tlt.kinds import DraftVocab
 from tlt.speculative.params import BatchParams
+from tlt.speculative.strategy import Strategy
 from tlt.speculative.verify import Noise, Verify, verify
 from tlt.tuning.tuner import Fixed
-from tlt.types import DraftTree, Request, Rollout, Strategy, UserError, Verdict
+from tlt.types import DraftTree, Request, Rollout, UserError, Verdict
 
 ENTROPY_EDGES = (0.0, 0.01, 0.1, 0.3, 0.7, 1.5, float("inf"))
 """Nats. Most tokens of reasoning are nearly certain; they get the narrow buckets."""

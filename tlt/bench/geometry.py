@@ -21,19 +21,19 @@ import torch
 from torch import Tensor
 
 from tlt import __version__
+from tlt.assembly.engine import EngineSettings, build_engine, load_stored
+from tlt.assembly.model import Model, adapter_folder, drafter_folder, load_model, model_folder, open_model
+from tlt.assembly.policy import master_dtype
 from tlt.bench.report import with_changes
-from tlt.build.engine import EngineSettings, build_engine, load_stored
-from tlt.build.model import Model, adapter_folder, drafter_folder, load_model, model_folder, open_model
-from tlt.build.policy import master_dtype
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter, save_stored
 from tlt.drafter.growth import grow_drafter, grow_shape
 from tlt.drafter.model import DrafterShape
+from tlt.hf.config import config_to_hf
+from tlt.hf.geometry import OPTION, Geometry, Grown, find_geometry, grow_config
+from tlt.hf.growth import NOISE, GrownTensors
+from tlt.hf.weights import content_hash, expected_shapes, save_model
 from tlt.models.attention import PackedCausal
-from tlt.models.geometry import OPTION, Geometry, Grown, find_geometry, grow_config
-from tlt.models.growth import NOISE, GrownTensors
-from tlt.models.hf_config import config_to_hf
-from tlt.models.hf_weights import content_hash, expected_shapes, save_model
 from tlt.models.packed import PackedTransformer
 from tlt.training.problems import load_problems
 from tlt.training.run import device_of

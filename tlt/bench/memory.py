@@ -6,10 +6,10 @@ runs       process + what each holds always + the most that one of them takes fo
 
 from __future__ import annotations
 
-from tlt.build.model import drafter_folder, local_ranks, model_folder
+from tlt.assembly.model import drafter_folder, local_ranks, model_folder
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import load_shape
-from tlt.models.hf_config import load_model_config
+from tlt.hf.config import load_model_config
 from tlt.plan.memory import ALWAYS, MemoryPlan, plan_memory
 from tlt.plan.sizes import GIB, PlannedRun
 from tlt.training.problems import load_problems

@@ -14,7 +14,7 @@ import torch
 from tlt import __version__
 from tlt.config.mistakes import validate
 from tlt.config.schema import Config
-from tlt.files import dumps, with_folder, write_atomically
+from tlt.io.files import dumps, with_folder, write_atomically
 
 Changes = Mapping[str, Mapping[str, Any]]
 """Values of a configuration by section and key."""

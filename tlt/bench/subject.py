@@ -8,10 +8,10 @@ import dataclasses
 
 import torch
 
+from tlt.assembly.engine import EngineSettings, build_backend, build_engine, load_stored
+from tlt.assembly.model import Model, adapter_folder, drafter_folder, model_folder, open_model
+from tlt.assembly.policy import master_dtype
 from tlt.bench.report import side_by_side
-from tlt.build.engine import EngineSettings, build_backend, build_engine, load_stored
-from tlt.build.model import Model, adapter_folder, drafter_folder, model_folder, open_model
-from tlt.build.policy import master_dtype
 from tlt.config.schema import Config
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.engine.backend import RolloutBackend

@@ -27,17 +27,17 @@ import torch
 from tlt.bench.report import Changes, side_by_side, with_changes
 from tlt.bench.train_report import Turn, read_turns
 from tlt.config.schema import Config
-from tlt.distributed.work_queue import connect_coordinator
-from tlt.distributed.world import World, any_rank, gather_objects, shutdown
+from tlt.ranks.world import World, any_rank, gather_objects, shutdown
 from tlt.report.console import Console
+from tlt.rollout.phase import StopRequested
+from tlt.rollout.result import PhaseResult
+from tlt.rollout.work_queue import connect_coordinator
 from tlt.training.loop import advance
-from tlt.training.rollout.phase import StopRequested
-from tlt.training.rollout.result import PhaseResult
 from tlt.training.run import Run, join_ranks
 from tlt.types import UserError
 
 if TYPE_CHECKING:
-    from tlt.distributed.signals import StopRequest
+    from tlt.launch.signals import StopRequest
 
 OFF: Changes = {
     "rollout": {"speculation": "off", "ahead": 0, "replay": None},
@@ -81,8 +81,8 @@ def launch_runs(config: Config, plan: Plan) -> int:
 
     Raises UserError unless the runs can begin, or go on, in run.out_dir.
     """
-    from tlt.build.model import all_ranks
-    from tlt.distributed.launch import launch
+    from tlt.assembly.model import all_ranks
+    from tlt.launch.local import launch
 
     folder = config.run.out_dir
     for name, changed in plan.configs(config).items():

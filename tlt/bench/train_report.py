@@ -15,8 +15,8 @@ from typing import Any
 
 from tlt.bench.measure import Ratio
 from tlt.bench.report import markdown, number, ratio_text, table
-from tlt.files import read_appended
-from tlt.report.metrics import StepRecord, read_metrics
+from tlt.io.files import read_appended
+from tlt.report.record import StepRecord, read_metrics
 from tlt.report.timeline import covered_seconds, critical_path_share, read_spans
 from tlt.spans import Span, SpanName
 from tlt.types import UserError

@@ -15,16 +15,16 @@ from tlt.cli.data import Data, PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import File, ModelName, Names, Written
 from tlt.config.mistakes import mistake
-from tlt.drafter.response_files import response_ids
-from tlt.files import Record, check_output_file, dumps, get_id, read_jsonl, with_folder, write_json
-from tlt.hub import resolve_model
+from tlt.io.files import Record, check_output_file, dumps, get_id, read_jsonl, with_folder, write_json
+from tlt.io.hub import resolve_model
 from tlt.kinds import MaxTokens, Problems, Samples, Share
+from tlt.saved.answers import response_ids
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
 if TYPE_CHECKING:
     from tlt.audit.referee import Referee
     from tlt.audit.report import AuditReport
-    from tlt.models.tokenizer import Tokenizer
+    from tlt.hf.tokenizer import Tokenizer
 
 
 EXIT_CODES = {"lossless": 0, "undecided": 3, "not lossless": 1}
@@ -111,7 +111,7 @@ def run(options: Audit) -> int:
 
         from tlt.audit.referee import Referee
         from tlt.audit.verdict import Auditor
-        from tlt.models.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
+        from tlt.hf.tokenizer import has_tokenizer, load_tokenizer, read_stop_ids
 
         for speculation in options.speculation:
             options.check_engine(speculation)
@@ -159,7 +159,7 @@ def _modes(
     if options.responses is not None:
         yield options.responses.name, _read_responses(options.responses, referee)
         return
-    from tlt.models.prompts import encode_prompts, make_requests
+    from tlt.hf.prompts import encode_prompts, make_requests
     from tlt.tasks.base import make_problems
 
     vocab_size, window = referee.vocab_size, referee.window
@@ -187,9 +187,9 @@ def _modes(
 
 
 def _generate(options: Audit, speculation: str, requests: Sequence[Request]) -> list[Rollout]:
+    from tlt.assembly.engine import load_engine
+    from tlt.assembly.model import load_checkpoint
     from tlt.audit.fault import PlantedFault
-    from tlt.build.engine import load_engine
-    from tlt.build.model import load_checkpoint
     from tlt.speculative.verify import verify
 
     faulty = PlantedFault(options.plant_fault, options.seed) if options.plant_fault else verify

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from tlt.cli.engine import show_busy
 from tlt.cli.options import ConfigFile, Names, Numbers, Options, WithOverrides, Written
 from tlt.config.load import load_config
-from tlt.files import Record, check_output_file
+from tlt.io.files import Record, check_output_file
 from tlt.kinds import PositiveFloat, PositiveInt
 from tlt.types import UserError
 

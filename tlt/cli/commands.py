@@ -9,7 +9,7 @@ from typing import Any
 from tlt.cli import audit, bench, drafter, generate, init, plan, plan_speed, task, train
 from tlt.cli.options import Options
 from tlt.config.mistakes import find_nearest
-from tlt.files import Record
+from tlt.io.files import Record
 from tlt.types import UserError
 
 

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated
 from pydantic import Field
 
 from tlt.cli.options import JsonObject, JsonTexts, Options, Written
-from tlt.data import DataSource, read_data
+from tlt.io.data import DataSource, read_data
 
 if TYPE_CHECKING:
-    from tlt.models.prompts import Prompt
-    from tlt.models.tokenizer import Tokenizer
+    from tlt.hf.prompts import Prompt
+    from tlt.hf.tokenizer import Tokenizer
 
 Data = Annotated[Path | None, Written("DATA")]
 Subset = Annotated[str | None, Written("NAME")]
@@ -47,7 +47,7 @@ class PromptOptions(DataOptions):
 
     def read_prompts(self, name: Path, tokenizer: Tokenizer | None, *, vocab_size: int, window: int) -> list[Prompt]:
         """Returns the prompts of --prompts as token ids."""
-        from tlt.models.prompts import ChatFormat, encode_prompts
+        from tlt.hf.prompts import ChatFormat, encode_prompts
 
         chat = ChatFormat(self.chat, self.system_prompt, self.chat_template_kwargs)
         records = read_data(self.source(name, "--prompts"))

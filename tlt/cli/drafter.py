@@ -19,9 +19,8 @@ from tlt.cli.engine import Progress, generate_in_order, show_busy, show_progress
 from tlt.cli.options import Adapter, Drafter, File, ModelName, Options, Written
 from tlt.config.drafter import DraftVocabOption
 from tlt.config.mistakes import mistake
-from tlt.drafter.response_files import read_responses
-from tlt.files import Record, check_new_folder, check_output_file, with_folder, write_json
-from tlt.hub import resolve_model
+from tlt.io.files import Record, check_new_folder, check_output_file, with_folder, write_json
+from tlt.io.hub import resolve_model
 from tlt.kinds import (
     BatchSize,
     LearningRate,
@@ -34,10 +33,12 @@ from tlt.kinds import (
     Temperature,
     Threads,
 )
-from tlt.types import Request, Rollout, SamplingParams, Strategy, UserError
+from tlt.saved.answers import read_responses
+from tlt.speculative.strategy import Strategy
+from tlt.types import Request, Rollout, SamplingParams, UserError
 
 if TYPE_CHECKING:
-    from tlt.build.model import Model
+    from tlt.assembly.model import Model
 
 _ANSWERS_AT_A_TIME = 64
 
@@ -60,7 +61,7 @@ class AnswerOptions(PromptOptions):
 
     def requests(self, prompts: Path, model: Model) -> list[Request]:
         """Returns the requests for responses to the prompts."""
-        from tlt.models.prompts import make_requests
+        from tlt.hf.prompts import make_requests
 
         vocab_size, window = model.config.vocab_size, model.config.max_positions
         encoded = self.read_prompts(prompts, model.tokenizer, vocab_size=vocab_size, window=window)
@@ -154,15 +155,15 @@ def train(options: DrafterTrain) -> Record:
     with show_busy():
         import torch
 
-        from tlt.build.drafter import build_draft_model
-        from tlt.build.model import load_model
+        from tlt.assembly.drafter import build_draft_model
+        from tlt.assembly.model import load_model
         from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
         from tlt.drafter.training.buffer import is_trainable
         from tlt.drafter.training.losses import PRESETS
         from tlt.drafter.training.offline import OfflineSettings, new_drafter, train_offline
         from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, choose_by
-        from tlt.models.hf_config import load_model_config
-        from tlt.models.hf_weights import content_hash
+        from tlt.hf.config import load_model_config
+        from tlt.hf.weights import content_hash
         from tlt.models.packed import PackedTransformer
 
     config = load_model_config(folder)
@@ -214,7 +215,7 @@ def train(options: DrafterTrain) -> Record:
 
 def _answer(options: DrafterTrain, model: Model) -> list[Rollout]:
     """Returns the model's own responses to the prompts, made by adaptive speculation without a learned drafter."""
-    from tlt.build.engine import EngineSettings, build_engine
+    from tlt.assembly.engine import EngineSettings, build_engine
 
     assert options.prompts is not None, "responses or prompts are given"
     requests = options.requests(options.prompts, model)
@@ -238,8 +239,8 @@ def export(options: DrafterExport) -> Record:
         )
         from tlt.drafter.formats.folder import load_drafter
         from tlt.drafter.vocabulary import count_tokens
-        from tlt.models.hf_config import config_to_hf, load_model_config
-        from tlt.models.hf_weights import content_hash, load_tensors
+        from tlt.hf.config import config_to_hf, load_model_config
+        from tlt.hf.weights import content_hash, load_tensors
 
     config = load_model_config(folder)
     tensors = load_tensors(folder, config)
@@ -271,8 +272,8 @@ def evaluate(options: DrafterEval) -> Record:
     with show_busy():
         import torch
 
+        from tlt.assembly.model import load_model
         from tlt.bench.acceptance import Chains, observe, speedup
-        from tlt.build.model import load_model
         from tlt.drafter.formats.folder import load_drafter
 
         model = load_model(folder, adapter=adapter)

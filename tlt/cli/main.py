@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if is_ours:
         signal.signal(signal.SIGINT, interrupt)
     try:
-        from tlt.streams import forget_odd_sizes, reporting_stdout
+        from tlt.io.streams import forget_odd_sizes, reporting_stdout
 
         forget_odd_sizes()
         with reporting_stdout():
@@ -40,9 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if was_interrupted or isinstance(error, KeyboardInterrupt):
             _say("interrupted")
             return 130
-        from tlt.secrets import hide
-        from tlt.streams import StdoutError
-        from tlt.text import visible
+        from tlt.io.secrets import hide
+        from tlt.io.streams import StdoutError
+        from tlt.io.text import visible
         from tlt.types import UserError
 
         if isinstance(error, StdoutError):
@@ -69,7 +69,7 @@ def _run(arguments: Sequence[str]) -> int:
     from tlt.cli.commands import COMMANDS, FAMILIES, find_command, overview
     from tlt.cli.help import explain
     from tlt.cli.options import parse_options
-    from tlt.files import dumps
+    from tlt.io.files import dumps
 
     wants_help = any(word in ("-h", "--help") for word in arguments)
     named = [word for word in arguments if word not in ("-h", "--help")]

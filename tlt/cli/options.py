@@ -20,7 +20,7 @@ from tlt.config.arguments import read_words
 from tlt.config.mistakes import find_nearest, mistake, section_of
 from tlt.config.schema import Config
 from tlt.config.section import Explained, split_words
-from tlt.files import parse_json
+from tlt.io.files import parse_json
 from tlt.kinds import LONGEST_SHOWN, BatchSize, remedy, shorten
 from tlt.types import UserError
 

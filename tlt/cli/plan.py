@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tlt.cli.options import ConfigFile, File, WithOverrides
 from tlt.config.load import load_config
-from tlt.files import Record, check_output_file, with_folder, write_json
+from tlt.io.files import Record, check_output_file, with_folder, write_json
 from tlt.kinds import Gib, NonNegativeInt, Processes
 
 if TYPE_CHECKING:
@@ -67,11 +67,11 @@ def read_run(options: PlanMemory) -> PlannedRun:
     config = load_config(options.config, options.overrides)
     import torch
 
-    from tlt.build.model import all_ranks, local_ranks
+    from tlt.assembly.model import all_ranks, local_ranks
     from tlt.drafter.formats.folder import load_shape
     from tlt.engine.memory import machine_bytes
-    from tlt.hub import resolve_description
-    from tlt.models.hf_config import load_model_config
+    from tlt.hf.config import load_model_config
+    from tlt.io.hub import resolve_description
     from tlt.plan.sizes import GIB, PlannedRun
 
     model = load_model_config(resolve_description(config.model.path, config.model.revision))

@@ -11,7 +11,7 @@ from pydantic import Field
 from tlt.cli.options import ConfigFile, File, Folder, Numbers, WithOverrides
 from tlt.config.load import load_config
 from tlt.config.schema import Config
-from tlt.files import Record, check_output_file, with_folder, write_json
+from tlt.io.files import Record, check_output_file, with_folder, write_json
 from tlt.kinds import PositiveInt, Tokens
 from tlt.types import UserError
 
@@ -75,7 +75,7 @@ def speed(options: PlanSpeed) -> Record:
 
 def num_problems(config: Config, num_replicas: int) -> int:
     """Returns the problems of a step in which each replica has as many as a rank of the configuration."""
-    from tlt.build.model import all_ranks
+    from tlt.assembly.model import all_ranks
 
     return max(round(config.rollout.problems_per_step * num_replicas / all_ranks(config)), 1)
 
@@ -101,7 +101,7 @@ def assume(options: PlanSpeed, config: Config) -> Assumed:
 def run_in(folder: Path) -> RecordedRun:
     """Reads what a run has kept in a folder, and in its latest checkpoint."""
     from tlt.plan.recorded import read_run
-    from tlt.training.saved.manifest import latest_checkpoint, read_manifest, verify
+    from tlt.saved.manifest import latest_checkpoint, read_manifest, verify
 
     if (checkpoint := latest_checkpoint(folder / "checkpoints")) is None:
         return read_run(folder, [])

@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 from tlt.cli.data import Columns, Data, DataOptions, Subset
 from tlt.cli.options import File, JsonObject, Options, Written
 from tlt.config.mistakes import mistake
-from tlt.data import DataSource, read_data
-from tlt.files import Record, check_output_file, get_id, read_jsonl, with_folder, write_jsonl
+from tlt.io.data import DataSource, read_data
+from tlt.io.files import Record, check_output_file, get_id, read_jsonl, with_folder, write_jsonl
 from tlt.kinds import Problems, Seed
 from tlt.types import Reward, UserError
 
@@ -93,7 +93,7 @@ class Score(DataOptions):
 
 def score(options: Score) -> Record:
     """Scores every response, prints a line a problem and returns the summary."""
-    from tlt.rl.scoring import Response, RewardSpec, Scorer
+    from tlt.rewards.scoring import Response, RewardSpec, Scorer
 
     if options.out is not None:
         check_output_file(options.out, "--out")
@@ -131,7 +131,7 @@ def _read_problems(task: str, source: DataSource) -> dict[str, Record]:
 
 
 def _summarize(by_problem: Mapping[str, Sequence[Reward]]) -> Record:
-    from tlt.rl.rewards import summarize
+    from tlt.rewards.pool import summarize
 
     answered = {problem_id: found for problem_id, found in by_problem.items() if found}
     width = max(map(len, answered))

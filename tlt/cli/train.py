@@ -11,12 +11,12 @@ from tlt.cli.options import WithOverrides, Written
 from tlt.clock import Moment
 from tlt.config.load import load_config
 from tlt.config.schema import Config, RunSection
-from tlt.distributed.place import Place, check_num_ranks, find_place
-from tlt.distributed.signals import say
-from tlt.hub import Repository
-from tlt.streams import forgiving_output
-from tlt.training.lock import can_go_on, forget_journal, refuse_begun
-from tlt.training.saved.inputs import find_change
+from tlt.io.hub import Repository
+from tlt.io.streams import forgiving_output
+from tlt.launch.place import Place, check_num_ranks, find_place
+from tlt.launch.signals import say
+from tlt.saved.inputs import find_change
+from tlt.saved.lock import can_go_on, forget_journal, refuse_begun
 from tlt.types import UserError
 
 
@@ -53,7 +53,7 @@ def run(options: Train) -> int:
 def _run(options: Train, began: Moment) -> int:
     place = find_place()
     with show_busy():
-        from tlt.training.saved.begun import read_begun
+        from tlt.saved.begun import read_begun
         from tlt.training.start import go_back, launch_ranks, prepare, run_started_rank
 
     overrides = options.overrides if options.replay is None else (*options.overrides, f"--rollout.replay={options.replay}")

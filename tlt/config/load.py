@@ -25,10 +25,10 @@ from typing import Any
 from tlt.config.arguments import read_words
 from tlt.config.mistakes import Keys, section_of, validate
 from tlt.config.schema import DEFAULT_OUT_DIR, Config
-from tlt.hub import Repository
+from tlt.io.hub import Repository
+from tlt.io.recipes import resolve_config
+from tlt.io.secrets import holds_credential
 from tlt.kinds import shorten
-from tlt.recipes import resolve_config
-from tlt.secrets import holds_credential
 from tlt.types import UserError
 
 _PATH_KEYS = (("model", "path"), ("model", "adapter"), ("task", "data"), ("drafter", "path"), ("evaluation", "data"))

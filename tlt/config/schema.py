@@ -36,7 +36,8 @@ from tlt.kinds import (
     Threads,
     WeightDecay,
 )
-from tlt.types import Strategy, UserError
+from tlt.speculative.strategy import Strategy
+from tlt.types import UserError
 
 _DEFAULT_NUM_PROBLEMS = 4096
 DEFAULT_OUT_DIR = Path("runs/run")

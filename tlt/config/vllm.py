@@ -8,7 +8,7 @@ from pydantic import Field
 
 from tlt.config.section import Section
 from tlt.kinds import Processes
-from tlt.types import Strategy
+from tlt.speculative.strategy import Strategy
 
 
 class VllmSection(Section):

@@ -1,4 +1,4 @@
-"""Grows a drafter along with its target (models/growth.py), so that it proposes the same tokens at the price of the geometry.
+"""Grows a drafter along with its target (hf/growth.py), so that it proposes the same tokens at the price of the geometry.
 
 fc    (embedding ‖ hidden) e + e → E + E    both halves keep their place in their half; the constant is passed on, so that
                                             the head never proposes an unused id
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tlt.drafter.formats.folder import StoredDrafter
 from tlt.drafter.model import DrafterShape, drafter_shape
+from tlt.hf.geometry import OPTION, Geometry, check_room
+from tlt.hf.growth import NOISE, Axis, Form, Noise, Widening, rms
 from tlt.models.decoder import ModelConfig
-from tlt.models.geometry import OPTION, Geometry, check_room
-from tlt.models.growth import NOISE, Axis, Form, Noise, Widening, rms
 from tlt.types import UserError
 
 

@@ -22,7 +22,8 @@ from tlt.engine.stats import EngineStats
 from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.speculative.protocol import Drafting
-from tlt.types import BatchState, Finished, Request, Rollout, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.strategy import BatchState, StepOutcome, Strategy, StrategyTuner
+from tlt.types import Finished, Request, Rollout
 
 
 class Unfinished(Protocol):

@@ -36,20 +36,10 @@ from tlt.models.packed import PackedTransformer
 from tlt.spans import Span, SpanName
 from tlt.speculative.protocol import DraftContext, Drafter, Proposal
 from tlt.speculative.rows import compiled_loops
+from tlt.speculative.strategy import BatchState, Reading, StepOutcome, Strategy, StrategyTuner
 from tlt.speculative.tree import chain, layout
 from tlt.speculative.verify import Verify, verify
-from tlt.types import (
-    BatchState,
-    DraftTree,
-    Finished,
-    Reading,
-    Request,
-    StepOutcome,
-    Strategy,
-    StrategyTuner,
-    UserError,
-    Verdict,
-)
+from tlt.types import DraftTree, Finished, Request, UserError, Verdict
 from tlt.uploads import upload
 
 

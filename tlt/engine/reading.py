@@ -19,9 +19,10 @@ from tlt.models.attention import cached, pad
 from tlt.models.kv_cache import Cache
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.params import BatchParams
+from tlt.speculative.strategy import Strategy
 from tlt.speculative.tree import TreeLayout, chain
 from tlt.speculative.verify import Noise, Verify
-from tlt.types import DraftTree, Strategy, Verdict
+from tlt.types import DraftTree, Verdict
 from tlt.uploads import upload
 
 PIECE = Strategy.MAX_DEPTH + 1

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field, fields
 
 from tlt.accounts import TimedStep
-from tlt.types import StepOutcome
+from tlt.speculative.strategy import StepOutcome
 
 
 @dataclass

@@ -19,7 +19,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 
-from tlt.extras import how_to_install
+from tlt.io.extras import how_to_install
 from tlt.spans import SpanName
 from tlt.training.live import LiveRollouts, LiveSettings
 from tlt.types import Purpose, SamplingParams, UserError

@@ -17,7 +17,7 @@ from typing import Literal
 
 import torch
 
-from tlt.build.drafter import preset_changes
+from tlt.assembly.drafter import preset_changes
 from tlt.drafter.drafting.hybrid import drafter_kinds
 from tlt.drafter.drafting.pair_cache import PairCache
 from tlt.drafter.model import PackedDrafter, training_capture
@@ -32,8 +32,8 @@ from tlt.plan.sizes import GIB, META, PlannedRun
 from tlt.rl.logprobs import LOGITS_PER_CHUNK
 from tlt.rl.plan import MIN_PROMPT
 from tlt.speculative.sampling import VALUES_PER_PART
+from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import default_arms
-from tlt.types import Strategy
 from tlt.vllm.settings import CPU_KV_GIB
 
 Phase = Literal["rollout", "idle", "update", "save"]

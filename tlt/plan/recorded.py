@@ -20,12 +20,13 @@ import numpy as np
 
 from tlt.config.schema import Config
 from tlt.drafter.drafting.hybrid import drafter_kinds
-from tlt.files import read_jsonl
+from tlt.io.files import read_jsonl
 from tlt.plan.speed import Assumed, Errors, Groups, log_normal, share, with_rest
-from tlt.report.metrics import StepRecord, read_metrics
+from tlt.report.record import StepRecord, read_metrics
+from tlt.speculative.strategy import BatchState, Strategy
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.tuner import default_arms
-from tlt.types import BatchState, Strategy, UserError
+from tlt.types import UserError
 
 ENOUGH_STEPS = 100
 """Engine steps without drafts that tell what those cost. From three, off came out four times too slow."""

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from tlt.build.policy import base_dtype, master_dtype
+from tlt.assembly.policy import base_dtype, master_dtype
 from tlt.config.schema import Config
-from tlt.distributed.sharding import choose_layout
 from tlt.drafter.model import DrafterShape, DraftModel
+from tlt.hf.weights import expected_shapes
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf_weights import expected_shapes
 from tlt.models.lora import count_adapters
+from tlt.ranks.sharding import choose_layout
 from tlt.types import resolve_dtype
 
 GIB = 2**30

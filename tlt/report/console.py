@@ -29,9 +29,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tlt.accounts import IdleUse
-from tlt.report.metrics import StepRecord
-from tlt.streams import forgive
-from tlt.text import visible
+from tlt.io.streams import forgive
+from tlt.io.text import visible
+from tlt.report.record import StepRecord
 
 WIDTH = 100
 ROWS_PER_HEADER = 25

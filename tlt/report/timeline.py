@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 
 from tlt.clock import machine_name
-from tlt.files import check_is_file, read_appended, write_atomically
+from tlt.io.files import check_is_file, read_appended, write_atomically
 from tlt.spans import Span, SpanName
 from tlt.types import UserError
 

@@ -16,8 +16,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from tlt.extras import how_to_install
-from tlt.plugins import describe, get_object
+from tlt.io.extras import how_to_install
+from tlt.io.plugins import describe, get_object
 from tlt.types import UserError
 
 

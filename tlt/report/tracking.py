@@ -23,9 +23,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Final
 
-from tlt.files import read_file, write_json
-from tlt.plugins import describe
-from tlt.processes import Helper, how_it_ended
+from tlt.io.files import read_file, write_json
+from tlt.io.plugins import describe
+from tlt.io.processes import Helper, how_it_ended
 from tlt.report.trackers import Answer, Message, Point, TrackedRun
 from tlt.types import UserError
 

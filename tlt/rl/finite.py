@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tlt.config.schema import OptimizerSection
-from tlt.models.hf_weights import is_finite
+from tlt.hf.weights import is_finite
 from tlt.types import Reward, UserError
 
 LARGEST_REWARD = 1e150

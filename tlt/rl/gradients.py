@@ -91,7 +91,7 @@ class Replicated:
 
 
 class Sharded:
-    """Every rank holds slices (distributed/sharding.py), and FSDP adds up their gradients within the backward pass.
+    """Every rank holds slices (ranks/sharding.py), and FSDP adds up their gradients within the backward pass.
 
     reduces_each: after every micro-batch, so that no rank ever holds the gradients of more than a layer. Else they are added up
         whole on every rank and reduced once, with the last: less traffic, and sums in the order of the replicated update.

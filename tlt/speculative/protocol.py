@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from tlt.speculative.params import BatchParams
-from tlt.types import DraftTree, Hindsight, ReferenceDraft, Request, Rollout, Strategy, Verdict
+from tlt.speculative.strategy import Hindsight, ReferenceDraft, Strategy
+from tlt.types import DraftTree, Request, Rollout, Verdict
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Drafting:
 
     @property
     def learned(self) -> Any:
-        """The learned drafter in it (`Served` in drafter/service.py); None: there is none."""
+        """The learned drafter in it (`Served` in drafter/watch.py); None: there is none."""
         return None
 
     def counters(self) -> dict[str, Any]:

@@ -9,8 +9,8 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from tlt.files import Record, get_id
-from tlt.plugins import describe, get_object
+from tlt.io.files import Record, get_id
+from tlt.io.plugins import describe, get_object
 from tlt.types import UserError
 
 #: The tasks that come with TLT, as "module:object".

@@ -22,8 +22,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tlt.extras import how_to_install
-from tlt.files import Record, read_jsonl
+from tlt.io.extras import how_to_install
+from tlt.io.files import Record, read_jsonl
 from tlt.tasks.answers import Search, after_thinking, find_answer
 from tlt.tasks.splits import check_split, split_of
 from tlt.types import UserError

@@ -26,8 +26,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from tlt.extras import how_to_install
-from tlt.plugins import describe
+from tlt.io.extras import how_to_install
+from tlt.io.plugins import describe
 from tlt.tasks.answers import find_answer
 from tlt.tasks.splits import TEST_ONE_IN, Split, check_split, split_of
 from tlt.types import UserError

@@ -14,8 +14,8 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tlt.extras import how_to_install
-from tlt.plugins import describe, see_working_directory
+from tlt.io.extras import how_to_install
+from tlt.io.plugins import describe, see_working_directory
 from tlt.tasks.splits import TEST_ONE_IN, check_split, split_of
 from tlt.types import UserError
 

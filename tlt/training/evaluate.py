@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from tlt.accounts import RewardSummary
-from tlt.distributed.world import tell
-from tlt.files import read_file
+from tlt.io.files import read_file
+from tlt.ranks.world import tell
 from tlt.report.console import near, when
-from tlt.rl.rewards import check_scorable, summarize
+from tlt.rewards.pool import check_scorable, summarize
 from tlt.spans import SpanName
 from tlt.training.evaluations import Evaluation
 from tlt.training.run import Run

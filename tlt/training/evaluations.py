@@ -17,13 +17,13 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from tlt.files import dumps, read_appended, write_jsonl
+from tlt.io.files import dumps, read_appended, write_jsonl
 from tlt.report.console import when
-from tlt.report.metrics import paired_sign_flip_test
 from tlt.report.outcome import Gain
-from tlt.rl.rewards import summarize
-from tlt.rl.scoring import OWN_SCORE
-from tlt.training.rollout.result import PhaseResult
+from tlt.report.record import paired_sign_flip_test
+from tlt.rewards.pool import summarize
+from tlt.rewards.scoring import OWN_SCORE
+from tlt.rollout.result import PhaseResult
 from tlt.types import Reward
 
 

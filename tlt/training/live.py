@@ -21,37 +21,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tlt.build.engine import EngineSettings, build_engine
+from tlt.assembly.drafter import watch_drafter
+from tlt.assembly.engine import EngineSettings, build_engine
 from tlt.config.drafter import DrafterSection
 from tlt.config.mistakes import validate
-from tlt.distributed.work_queue import connect_coordinator
-from tlt.distributed.world import gather_objects, join_process_group, shutdown
 from tlt.drafter.formats.folder import load_drafter
 from tlt.engine.stats import EngineStats
+from tlt.hf.module import module_config, module_tensors, unwrap
+from tlt.hf.prompts import read_ids
+from tlt.hf.tokenizer import check_prompt
+from tlt.hf.weights import expected_shapes
 from tlt.kinds import BatchSize, Share, plain, shorten
-from tlt.models.hf_module import module_config, module_tensors, unwrap
-from tlt.models.hf_weights import expected_shapes
-from tlt.models.prompts import read_ids
-from tlt.models.tokenizer import check_prompt
+from tlt.ranks.world import gather_objects, join_process_group, shutdown
 from tlt.report.timeline import Timeline, shared_epoch
-from tlt.training.rollout.drafter_side import watch_drafter
-from tlt.training.rollout.idle_time import IdleWork, facts_of, idle_choice
-from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.protocol import DrafterSide, Receivers
-from tlt.training.rollout.result import PhaseResult
-from tlt.types import (
-    Key,
-    Problem,
-    Purpose,
-    Request,
-    Reward,
-    Rollout,
-    SamplingParams,
-    Strategy,
-    UserError,
-    checked,
-    resolve_dtype,
-)
+from tlt.rollout.idle_time import IdleWork, facts_of, idle_choice
+from tlt.rollout.phase import RolloutPhase
+from tlt.rollout.protocol import DrafterSide, Receivers
+from tlt.rollout.result import PhaseResult
+from tlt.rollout.work_queue import connect_coordinator
+from tlt.speculative.strategy import Strategy
+from tlt.types import Key, Problem, Purpose, Request, Reward, Rollout, SamplingParams, UserError, checked, resolve_dtype
 
 
 @dataclass(frozen=True)

@@ -20,34 +20,34 @@ from typing import TYPE_CHECKING, Any
 from tlt.accounts import IdleUse
 from tlt.clock import Moment
 from tlt.config.schema import Config
-from tlt.distributed.store import share_stop
-from tlt.distributed.waiting import lead, naming_who_is_awaited
-from tlt.distributed.world import Rendezvous, gather_objects, shutdown, tell
-from tlt.models.hf_weights import StoredTensors, content_hash
-from tlt.plugins import is_importable
+from tlt.hf.weights import StoredTensors, content_hash
+from tlt.io.plugins import is_importable
+from tlt.ranks.store import share_stop
+from tlt.ranks.waiting import lead, naming_who_is_awaited
+from tlt.ranks.world import Rendezvous, gather_objects, shutdown, tell
 from tlt.report.console import near
-from tlt.report.metrics import read_metrics
 from tlt.report.outcome import Outcome, evaluation_rows, summary_rows
+from tlt.report.record import read_metrics
 from tlt.report.timeline import merge_timelines
+from tlt.rewards.pool import check_scorable
 from tlt.rl.finite import NonFiniteUpdate
-from tlt.rl.rewards import check_scorable
+from tlt.rollout.dynamic import DynamicSampling
+from tlt.rollout.idle_time import IdleWork, facts_of
+from tlt.rollout.phase import StopRequested
+from tlt.rollout.result import PhaseResult
+from tlt.saved.lock import explain, forget_journal
+from tlt.saved.manifest import latest_checkpoint
+from tlt.saved.responses import FOLDER as RESPONSES
 from tlt.spans import SpanName
-from tlt.training.ahead import ahead_of
 from tlt.training.evaluate import evaluate, settle_best
-from tlt.training.lock import explain, forget_journal
+from tlt.training.next_steps import ahead_of
 from tlt.training.problems import data_source, problems_of_step, spare_problems
 from tlt.training.record import record
-from tlt.training.rollout.dynamic import DynamicSampling
-from tlt.training.rollout.idle_time import IdleWork, facts_of
-from tlt.training.rollout.phase import StopRequested
-from tlt.training.rollout.result import PhaseResult
 from tlt.training.run import Run, join_ranks
-from tlt.training.saved.manifest import latest_checkpoint
-from tlt.training.saved.responses import FOLDER as RESPONSES
 from tlt.types import UserError
 
 if TYPE_CHECKING:
-    from tlt.distributed.signals import StopRequest
+    from tlt.launch.signals import StopRequest
 
 
 def describe_run(config: Config, began: Moment) -> str:

@@ -6,15 +6,15 @@ import functools
 import random
 from collections.abc import Sequence
 
-from tlt.build.model import model_folder
+from tlt.assembly.model import model_folder
 from tlt.config.schema import Config
-from tlt.data import DataSource, Records, read_data
-from tlt.distributed.world import World, refuse_together, tell
-from tlt.models.hf_config import load_model_config
-from tlt.models.prompts import ChatFormat, encode_prompts
-from tlt.models.tokenizer import load_tokenizer
+from tlt.hf.config import load_model_config
+from tlt.hf.prompts import ChatFormat, encode_prompts
+from tlt.hf.tokenizer import load_tokenizer
+from tlt.io.data import DataSource, Records, read_data
+from tlt.ranks.world import World, refuse_together, tell
+from tlt.saved.inputs import digest_of_problems
 from tlt.tasks.base import make_problems, prepare_records
-from tlt.training.saved.inputs import digest_of_problems
 from tlt.types import Problem, UserError
 
 

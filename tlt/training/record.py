@@ -6,11 +6,11 @@ import time
 from typing import TYPE_CHECKING
 
 from tlt.accounts import UpdateMetrics
-from tlt.distributed.world import gather_objects
-from tlt.report.metrics import StepRecord
-from tlt.rl.rewards import summarize
+from tlt.ranks.world import gather_objects
+from tlt.report.record import StepRecord
+from tlt.rewards.pool import summarize
+from tlt.rollout.result import PhaseResult
 from tlt.spans import SpanName
-from tlt.training.rollout.result import PhaseResult
 
 if TYPE_CHECKING:
     from tlt.training.run import Run

@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from tlt.build.engine import EngineSettings, build_backend, load_stored
-from tlt.build.model import adapter_folder, all_ranks, drafter_folder, local_ranks, num_gpus, open_start
-from tlt.build.policy import build_policy_trainer, master_dtype, reward_spec
+from tlt.assembly.drafter import watch_drafter
+from tlt.assembly.engine import EngineSettings, build_backend, load_stored
+from tlt.assembly.model import adapter_folder, all_ranks, drafter_folder, local_ranks, num_gpus, open_start
+from tlt.assembly.policy import build_policy_trainer, master_dtype, reward_spec
 from tlt.clock import Moment
 from tlt.config.schema import Config
-from tlt.distributed.place import find_place
-from tlt.distributed.sharding import Gathered, LayoutChoice, choose_layout, layer_by_layer, whole
-from tlt.distributed.waiting import lead, together
-from tlt.distributed.work_queue import Coordinator, connect_coordinator
-from tlt.distributed.world import (
+from tlt.drafter.drafting.references import References
+from tlt.drafter.formats.folder import StoredDrafter
+from tlt.hf.peft import save_adapter
+from tlt.hf.weights import save_model
+from tlt.io.files import write_atomically
+from tlt.launch.place import find_place
+from tlt.models.decoder import Transformer
+from tlt.ranks.sharding import Gathered, LayoutChoice, choose_layout, layer_by_layer, whole
+from tlt.ranks.waiting import lead, together
+from tlt.ranks.world import (
     DeviceChoice,
     Rendezvous,
     World,
@@ -31,37 +37,31 @@ from tlt.distributed.world import (
     tell,
     tell_bytes,
 )
-from tlt.drafter.drafting.references import References
-from tlt.drafter.formats.folder import StoredDrafter
-from tlt.files import write_atomically
-from tlt.models.decoder import Transformer
-from tlt.models.hf_weights import save_model
-from tlt.models.peft_files import save_adapter
 from tlt.report.console import Console
-from tlt.report.metrics import MetricsWriter
+from tlt.report.record import MetricsWriter
 from tlt.report.timeline import Timeline, rank_path, shared_epoch
 from tlt.report.trackers import TrackedRun
 from tlt.report.tracking import NO_TRACKING, Tracking, track
-from tlt.rl.rewards import RewardPool
+from tlt.rewards.pool import RewardPool
+from tlt.rollout.idle_time import idle_choice
+from tlt.rollout.phase import RolloutPhase
+from tlt.rollout.protocol import DrafterSide, Journal, Receivers
+from tlt.rollout.result import PhaseResult
+from tlt.rollout.work_queue import Coordinator, connect_coordinator
+from tlt.saved.begun import identify_run
+from tlt.saved.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
+from tlt.saved.inputs import Inputs
+from tlt.saved.journal import FileJournal
+from tlt.saved.lock import FolderLock
+from tlt.saved.replay import Prompts, Replay, ReplayOf, prompts_of
+from tlt.saved.responses import KeptResponses, forget_responses
 from tlt.spans import SpanName
 from tlt.training.evaluations import Evaluations, is_judged_by_reward
-from tlt.training.lock import FolderLock
 from tlt.training.problems import check_same_problems, load_problems
-from tlt.training.rollout.drafter_side import watch_drafter
-from tlt.training.rollout.idle_time import idle_choice
-from tlt.training.rollout.phase import RolloutPhase
-from tlt.training.rollout.protocol import DrafterSide, Journal, Receivers
-from tlt.training.rollout.result import PhaseResult
-from tlt.training.saved.begun import identify_run
-from tlt.training.saved.checkpoint import Checkpoint, CheckpointWriter, Saved, find_checkpoint, load_checkpoint
-from tlt.training.saved.inputs import Inputs
-from tlt.training.saved.journal import FileJournal
-from tlt.training.saved.replay import Prompts, Replay, ReplayOf, prompts_of
-from tlt.training.saved.responses import KeptResponses, forget_responses
 from tlt.types import Purpose, Rollout, UserError, resolve_dtype
 
 if TYPE_CHECKING:
-    from tlt.distributed.signals import StopRequest
+    from tlt.launch.signals import StopRequest
 
 
 class Run:

@@ -14,42 +14,42 @@ from pathlib import Path
 
 import torch
 
-from tlt.build.drafter import preset_changes
-from tlt.build.model import adapter_folder, all_ranks, drafter_folder, local_ranks, model_folder, read_start
-from tlt.build.policy import reward_spec
+from tlt.assembly.drafter import preset_changes
+from tlt.assembly.model import adapter_folder, all_ranks, drafter_folder, local_ranks, model_folder, read_start
+from tlt.assembly.policy import reward_spec
 from tlt.clock import Moment
 from tlt.config.drafter import check_served
 from tlt.config.schema import Config
-from tlt.distributed.failures import EXIT_USER_ERROR, Restarts
-from tlt.distributed.launch import is_rank, launch, run_here
-from tlt.distributed.place import Place, find_place
-from tlt.distributed.ray_cluster import RankNeeds, launch_on_ray
-from tlt.distributed.store import ABSENT, read_now
-from tlt.distributed.world import Rendezvous, meet_ranks
 from tlt.drafter.formats.folder import choose_preset, load_drafter
 from tlt.drafter.model import DrafterShape
 from tlt.drafter.vocabulary import check_wanted
 from tlt.engine.memory import machine_bytes
-from tlt.hub import Repository, pin_dataset, pin_model
+from tlt.hf.config import load_model_config
+from tlt.hf.prompts import check_room
+from tlt.hf.weights import expected_shapes
+from tlt.io.hub import Repository, pin_dataset, pin_model
+from tlt.launch.failures import EXIT_USER_ERROR, Restarts
+from tlt.launch.local import is_rank, launch, run_here
+from tlt.launch.place import Place, find_place
+from tlt.launch.ray_cluster import RankNeeds, launch_on_ray
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import expected_shapes
 from tlt.models.lora import count_adapters
-from tlt.models.prompts import check_room
 from tlt.plan.fit import refuse
 from tlt.plan.sizes import PlannedRun
+from tlt.ranks.store import ABSENT, read_now
+from tlt.ranks.world import Rendezvous, meet_ranks
 from tlt.report.console import Console, near
 from tlt.report.trackers import check_trackers
-from tlt.rl.scoring import Scorer
-from tlt.training.lock import FolderLock
+from tlt.rewards.scoring import Scorer
+from tlt.saved.begun import Begun
+from tlt.saved.checkpoint import go_back_to
+from tlt.saved.inputs import Inputs
+from tlt.saved.lock import FolderLock
+from tlt.saved.manifest import latest_checkpoint
+from tlt.saved.replay import check_replay
 from tlt.training.loop import describe_run, main
 from tlt.training.problems import describe_overlap, load_problems
 from tlt.training.run import device_of, layout_of
-from tlt.training.saved.begun import Begun
-from tlt.training.saved.checkpoint import go_back_to
-from tlt.training.saved.inputs import Inputs
-from tlt.training.saved.manifest import latest_checkpoint
-from tlt.training.saved.replay import check_replay
 from tlt.types import UserError, resolve_dtype
 from tlt.vllm.preflight import check_vllm
 

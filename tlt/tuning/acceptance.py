@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tlt.speculative.strategy import Hindsight, ReferenceDraft, Strategy
 from tlt.tuning.expectation import Array, Expectation, Rates, Table
-from tlt.types import Hindsight, ReferenceDraft, Strategy
 
 # Constants. Counts are verifications, unless engine steps are named. A date is that of an entry in
 # benchmarks/log.md, which has the values compared; "-": none were.

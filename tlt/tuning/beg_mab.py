@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tlt.types import BatchState, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.strategy import BatchState, StepOutcome, Strategy, StrategyTuner
 
 _BUCKETS = ((1, 9, 64), (2, 5, 16), (5, 3, 8), (21, 1, 4))
 """The smallest batch size of each bucket, as in the paper's code, and the fewest and most tokens that its arms verify."""

@@ -26,9 +26,9 @@ from typing import Any
 
 import numpy as np
 
+from tlt.speculative.strategy import BatchState, Hindsight, Reading, StepOutcome, Strategy, StrategyTuner
 from tlt.tuning.acceptance import Acceptance
 from tlt.tuning.step_costs import UNKNOWN, CostPrior, StepCosts, Work, uses
-from tlt.types import BatchState, Hindsight, Reading, StepOutcome, Strategy, StrategyTuner
 
 TRIALS = 2.0
 """Steps that a trial is taken to need, after its first one's extra seconds."""

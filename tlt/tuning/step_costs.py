@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tlt.speculative.strategy import Strategy
 from tlt.tuning.expectation import Array
-from tlt.types import Strategy
 
 KNOTS = 14
 """The forward is known at 1, 2, 4, … rows, and in between by interpolation of logarithms."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tlt.speculative.strategy import BatchState, Strategy, StrategyTuner
 from tlt.tuning.beg_mab import BegMab, groups_of
 from tlt.tuning.cost_model import CostModel
 from tlt.tuning.step_costs import UNKNOWN, CostPrior
-from tlt.types import BatchState, Strategy, StrategyTuner, UserError
+from tlt.types import UserError
 
 
 class Fixed(StrategyTuner):

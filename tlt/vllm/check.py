@@ -18,8 +18,9 @@ from tlt.drafter.drafting.references import References
 from tlt.engine.stats import EngineStats
 from tlt.speculative.params import BatchParams
 from tlt.speculative.sampling import gumbel_noise, keys_tensor, sample
+from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import Fixed
-from tlt.types import Request, Rollout, SamplingParams, Strategy, UserError
+from tlt.types import Request, Rollout, SamplingParams, UserError
 from tlt.vllm.engine import VllmEngine
 from tlt.vllm.references import RunningReferences
 

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from tlt.distributed.sharding import layer_by_layer
 from tlt.engine.backend import RolloutBackend
 from tlt.engine.sequence import Decode, Sequence, broken_policy
 from tlt.models.packed import PackedTransformer
+from tlt.ranks.sharding import layer_by_layer
 from tlt.spans import Span
-from tlt.types import BatchState, Finished, StepOutcome, Strategy, StrategyTuner
+from tlt.speculative.strategy import BatchState, StepOutcome, Strategy, StrategyTuner
+from tlt.types import Finished
 from tlt.vllm.drafter import VllmDrafter
 from tlt.vllm.inside.law import RowLaw
 from tlt.vllm.link import Link

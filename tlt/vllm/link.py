@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tlt.processes import how_it_ended
+from tlt.io.processes import how_it_ended
 from tlt.vllm.inside.release import check_installed
 from tlt.vllm.settings import VllmSettings
 from tlt.vllm.transfer import make_carrier

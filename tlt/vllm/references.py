@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping
 from tlt.drafter.drafting.reference_drafter import ReferenceAcceptance, ReferenceCursor
 from tlt.drafter.drafting.references import References
 from tlt.engine.sequence import Sequence
-from tlt.types import ReferenceDraft, Request, Strategy
+from tlt.speculative.strategy import ReferenceDraft, Strategy
+from tlt.types import Request
 
 
 class RunningReferences:

@@ -11,7 +11,7 @@ import vllm
 from vllm.sampling_params import RequestOutputKind
 
 from tlt.engine.memory import GPU_SHARE
-from tlt.text import one_line
+from tlt.io.text import one_line
 from tlt.types import UserError
 from tlt.vllm.inside.plugin import CONFIG, register
 from tlt.vllm.inside.scheduler import LengthScheduler

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tlt.speculative.strategy import Strategy
 from tlt.tuning.tuner import default_arms
-from tlt.types import Strategy, UserError
+from tlt.types import UserError
 
 
 def check_references(device: str) -> None:

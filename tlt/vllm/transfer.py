@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import reduce_tensor
 
 from tlt.config.vllm import VllmSection
-from tlt.text import one_line
+from tlt.io.text import one_line
 from tlt.types import UserError
 from tlt.vllm.inside.digest import digest
 

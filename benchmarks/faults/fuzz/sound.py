@@ -15,7 +15,7 @@ from benchmarks.faults.commands import Command, run
 from benchmarks.faults.mutations import to_toml
 from benchmarks.faults.workspace import ROOT
 from tlt.cli.main import main as tlt
-from tlt.models.tokenizer import load_tokenizer
+from tlt.hf.tokenizer import load_tokenizer
 
 CONFIG: dict[str, Any] = {
     "run": {"num_steps": 2, "num_ranks": 1, "dtype": "float64", "seed": 7, "device": "cpu"},

@@ -51,8 +51,8 @@ def main(description, stop):
 if __name__ == "__main__":
     from tlt.clock import Moment
     from tlt.config.load import load_config
-    from tlt.distributed.failures import Restarts
-    from tlt.distributed.launch import launch
+    from tlt.launch.failures import Restarts
+    from tlt.launch.local import launch
     from tlt.training.start import describe_run, describe_saved, prepare
 
     config = prepare(load_config(sys.argv[1], sys.argv[2:]))

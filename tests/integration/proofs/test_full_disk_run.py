@@ -22,10 +22,10 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 PLACES = {
     "the start": ("tlt.training.run:Run.__init__", 1),
     "the timeline": ("tlt.report.timeline:Timeline.flush", 3),
-    "the metrics": ("tlt.report.metrics:MetricsWriter.write", 3),
+    "the metrics": ("tlt.report.record:MetricsWriter.write", 3),
     "an evaluation": ("tlt.training.evaluations:Evaluations.add", 2),
     "the best policy": ("tlt.training.run:Run.save_policy", 1),
-    "a checkpoint": ("tlt.training.saved.checkpoint:CheckpointWriter.save", 2),
+    "a checkpoint": ("tlt.saved.checkpoint:CheckpointWriter.save", 2),
     "the last products": ("tlt.training.loop:write_products", 1),
 }
 PROGRAM = '''

@@ -10,7 +10,7 @@ from benchmarks.faults.compare import difference
 from benchmarks.faults.kills import generate_ahead, make_workspace, recoveries, run_with
 from benchmarks.faults.victim import ANYWHERE, LAUNCHER, Kill
 from tests.integration.test_kills import assert_killed_run_equals_whole_one
-from tlt.report.metrics import read_metrics
+from tlt.report.record import read_metrics
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.test_live import make_model
+from tests.unit.training.test_live import make_model
 from tlt.drafter.formats.folder import save_drafter
 from tlt.drafter.model import DraftModel, drafter_shape
-from tlt.models.hf_module import module_config
+from tlt.hf.module import module_config
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,7 +23,7 @@ LIVE = """
 import sys
 import torch.distributed as dist
 import tlt
-from tests.unit.test_live import PARAMS, make_model
+from tests.unit.training.test_live import PARAMS, make_model
 
 rollouts = tlt.LiveRollouts(make_model(), tlt.LiveSettings(sys.argv[1] + "/drafter", "learned:3x1x3", max_batch_size=4))
 prompts = [[1, 5, 6 + number] for number in range(6) for _ in range(4)]
@@ -39,7 +39,7 @@ rollouts.close()
 TRL = """
 import sys
 from pathlib import Path
-from tests.unit.test_trl import Recorder, make_trainer
+from tests.unit.integrations.test_trl import Recorder, make_trainer
 from tlt.integrations.trl import TLTRollout
 
 recorder = Recorder(TLTRollout(speculation="ngram:3x1x3"))

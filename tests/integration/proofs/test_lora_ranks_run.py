@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.integration.test_run import command, records, same_weights, train, what_the_law_fixes
-from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import content_hash, load_tensors
+from tlt.hf.config import load_model_config
+from tlt.hf.weights import content_hash, load_tensors
 
 pytestmark = pytest.mark.slow
 

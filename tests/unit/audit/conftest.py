@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.unit.cli.parts import WINDOW, save_tokenizer, write_lines
+from tlt.hf.weights import save_model
 from tlt.models.decoder import ModelConfig, Transformer
-from tlt.models.hf_weights import save_model
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from tlt.config.lora import ALL_TARGETS
 from tlt.config.schema import Config
 from tlt.config.section import Section
 from tlt.config.vllm import VllmSection
-from tlt.recipes import find_recipe
+from tlt.io.recipes import find_recipe
 
 
 def declarations() -> Iterator[type[BaseModel]]:

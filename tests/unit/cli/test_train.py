@@ -9,7 +9,7 @@ import pytest
 from tlt.cli.main import main
 from tlt.cli.options import parse_options
 from tlt.cli.train import Train, is_checkpoint, resolve_config
-from tlt.distributed.place import Place
+from tlt.launch.place import Place
 from tlt.training import start
 from tlt.types import UserError
 

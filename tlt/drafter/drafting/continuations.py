@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tlt.drafter.drafting.suffix_index import ANCHORS
-from tlt.types import Strategy
+from tlt.speculative.strategy import Strategy
 
 _TAU = 0.7
 """The coupling temperature of retrieved candidates (see `LearnedSettings.tau`)."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tlt.models.kv_budget import BLOCK, whole_blocks
-from tlt.types import Strategy
+from tlt.speculative.strategy import Strategy
 from tlt.uploads import upload
 
 _MAX_QUEUED = 64

@@ -17,8 +17,9 @@ from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal
 from tlt.drafter.drafting.ngram import DEFAULT_MAX_TOKENS, NgramDrafter, NgramProposal
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal, WrappingDrafter
+from tlt.speculative.strategy import Strategy
 from tlt.speculative.tree import chain
-from tlt.types import DraftTree, Strategy, Verdict
+from tlt.types import DraftTree, Verdict
 from tlt.uploads import upload
 
 

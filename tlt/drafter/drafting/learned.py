@@ -26,8 +26,9 @@ from tlt.drafter.model import PackedDrafter, training_capture
 from tlt.drafter.vocabulary import DraftVocabulary
 from tlt.models.packed import PackedTransformer
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
+from tlt.speculative.strategy import Strategy
 from tlt.speculative.tree import chain, chain_mask, tree_mask
-from tlt.types import DraftTree, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Request, Rollout, Verdict
 from tlt.uploads import upload
 
 _MAX_LOG_CONFIDENCE = -1e-4

@@ -19,8 +19,9 @@ from tlt.drafter.drafting.calibration import DEFAULT_CONFIDENCE_THRESHOLD
 from tlt.drafter.drafting.continuations import Branch, Retrieved, branch_out, grow, match_bucket, walk
 from tlt.drafter.drafting.suffix_index import MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal
+from tlt.speculative.strategy import Hindsight, Strategy
 from tlt.speculative.tree import chain
-from tlt.types import DraftTree, Hindsight, Request, Rollout, Strategy, Verdict
+from tlt.types import DraftTree, Request, Rollout, Verdict
 from tlt.uploads import upload
 
 _KEEP = 0.99

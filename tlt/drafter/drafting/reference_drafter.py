@@ -23,8 +23,9 @@ from tlt.drafter.drafting.hybrid import choose_rows
 from tlt.drafter.drafting.references import Reference, References
 from tlt.drafter.drafting.suffix_index import ANCHORS, MAX_MATCH, SuffixIndex
 from tlt.speculative.protocol import DraftContext, Drafter, DraftNoise, Proposal, WrappingDrafter
+from tlt.speculative.strategy import ReferenceDraft, Strategy
 from tlt.speculative.tree import chain
-from tlt.types import ReferenceDraft, Request, Rollout, Strategy, UserError, Verdict
+from tlt.types import Request, Rollout, UserError, Verdict
 from tlt.uploads import upload
 
 REFERENCE = "ahead"

@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from tlt.text import one_line
+from tlt.io.text import one_line
 from tlt.types import NoiseKey
 
 REPLAY = "replay"

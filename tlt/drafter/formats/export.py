@@ -21,7 +21,7 @@ from tlt import __version__
 from tlt.drafter.formats.folder import StoredDrafter, describe, write_files
 from tlt.drafter.model import DraftModel, Method, draft_token_ids
 from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted, sizes_of
-from tlt.files import replace_folder
+from tlt.io.files import replace_folder
 from tlt.kinds import DraftVocab
 from tlt.models.decoder import ModelConfig
 from tlt.types import UserError

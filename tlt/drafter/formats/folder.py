@@ -17,11 +17,11 @@ from tlt.drafter.formats.foreign import drop_repeated, read_folder
 from tlt.drafter.model import DrafterShape, DraftModel, Method, drafter_shape, find_mismatch
 from tlt.drafter.training.losses import DEFAULT_PRESET, PRESETS, Preset
 from tlt.drafter.vocabulary import from_pairs, to_pairs
-from tlt.files import replace_folder
+from tlt.hf.config import config_to_hf, parse_config
+from tlt.hf.files import read_json
+from tlt.hf.weights import save_tensors
+from tlt.io.files import replace_folder
 from tlt.models.decoder import ModelConfig
-from tlt.models.hf_config import config_to_hf, parse_config
-from tlt.models.hf_files import read_json
-from tlt.models.hf_weights import save_tensors
 from tlt.types import UserError
 
 ARCHITECTURES: dict[str, Method] = {"EagleLlamaForCausalLM": "eagle", "LlamaForCausalLMEagle3": "eagle3"}

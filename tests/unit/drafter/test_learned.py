@@ -1,0 +1,335 @@
+"""The learned drafter at work: its cache and its memory of features against forwards without either (FIELD §2, 1 to 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.lossless.helpers import VOCAB, Given, Switching
+from tests.unit.drafter_parts import (
+    POLICY,
+    SIZE,
+    TARGET,
+    context_of,
+    features_of,
+    make_drafter,
+    make_request,
+    make_requests,
+    plain_forward,
+    randn,
+    random_tokens,
+    remember,
+    run_engine,
+)
+from tlt.drafter.drafting import pair_cache
+from tlt.drafter.drafting.calibration import Calibration
+from tlt.drafter.drafting.learned import LearnedDrafter, LearnedProposal
+from tlt.speculative.strategy import Strategy, StrategyTuner
+from tlt.tuning.tuner import Fixed
+from tlt.types import DraftTree, SamplingParams, Verdict
+
+
+@pytest.mark.parametrize("strategy", [Strategy("learned", 4, 1, 4), Strategy("learned", 3, 3, 9)], ids=str)
+def test_drafts_depend_on_no_feature_beyond_the_committed_tokens(strategy: Strategy) -> None:
+    rows, noise = [random_tokens(9, 1), random_tokens(6, 2)], randn(2, strategy.depth + 1, VOCAB).float()
+    trees = []
+    for future in (0.0, 50.0):
+        drafter = make_drafter()
+        for slot, row in enumerate(rows):
+            drafter.admit(slot, make_request(row))
+            known = randn(len(row) - 1, SIZE, seed=slot)
+            remember(drafter, slot, torch.cat([known, torch.full((12, SIZE), future, dtype=torch.float64)]))
+        trees.append(drafter.propose(context_of(rows), strategy, Given(noise)).tree)
+    assert torch.equal(trees[0].tokens_BN, trees[1].tokens_BN)
+    assert torch.equal(trees[0].parents_BN, trees[1].parents_BN)
+
+
+def recorded_forward(drafter: LearnedDrafter) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """From here on, (embeddings, features, positions, output) of every forward of the drafter's model."""
+    calls: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    original = drafter.model.forward
+
+    def forward(embeddings: Tensor, features: Tensor, positions: Tensor, attend: Any) -> Tensor:
+        output = original(embeddings, features, positions, attend)
+        calls.append((embeddings.clone(), features.clone(), positions.clone(), output.clone()))
+        return output
+
+    drafter.model.forward = forward
+    return calls
+
+
+def token_of(embedding: Tensor) -> int:
+    (index,) = (TARGET.embedding_VE == embedding).all(-1).nonzero().flatten().tolist()
+    return int(index)
+
+
+def test_catching_up_joins_every_feature_with_the_token_after_it() -> None:
+    """Features hold their own (sequence, position). Rows of different lengths catch up twice: with all and with a few."""
+    lengths, more = [9, 4, 12], [2, 5, 1]
+    rows = [random_tokens(n + m, seed) for seed, (n, m) in enumerate(zip(lengths, more, strict=True))]
+    drafter = make_drafter()
+    calls = recorded_forward(drafter)
+    code = [torch.zeros(len(row), SIZE, dtype=torch.float64) for row in rows]
+    for sequence, features in enumerate(code):
+        features[:, 0], features[:, 1] = sequence + 1, torch.arange(len(features))
+        drafter.admit(sequence, make_request(rows[sequence]))
+    done = [0, 0, 0]
+    for known in (lengths, [n + m for n, m in zip(lengths, more, strict=True)]):
+        for slot, features in enumerate(code):
+            remember(drafter, slot, features[: known[slot] - 1])
+        calls.clear()
+        context = context_of([row[:n] for row, n in zip(rows, known, strict=True)])
+        drafter.propose(context, Strategy("learned", 1, 1, 1), Given(randn(3, 2, VOCAB)))
+        got = []
+        for embeddings, features_NE, positions, _ in calls:
+            for embedding, feature, position in zip(embeddings, features_NE, positions.tolist(), strict=True):
+                sequence, t = int(feature[0]) - 1, int(feature[1])
+                if sequence < 0 or t + 1 >= known[sequence]:
+                    continue  # a shorter row's rubbish, checked below to be without effect
+                assert (token_of(embedding), position) == (rows[sequence][t + 1], t)
+                got.append((sequence, t))
+        assert sorted(got) == [(s, t) for s in range(3) for t in range(done[s], known[s] - 1)], "each once"
+        done = [n - 1 for n in known]
+
+
+@pytest.mark.parametrize("strategy", [Strategy("learned", 4, 1, 4), Strategy("learned", 3, 3, 9)], ids=str)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_a_ragged_batch_drafts_what_each_sequence_drafts_alone(strategy: Strategy, data: st.DataObject) -> None:
+    batch, stages = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
+    growth = [[data.draw(st.integers(1 + (stage == 0), 9)) for _ in range(batch)] for stage in range(stages)]
+    rows = [random_tokens(sum(stage[b] for stage in growth), b) for b in range(batch)]
+    features = [randn(len(row), SIZE, seed=b) for b, row in enumerate(rows)]
+    params = [SamplingParams(temperature=t) for t in (1.0, 0.6, 0.0, 1.4)][:batch]
+    noise = randn(batch, strategy.depth + 1, VOCAB, seed=9).float()
+    together, alone = make_drafter(), [make_drafter(1) for _ in rows]
+    for b, row in enumerate(rows):
+        together.admit(b, make_request(row[:1]))
+        alone[b].admit(0, make_request(row[:1]))
+    for stage in range(stages):
+        lengths = [sum(growth[s][b] for s in range(stage + 1)) for b in range(batch)]
+        for b, length in enumerate(lengths):
+            remember(together, b, features[b][: length - 1])
+            remember(alone[b], 0, features[b][: length - 1])
+        found = together.propose(
+            context_of([row[:n] for row, n in zip(rows, lengths, strict=True)], params), strategy, Given(noise)
+        ).tree
+        for b, length in enumerate(lengths):
+            expected = (
+                alone[b].propose(context_of([rows[b][:length]], params[b : b + 1]), strategy, Given(noise[b : b + 1])).tree
+            )
+            assert found.tokens_BN[b].tolist() == expected.tokens_BN[0].tolist()
+            assert found.parents_BN[b].tolist() == expected.parents_BN[0].tolist()
+
+
+@pytest.mark.parametrize("unwanted", [(), (1,)], ids=["learned", "one row elsewhere"])
+def test_a_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it(unwanted: tuple[int, ...]) -> None:
+    """Against the chain of full depth: its confidences, from the scores it ranked by, say where to stop."""
+    depth, rows = 6, [random_tokens(9, 1), random_tokens(12, 2), random_tokens(7, 3)]
+    strategy, noise = Strategy("learned", depth, 1, depth), randn(3, depth + 1, VOCAB, seed=9).float()
+
+    def propose(threshold: float) -> tuple[DraftTree, Tensor]:
+        drafter = make_drafter(threshold=threshold)
+        for slot, row in enumerate(rows):
+            drafter.admit(slot, make_request(row[:1]))
+            remember(drafter, slot, randn(len(row), SIZE, seed=slot)[: len(row) - 1])
+        scores: list[Tensor] = []
+        rank = drafter._scores
+
+        def watched(*args: Any) -> Tensor:
+            scores.append(rank(*args))
+            return scores[-1]
+
+        with patch.object(drafter, "_scores", watched):
+            return drafter.propose(context_of(rows), strategy, Given(noise), unwanted).tree, torch.cat(scores, dim=1)
+
+    whole, scores_BDV = propose(0.0)
+    assert whole.num_nodes == depth + 1
+    assert whole.lengths is None
+    survival_BD = scores_BDV.log_softmax(-1).amax(-1).cumsum(1).exp()
+    survival_BD[list(unwanted)] = 0.0
+    for threshold in (f * p for f in (0.999, 1.001) for p in survival_BD.flatten().tolist() if p):
+        stops = (survival_BD >= threshold).sum(1).tolist()
+        lengths = [1 + max(stop, 1) for stop in stops]  # the first token is drafted in any case
+        tree, scores = propose(threshold)
+        assert tree.lengths == (tuple(lengths) if len(set(lengths)) > 1 else None)
+        for row, length in enumerate(lengths):
+            assert tree.tokens_BN[row, :length].tolist() == whole.tokens_BN[row, :length].tolist()
+            assert tree.parents_BN[row].tolist() == [*range(-1, length - 1), *[-1] * (max(lengths) - length)]
+        assert scores.shape[1] == min(max(stops) + 1, depth), "nothing is drafted beyond the last stop"
+
+
+def test_a_chain_that_stopped_learns_from_the_targets_word_about_the_token_that_was_not_drafted() -> None:
+    """Otherwise a confidence once too low would never be looked at again."""
+    strategy, noise, tokens = Strategy("learned", 2, 1, 2), randn(1, 3, VOCAB, seed=9).float(), [random_tokens(9, 1)]
+
+    def propose(threshold: float) -> tuple[LearnedDrafter, LearnedProposal]:
+        drafter = make_drafter(threshold=threshold)
+        drafter.calibration = Calibration(torch.device("cpu"))
+        drafter.admit(0, make_request(tokens[0][:1]))
+        remember(drafter, 0, randn(9, SIZE, seed=0)[:8])
+        return drafter, drafter.propose(context_of(tokens), strategy, Given(noise))
+
+    first, second = propose(1e-9)[1].tree.tokens_BN[0, 1:].tolist()
+
+    def stops_at_the_second(threshold: float) -> bool:
+        _, proposal = propose(threshold)
+        assert proposal.noted_3BN is not None
+        return proposal.tree.tokens_BN[0, 1:].tolist() == [first] and proposal.noted_3BN.shape[2] == 2
+
+    threshold = next(t for t in (0.9**k for k in range(100)) if stops_at_the_second(t))
+    for said in ((first, second), (first, second + 1), (first + 1,)):
+        drafter, proposal = propose(threshold)
+        assert drafter.calibration is not None
+        seen, accepted = sum(drafter.calibration.seen), sum(drafter.calibration.accepted)
+        num_accepted = int(said[0] == first)
+        drafter.observe(proposal, [Verdict(said, num_accepted, tuple(range(num_accepted + 1)), (0.0,) * len(said))])
+        assert sum(drafter.calibration.seen) - seen == len(said)
+        agreed = [a == b for a, b in zip(said, (first, second), strict=False)]
+        assert sum(drafter.calibration.accepted) - accepted == pytest.approx(sum(agreed))
+
+
+@pytest.mark.parametrize(
+    ("tuner", "oracle"),
+    [
+        (Fixed(Strategy("learned", 3, 1, 3)), False),
+        (Fixed(Strategy("learned", 3, 2, 6)), False),
+        (Fixed(Strategy("artificial", 4, 3, 10)), True),
+        (Switching([Strategy.OFF, Strategy("learned", 3, 1, 3), Strategy("learned", 3, 2, 6)], 1), False),
+    ],
+    ids=["chain", "tree", "oracle trees", "switching"],
+)
+def test_features_remembered_through_rejections_are_those_of_a_plain_forward(tuner: StrategyTuner, oracle: bool) -> None:
+    requests = make_requests()
+    engine, ended = run_engine(tuner, requests, oracle)
+    assert len(ended) == len(requests)
+    for finished in ended:
+        tokens = finished.rollout.prompt_ids + finished.rollout.token_ids
+        assert finished.captured_TF is not None
+        assert len(finished.captured_TF) == len(tokens) - 1
+        torch.testing.assert_close(finished.captured_TF, features_of(POLICY, tokens[:-1]), rtol=0, atol=1e-9)
+    assert 0 < engine.stats.survivors_by_depth[1] < engine.stats.attempts_by_depth[1], "some accepted, some rejected"
+
+
+@pytest.mark.parametrize("stages", [range(2, 40), [2, 5, 6, 17, 39], [39]], ids=["token by token", "in chunks", "all at once"])
+@pytest.mark.parametrize("limit", [256, 4])
+def test_the_cached_drafter_equals_the_uncached_training_forward(stages: Sequence[int], limit: int) -> None:
+    """Committed token by token, by speculation, or in one piece after a stretch of OFF; then a chain on top."""
+    tokens = [random_tokens(40, 1), random_tokens(40, 2)]
+    features = [randn(40, SIZE, seed=3), randn(40, SIZE, seed=4)]
+    drafter = make_drafter()
+    calls = recorded_forward(drafter)
+    for slot in range(2):
+        drafter.admit(slot, make_request(tokens[slot][:2]))
+    with patch.object(pair_cache, "_CATCH_UP_TOKENS", limit):
+        for stage, length in enumerate(stages):
+            lengths = [length, max(2, length - 3 * (stage % 2))] if stage else [length, length]
+            rows = [tokens[b][:n] for b, n in enumerate(lengths)]
+            if any(n - 1 <= done for n, done in zip(lengths, drafter.pairs.counts, strict=False)):
+                rows = [tokens[b][:length] for b in range(2)]
+            for slot, row in enumerate(rows):
+                remember(drafter, slot, features[slot][: len(row) - 1])
+            calls.clear()
+            noise = randn(2, 4, VOCAB, seed=length).float()
+            tree = drafter.propose(context_of(rows), Strategy("learned", 3, 1, 3), Given(noise)).tree
+            for slot, row in enumerate(rows):
+                embeddings, inputs = TARGET.embed(torch.tensor(row[1:])), features[slot][: len(row) - 1]
+                drafted = tree.tokens_BN[slot, 1:].tolist()
+                for depth in range(3):
+                    output = plain_forward(embeddings, inputs)[-1]
+                    score = TARGET.logits(output) / drafter.tau + noise[slot, depth]
+                    assert drafted[depth] == int(score.argmax())
+                    if depth < 2:
+                        produced = calls[depth - 2][3].view(2, -1, SIZE)[slot]
+                        embeddings = torch.cat([embeddings, TARGET.embed(torch.tensor(drafted[depth : depth + 1]))])
+                        inputs = torch.cat([inputs, output[None]])
+                        torch.testing.assert_close(produced[-1], plain_forward(embeddings, inputs)[-1], rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("limit", [256, 3])
+def test_what_catching_up_returns_equals_the_uncached_training_forward(limit: int) -> None:
+    drafter = make_drafter()
+    tokens, features = [random_tokens(50, 1), random_tokens(50, 2)], [randn(50, SIZE, seed=3), randn(50, SIZE, seed=4)]
+    for slot in range(2):
+        drafter.admit(slot, make_request(tokens[slot][:2]))
+        remember(drafter, slot, features[slot])
+    drafter.pairs.cache.reserve(2, 64)
+    with patch.object(pair_cache, "_CATCH_UP_TOKENS", limit), torch.no_grad():
+        for lengths in ([2, 9], [3, 10], [17, 11], [18, 30], [50, 50]):
+            context = context_of([tokens[b][:n] for b, n in enumerate(lengths)])
+            found = drafter.pairs.catch_up(context, room=0).hidden_BE
+            for slot, length in enumerate(lengths):
+                expected = plain_forward(TARGET.embed(torch.tensor(tokens[slot][1:length])), features[slot][: length - 1])[-1]
+                torch.testing.assert_close(found[slot], expected, rtol=0, atol=1e-9)
+
+
+def test_a_long_prompt_that_joins_a_long_response_is_caught_up_within_the_cache() -> None:
+    """One row is up to date, the other misses many chunks: the first row's rubbish must stay inside its reservation."""
+    drafter = make_drafter()
+    old, new = random_tokens(122, 1), random_tokens(100, 2)
+    features = [randn(122, SIZE, seed=3), randn(100, SIZE, seed=4)]
+    strategy = Strategy("learned", 1, 1, 1)
+    with patch.object(pair_cache, "_CATCH_UP_TOKENS", 4):
+        drafter.admit(0, make_request(old))
+        remember(drafter, 0, features[0][:120])
+        drafter.propose(context_of([old[:121]]), strategy, Given(randn(1, 2, VOCAB)))
+        drafter.admit(1, make_request(new))
+        remember(drafter, 0, features[0][:121])
+        remember(drafter, 1, features[1][:99])
+        noise = randn(2, 2, VOCAB).float()
+        tree = drafter.propose(context_of([old, new]), strategy, Given(noise)).tree
+    for slot, row in enumerate((old, new)):
+        output = plain_forward(TARGET.embed(torch.tensor(row[1:])), features[slot][: len(row) - 1])[-1]
+        assert tree.tokens_BN[slot, 1] == (TARGET.logits(output) / drafter.tau + noise[slot, 0]).argmax()
+
+
+def reference_tree(tokens: list[int], features: Tensor, strategy: Strategy, noise: Tensor, tau: float) -> set[tuple[int, ...]]:
+    """EAGLE-2's growth by brute force: every node's state by an uncached forward over its whole line. Returns the drafted
+    nodes as paths of tokens from the root."""
+
+    def states(path: tuple[int, ...]) -> Tensor:
+        embeddings, inputs = TARGET.embed(torch.tensor(tokens[1:])), features[: len(tokens) - 1]
+        for token in path:
+            state = plain_forward(embeddings, inputs)[-1:]
+            embeddings, inputs = torch.cat([embeddings, TARGET.embed(torch.tensor([token]))]), torch.cat([inputs, state])
+        return plain_forward(embeddings, inputs)[-1]
+
+    frontier: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
+    pool: list[tuple[float, tuple[int, ...]]] = []
+    for depth in range(strategy.depth):
+        level = []
+        for confidence, path in frontier:
+            logprobs = (TARGET.logits(states(path)) / tau + noise[depth]).log_softmax(-1)
+            for token in logprobs.topk(strategy.width).indices.tolist():
+                level.append((confidence + min(float(logprobs[token]), -1e-4), (*path, token)))
+        pool += level
+        frontier = sorted(level, reverse=True)[: strategy.width]
+    return {path for _, path in sorted(pool, reverse=True)[: strategy.budget]}
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 4), (3, 2, 6), (4, 3, 7), (5, 2, 12)])
+def test_trees_are_those_of_a_brute_force_growth_without_a_cache(shape: tuple[int, int, int]) -> None:
+    strategy = Strategy("learned", *shape)
+    rows = [random_tokens(7, 1), random_tokens(12, 2), random_tokens(3, 3)]
+    features = [randn(len(row), SIZE, seed=b) for b, row in enumerate(rows)]
+    noise = randn(3, strategy.depth + 1, VOCAB, seed=6).float()
+    drafter = make_drafter()
+    for slot, row in enumerate(rows):
+        drafter.admit(slot, make_request(row))
+        remember(drafter, slot, features[slot][: len(row) - 1])
+    tree = drafter.propose(context_of(rows), strategy, Given(noise)).tree
+    for slot, row in enumerate(rows):
+        tokens, parents = tree.tokens_BN[slot].tolist(), tree.parents_BN[slot].tolist()
+        assert (tokens[0], parents[0]) == (row[-1], -1)
+        paths: list[tuple[int, ...]] = [()]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            paths.append((*paths[parent], token))
+        assert len(set(paths)) == len(paths) == strategy.budget + 1 or strategy.budget > strategy.width * strategy.depth
+        assert set(paths[1:]) == reference_tree(row, features[slot], strategy, noise[slot], drafter.tau)

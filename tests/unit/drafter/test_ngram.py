@@ -1,0 +1,542 @@
+"""Retrieval: what is found, what is forgotten, and how candidates are ranked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.lossless.helpers import Given, make_engine, make_policy
+from tlt.drafter.drafting import continuations, ngram, suffix_index
+from tlt.drafter.drafting.hybrid import HybridDrafter, HybridProposal
+from tlt.drafter.drafting.ngram import NgramDrafter, NgramProposal
+from tlt.drafter.drafting.reference_drafter import ReferenceDrafter
+from tlt.drafter.drafting.references import References
+from tlt.drafter.drafting.suffix_index import ANCHORS, SuffixIndex
+from tlt.speculative.params import BatchParams
+from tlt.speculative.protocol import DraftContext, DraftNoise
+from tlt.speculative.strategy import BatchState, Hindsight, StepOutcome, Strategy
+from tlt.tuning.tuner import Fixed, default_arms, make_tuner
+from tlt.types import DraftTree, Request, Rollout, SamplingParams, Verdict
+
+SHORT, CPU = ANCHORS[-1], torch.device("cpu")
+CHAIN = Strategy("ngram", 4, 1, 4)
+
+
+def whole_drafts(max_slots: int = 1, max_tokens: int = 10**6) -> NgramDrafter:
+    """However unlikely they are to be accepted."""
+    return NgramDrafter(max_slots, max_tokens, confidence_threshold=0.0)
+
+
+def request(name: str = "p", index: int = 0, prompt: Sequence[int] = (1, 2)) -> Request:
+    return Request(name, index, tuple(prompt), SamplingParams())
+
+
+def rollout_of(asked: Request, tokens: Sequence[int]) -> Rollout:
+    response = tuple(tokens[len(asked.prompt_ids) :])
+    return Rollout(asked.problem_id, asked.sample_index, asked.prompt_ids, response, (0.0,) * len(response), "stop", 0)
+
+
+def propose_whole(
+    drafter: NgramDrafter, rows: Sequence[Sequence[int]], strategy: Strategy, noise: float = 0.0
+) -> NgramProposal:
+    requests = [request(f"p{i}") for i in range(len(rows))]
+    context = DraftContext(rows, requests, BatchParams([r.params for r in requests]), 99, CPU)
+    return drafter.propose(context, strategy, Given(torch.full((len(rows), strategy.depth + 1, 99), noise)))
+
+
+def propose(*args: Any) -> DraftTree:
+    return propose_whole(*args).tree
+
+
+def verdict(said: Sequence[int], num_accepted: int | None = None) -> Verdict:
+    accepted = len(said) - 1 if num_accepted is None else num_accepted
+    return Verdict(tuple(said), accepted, tuple(range(accepted + 1)), (0.0,) * len(said))
+
+
+def longest_match(texts: Sequence[Sequence[int]], tokens: Sequence[int]) -> int:
+    """By trying every position of every text; only places that something follows count."""
+    best = 0
+    for text in texts:
+        for end in range(1, len(text)):
+            length = 0
+            while length < min(end, len(tokens), 48) and text[end - 1 - length] == tokens[-1 - length]:
+                length += 1
+            best = max(best, length)
+    return best if best >= SHORT else 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_the_longest_match_is_the_one_that_trying_every_position_finds(data: st.DataObject) -> None:
+    texts = data.draw(st.lists(st.lists(st.integers(0, 2), max_size=60), min_size=1, max_size=4))
+    cuts = [data.draw(st.integers(0, len(text))) for text in texts]
+    index = SuffixIndex()
+    ids = [index.open() for _ in texts]
+    for parts in ([text[:cut] for text, cut in zip(texts, cuts, strict=True)], texts):  # texts grow in turns
+        for text_id, part in zip(ids, parts, strict=True):
+            index.extend(text_id, part)
+    with patch.object(suffix_index, "_MAX_SOURCES", 10**6):
+        for tokens in texts:
+            found = index.sources(tokens)
+            assert max((length for length, _, _ in found), default=0) == longest_match(texts, tokens)
+            for length, text_id, end in found:
+                assert texts[ids.index(text_id)][end - length : end] == tokens[len(tokens) - length :]
+
+
+def test_a_sequence_that_repeats_itself_is_continued() -> None:
+    drafter = whole_drafts(1)
+    drafter.admit(0, request("p0"))
+    tokens = [1, 2, 5, 6, 7, 8, 9, 10, 11, 5, 6, 7, 8]
+    assert propose(drafter, [tokens], CHAIN).tokens_BN.tolist() == [[8, 9, 10, 11, 5]]
+
+
+def test_siblings_are_read_while_they_run_and_other_problems_never() -> None:
+    drafter = whole_drafts(3)
+    for slot, name in enumerate(("a", "a", "b")):
+        drafter.admit(slot, request(name, slot))
+    leader, cursor = [1, 2, 5, 6, 7, 8, 9, 10], [1, 2, 4, 5, 6, 7, 8]
+    tree = propose(drafter, [leader, cursor, cursor], CHAIN)
+    assert tree.tokens_BN[1].tolist()[1:3] == [9, 10]
+    assert tree.tokens_BN[2].tolist()[1:3] == [0, 0], "filling: nothing was found"
+
+
+def test_a_response_of_an_earlier_epoch_is_remembered_until_the_memory_is_full() -> None:
+    drafter = whole_drafts(2, max_tokens=60)
+    first = [1, 2, *range(10, 40)]
+    asked = request("old")
+    drafter.admit(0, asked)
+    drafter.finish(0, rollout_of(asked, first))
+    drafter.admit(0, request("old", 1))
+    assert propose(drafter, [[1, 2, 10, 11, 12, 13]], CHAIN).tokens_BN.tolist() == [[13, 14, 15, 16, 17]]
+    drafter.finish(0, rollout_of(request("old", 1), [1, 2, 3]))
+    for name in ("x", "y"):
+        drafter.admit(0, request(name))
+        drafter.finish(0, rollout_of(request(name), [1, 2, *range(50, 80)]))
+    assert drafter.num_tokens <= 60
+    assert list(drafter.problems) == ["y"], "the least recently asked left first"
+
+
+def test_a_problem_with_running_sequences_is_never_forgotten() -> None:
+    drafter = whole_drafts(2, max_tokens=10)
+    drafter.admit(0, request("running"))
+    drafter.admit(1, request("other"))
+    drafter.finish(1, rollout_of(request("other"), list(range(40))))
+    assert "running" in drafter.problems
+    propose(drafter, [[1, 2, 3]], CHAIN)
+
+
+def test_texts_beyond_the_limit_are_forgotten_and_lead_nowhere() -> None:
+    index = SuffixIndex()
+    with patch.object(suffix_index, "_MAX_TEXTS", 3):
+        for number in range(10):
+            text = index.open()
+            index.extend(text, [number] * 6 + list(range(20, 30)))
+            index.close(text)
+    assert len(index.texts) == 3
+    assert index.num_tokens == 3 * 16
+    assert index.sources([0] * 6) == []
+    assert len(index.sources(list(range(20, 25)))) == 3
+
+
+def test_a_text_that_still_grows_is_never_forgotten_however_many_samples_a_prompt_has() -> None:
+    drafter = whole_drafts(100)
+    rows = [[1, 2, *range(10 * i, 10 * i + 8)] for i in range(100)]
+    for slot in range(100):
+        drafter.admit(slot, request("p", slot))
+    for slot in range(99, 49, -1):
+        drafter.finish(slot, rollout_of(request("p", slot), rows[slot]))
+    propose(drafter, rows[:50], CHAIN)
+    for slot in range(49, -1, -1):
+        drafter.finish(slot, rollout_of(request("p", slot), rows[slot]))
+    assert len(drafter.problems["p"].texts) == suffix_index._MAX_TEXTS
+
+
+def test_what_is_kept_of_texts_leaves_with_them() -> None:
+    """Samples of one prompt come and go. The counted tokens bound what is kept: forgotten texts leave nothing to grow by."""
+    rng, index = random.Random(0), SuffixIndex()
+    with patch.object(suffix_index, "_MAX_TEXTS", 4):
+        for _ in range(200):
+            text = index.open()
+            index.extend(text, [rng.randrange(50) for _ in range(100)])
+            index.close(text)
+    assert index.num_tokens == 4 * 100
+    assert index._earlier.keys() == index._skips.keys() == index.texts.keys()
+    for known in index._occurrences:
+        assert len(known.table) <= 8 * index.num_tokens
+
+
+def test_an_aborted_rollout_leaves_no_text_open() -> None:
+    """Texts that nobody closes could never be forgotten."""
+    engine = make_engine(make_policy(), Fixed(CHAIN), drafter="ngram")
+    assert isinstance(engine.drafter, NgramDrafter)
+    with patch.object(suffix_index, "_MAX_TEXTS", 2):
+        for _ in range(5):
+            engine.add(Request("p", i, (3, 4, 5), SamplingParams(max_tokens=40)) for i in range(4))
+            for _ in range(4):
+                engine.step()
+            engine.abort()
+            assert engine.drafter.slots == [None] * len(engine.drafter.slots)
+    assert len(engine.drafter.problems["p"].texts) == 2
+
+
+def test_candidates_are_ranked_by_their_share_and_the_laws_noise() -> None:
+    tokens = [1, 2, 5, 6, 7, 8, 30, 5, 6, 7, 8, 30, 5, 6, 7, 8, 40, 41, 5, 6, 7, 8]  # 30 followed twice, 40 once
+    noise = torch.zeros(1, 5, 99)
+    for favoured, value, expected in ((40, 0.0, 30), (40, 20.0, 40), (30, 20.0, 30)):
+        drafter = whole_drafts(1)
+        drafter.admit(0, request("p0"))
+        noise.zero_()
+        noise[0, 0, favoured] = value
+        context = DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()]), 99, CPU)
+        assert drafter.propose(context, CHAIN, Given(noise)).tree.tokens_BN[0, 1] == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([(3, 2, 6), (5, 3, 12), (1, 4, 4), (6, 1, 6)]))
+def test_trees_are_well_formed(seed: int, shape: tuple[int, int, int]) -> None:
+    rng = random.Random(seed)
+    strategy = Strategy("ngram", *shape)
+    rows = [[rng.randrange(3) for _ in range(rng.randint(2, 80))] for _ in range(3)]
+    drafter = whole_drafts(3)
+    for slot in range(3):
+        drafter.admit(slot, request("same", slot))
+    tree = propose(drafter, rows, strategy)
+    assert tree.num_nodes <= strategy.budget + 1
+    for tokens, parents, row in zip(tree.tokens_BN.tolist(), tree.parents_BN.tolist(), rows, strict=True):
+        assert (tokens[0], parents[0]) == (row[-1], -1)
+        depth = [0]
+        children: set[tuple[int, int]] = set()
+        for column in range(1, len(tokens)):
+            assert parents[column] < column
+            if parents[column] >= 0:
+                assert (parents[column], tokens[column]) not in children
+                children.add((parents[column], tokens[column]))
+            depth.append(depth[parents[column]] + 1 if parents[column] >= 0 else 0)
+        assert max(depth) <= strategy.depth
+        if strategy.width > 1:
+            for parent in set(parents) - {-1}:
+                assert parents.count(parent) <= strategy.width
+
+
+def test_confidence_in_a_match_is_learned_from_what_became_of_it() -> None:
+    drafter = NgramDrafter(1)
+    drafter.admit(0, request("p0"))
+    tokens = [1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 5, 6, 7, 8]
+    expected = []
+    widths = []
+    for said in ((9, 10, 11, 12, 99), (98,)):  # all of the draft and one more, none of it
+        for _ in range(300):
+            drafter.observe(propose_whole(drafter, [tokens], CHAIN), [verdict(said)])
+        proposal = propose_whole(drafter, [tokens], CHAIN)
+        widths.append(proposal.tree.num_nodes)
+        expected.append(sum(drafter.survival(proposal.retrieved[0], 4)))
+    assert expected[0] > 3.9
+    assert expected[1] < 0.5
+    assert widths == [5, 2], "what is not likely to be accepted is not drafted, but for the first"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6))
+def test_retrieval_learns_from_texts_that_another_drafter_went_on_with(seed: int) -> None:
+    """Whatever was drafted: it is held against what the target said, up to where that is known."""
+    rng = random.Random(seed)
+    tokens = [1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 5, 6, 7, 8]
+    drafter = NgramDrafter(1, confidence_threshold=0.9)
+    drafter.admit(0, request("p0"))
+    said = tuple(token if rng.random() < 0.8 else 0 for token in (9, 10, 11, 12, 5)[: rng.randint(1, 5)])
+    context = DraftContext([tokens], [request("p0")], BatchParams([SamplingParams()]), 99, CPU)
+    found = drafter.retrieve(context, CHAIN, torch.zeros(1, 5, 99))
+    before = list(drafter.hits[1])
+    drafter.observe(found, [verdict(said, num_accepted=0)])
+    agreed = next((i for i, (a, b) in enumerate(zip(said, (9, 10, 11, 12), strict=False)) if a != b), min(len(said), 4))
+    has_failed = agreed < min(len(said), 4)
+    keep = ngram._KEEP
+    assert drafter.hits[1] == [keep * before[0] + agreed, keep * before[1] + agreed + has_failed]
+
+
+def test_the_hybrid_takes_up_retrieval_although_the_learned_drafter_was_better_at_first() -> None:
+    """What was retrieved is judged whether or not it was drafted; otherwise it could never show what it is worth."""
+    engine = make_engine(make_policy(std=0.05), Fixed(Strategy("hybrid", 6, 1, 6)))
+    assert isinstance(engine.drafter, HybridDrafter)
+    engine.drafter.learned_accepted = 2.5  # more than retrieval promises before it was ever judged
+    taken = []
+    choose = engine.drafter.propose
+
+    def propose(context: DraftContext, strategy: Strategy, noise: DraftNoise) -> HybridProposal:
+        proposal = choose(context, strategy, noise)
+        taken.append(any(proposal.is_retrieved))
+        return proposal
+
+    engine.drafter.propose = propose
+    params = SamplingParams(temperature=0.0, max_tokens=120)  # a random model runs in circles
+    for _ in engine.generate([Request("p", 0, (3, 4, 5), params)]):
+        pass
+    assert not taken[0]
+    assert any(taken)
+
+
+def test_a_retrieved_chain_stops_where_its_own_sequence_is_no_longer_likely_to_accept_it() -> None:
+    repeats, fresh = [1, 2, 5, 6, 7, 8, 9, 10, 11, 12, 5, 6, 7, 8], [1, 2, 3]
+    drafter = NgramDrafter(2)
+    drafter.hits = [[9.0, 10.0]] * len(drafter.hits)
+    for threshold, depth in ((0.0, 4), (0.4, 4), (0.7, 3), (0.8, 2), (0.95, 1)):  # 0.9, 0.81, 0.73, 0.66
+        drafter.confidence_threshold = threshold
+        for rows, lengths in (([repeats], None), ([repeats, fresh], (1 + depth, 1)), ([fresh, fresh], None)):
+            for slot in range(len(rows)):
+                drafter.admit(slot, request(f"p{slot}"))
+            tree = propose(drafter, rows, CHAIN)
+            assert tree.num_nodes == (1 + depth if repeats in rows else 1)
+            assert tree.lengths == lengths
+            if lengths is not None:
+                assert tree.parents_BN.tolist() == [list(range(-1, depth)), [-1] * (1 + depth)]
+
+
+def test_a_text_leads_down_a_retrieved_tree_as_far_as_it_agrees() -> None:
+    nodes = [(10, 0), (11, 0), (12, 1), (13, 2), (14, 4)]  # 10 - 12, 11 - 13 - 14
+    for said, expected in (
+        ((10, 12, 99), (2, False)),  # beyond a leaf nothing was retrieved
+        ((11, 13, 14), (3, False)),
+        ((11, 13, 99), (2, True)),
+        ((11, 12), (1, True)),
+        ((11,), (1, False)),
+        ((99, 11), (0, True)),
+    ):
+        assert continuations.walk(nodes, said) == expected
+    assert continuations.Retrieved(1, nodes).depth == 3
+
+
+@pytest.mark.parametrize("width", [1, 2])
+@pytest.mark.parametrize("threshold", [0.0, 0.999])
+def test_rows_of_a_hybrid_batch_draft_each_in_their_own_way(width: int, threshold: float) -> None:
+    """A row that repeats itself beside one that does not, with the learned chain whole, and cut to its first token."""
+    engine = make_engine(make_policy(), Fixed(Strategy("hybrid", 4, width, 8)))
+    hybrid = engine.drafter
+    assert isinstance(hybrid, HybridDrafter)
+    hybrid.learned.settings = replace(hybrid.learned.settings, confidence_threshold=threshold)
+    hybrid.ngram.hits = [[98.0, 100.0]] * len(hybrid.ngram.hits)
+    retrieve, choose = hybrid.ngram.retrieve, hybrid.propose
+    retrieved: list[DraftTree] = []
+    mixed: list[tuple[DraftTree, int, DraftTree]] = []
+
+    def keep(*args: Any) -> NgramProposal:
+        proposal = retrieve(*args)
+        retrieved.append(proposal.tree)
+        return proposal
+
+    def propose(*args: Any) -> HybridProposal:
+        proposal = choose(*args)
+        if len(set(proposal.is_retrieved)) == 2:
+            mixed.append((proposal.tree, proposal.is_retrieved.index(True), retrieved[-1]))
+        return proposal
+
+    hybrid.ngram.retrieve, hybrid.propose = keep, propose
+    params = SamplingParams(temperature=1.0, max_tokens=60)
+    prompts = [(3, 4, 5, 6, 7, 8, 9, 3, 4, 5, 6, 7), (30, 31, 32, 33, 34)]
+    for _ in engine.generate([Request(str(i), 0, prompt, params) for i, prompt in enumerate(prompts)]):
+        pass
+    assert mixed
+    for tree, row, found in mixed:
+        lengths = tree.lengths or (tree.num_nodes,) * 2
+        common = min(lengths[row], found.num_nodes)
+        assert tree.tokens_BN[row, :common].tolist() == found.tokens_BN[row, :common].tolist()
+        assert tree.is_chain == (width == 1)
+        if width == 1:
+            assert lengths[row] == found.num_nodes
+            assert lengths[1 - row] == (5 if threshold == 0 else 2)
+
+
+class Watching(Fixed):
+    """Remembers what it was told of verifications: those that were, and those of retrieval in hindsight."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        super().__init__(strategy)
+        self.verified: list[tuple[int, int]] = []
+        self.hindsight: list[tuple[int, int]] = []
+
+    def observe(self, strategy: Strategy, batch: BatchState, outcome: StepOutcome) -> None:
+        self.verified += zip(outcome.drafted, outcome.accepted, strict=True)
+        self.hindsight += [(chain.drafted, chain.accepted) for chain in batch.hindsight]
+
+
+def watch(strategy: Strategy, requests: Sequence[Request], drafter: str = "ngram", threshold: float = 0.4) -> Watching:
+    tuner = Watching(strategy)
+    engine = make_engine(
+        make_policy(std=0.05), tuner, "learned" if drafter == "ahead" else drafter, confidence_threshold=threshold
+    )
+    if drafter == "ahead":
+        references = References()
+        for rollout in make_engine(make_policy(std=0.05)).generate(requests):
+            references.keep(requests[0].key, rollout.token_ids)
+        assert engine.drafter is not None
+        engine.load_drafter(ReferenceDrafter(engine.drafter, references, 8))
+    for _ in engine.generate(requests):
+        pass
+    return tuner
+
+
+@pytest.mark.parametrize("other", ["off", "learned:4x1x4", "learned:3x2x6", "oracle"])
+@pytest.mark.parametrize(("temperature", "threshold"), [(0.0, 0.0), (0.0, 0.4), (0.05, 0.4)])
+def test_in_hindsight_retrieval_is_judged_as_if_it_had_drafted(temperature: float, threshold: float, other: str) -> None:
+    """A sequence has the same tokens whoever drafts, so the verifications that retrieval would have had are those that it has.
+    The last ones may be unfinished when the response ends. oracle: a reference is followed, 32 tokens a step, of which some
+    are left out."""
+    asked = [Request("p", 0, (3, 4, 5), SamplingParams(temperature=temperature, max_tokens=150, seed=2))]
+    real = watch(Hindsight.STRATEGY, asked, threshold=threshold)
+    if other == "oracle":
+        watched = watch(Strategy("ahead", 32, 1, 32), asked, "ahead", threshold)
+    else:
+        watched = watch(Strategy.parse(other), asked, "learned", threshold)
+    assert len(real.verified) > 15
+    assert len(watched.hindsight) >= (ngram._MAX_LOOKS if other == "oracle" else len(real.verified) - 5)
+    num = ngram._MAX_LOOKS if other == "oracle" else len(watched.hindsight)
+    assert watched.hindsight[:num] == real.verified[:num]
+    assert max(accepted for _, accepted in watched.hindsight) > 5
+
+
+def test_retrieval_is_judged_by_chains_as_deep_as_any_that_is_tried() -> None:
+    assert max(arm.depth for arm in default_arms(("ngram",))) == Hindsight.STRATEGY.depth
+
+
+def test_a_chain_that_is_watched_stays_with_its_sequence() -> None:
+    texts = [[10 * row + i % 7 for i in range(7 * 9)] for row in range(3)]
+    drafter, depth = whole_drafts(3), Hindsight.STRATEGY.depth
+    for slot in range(3):
+        drafter.admit(slot, request(f"p{slot}"))
+    grown = [[*text, *text[: depth + 1]] for text in texts]
+    assert drafter.hindsight(texts) == (), "nothing was committed since"
+    assert drafter.hindsight([text[:-1] for text in grown]) == (), "one more token belongs to a verification"
+    drafter.withdraw(1)
+    drafter.move(2, 1)
+    assert drafter.hindsight([grown[0], grown[2]]) == (Hindsight(depth, depth),), "the others come and go"
+    drafter.withdraw(0)
+    drafter.move(1, 0)
+    assert drafter.hindsight([grown[2]]) == (), "another sequence"
+    assert drafter.hindsight([[*grown[2], grown[2][depth + 1], 0]]) == (Hindsight(depth, 1),), "one came as drafted"
+    drafter.withdraw(0)
+    drafter.admit(0, request("p1", 1))
+    assert drafter.hindsight([[99] * 200]) == (), "and another one"
+
+
+def test_nobody_asks_in_hindsight_what_verdicts_have_told() -> None:
+    drafter, text = whole_drafts(), [i % 7 for i in range(7 * 9)]
+    drafter.admit(0, request("p0"))
+    assert drafter.hindsight([text]) == ()
+    propose(drafter, [text], CHAIN)
+    assert drafter.hindsight([[*text, 0]]) == (), "the verdict of this chain has told"
+    assert drafter.hindsight([[*text, 0]]) == (), "from here on nobody else tells"
+    assert drafter.hindsight([[*text, 0, 1, 9]]) == (Hindsight(Hindsight.STRATEGY.depth, 1),)
+
+
+def test_where_a_step_brings_more_than_is_looked_up_the_rest_is_left_out() -> None:
+    drafter, text, novel = whole_drafts(), list(range(9)), list(range(100, 150))
+    drafter.admit(0, request("p0"))
+    assert drafter.hindsight([text]) == ()
+    found = drafter.hindsight([[*text, *novel]])
+    assert found == (Hindsight(0, 0),) * ngram._MAX_LOOKS
+    assert drafter.hindsight([[*text, *novel]]) == (), "from its end on"
+    assert drafter.hindsight([[*text, *novel, 5]]) == (Hindsight(0, 0),)
+
+
+def test_longer_matches_lie_in_later_buckets() -> None:
+    buckets = [continuations.match_bucket(length) for length in range(49)]
+    assert buckets == sorted(buckets)
+    assert buckets[0] == buckets[SHORT - 1] == 0 < buckets[SHORT]
+    assert buckets[-1] < len(NgramDrafter(1).hits)
+
+
+def test_adaptive_without_a_drafter_folder_speculates_by_retrieval() -> None:
+    engine = make_engine(make_policy(std=0.05), make_tuner("adaptive", ("ngram",)), drafter="ngram")
+    params = SamplingParams(temperature=0.0, max_tokens=120)
+    for _ in engine.generate([Request("p", i, (3, 4, 5), params) for i in range(2)]):
+        pass
+    assert engine.stats.num_verifications > 0
+    assert {name.split(":")[0] for name in engine.stats.by_strategy} <= {"off", "ngram"}
+    fixed = make_engine(make_policy(std=0.05), Fixed(Strategy("ngram", 4, 1, 4)), drafter="ngram")
+    for _ in fixed.generate([Request("p", i, (3, 4, 5), params) for i in range(2)]):
+        pass
+    accept_length = fixed.stats.accept_length
+    assert accept_length is not None
+    assert accept_length > 1.5, "greedy decoding of a random model runs in circles, which retrieval must notice"
+
+
+def longest_matches(texts: dict[int, list[int]], ending: list[int]) -> list[tuple[int, int, int]]:
+    """`SuffixIndex.sources` by comparing everything with everything; the texts have been read one after the other."""
+    for anchor in ANCHORS:
+        found = []
+        for text, tokens in reversed(texts.items()):
+            for end in range(len(tokens) - 1, anchor - 1, -1):
+                length = 0
+                while (
+                    length < min(end, len(ending), suffix_index.MAX_MATCH) and tokens[end - 1 - length] == ending[-1 - length]
+                ):
+                    length += 1
+                if length >= anchor:
+                    found.append((length, text, end))
+        if found:
+            return found[: suffix_index._MAX_SOURCES]
+    return []
+
+
+def test_the_index_finds_what_comparing_everything_finds() -> None:
+    rng, index = random.Random(5), SuffixIndex()
+    texts: dict[int, list[int]] = {}
+    num_found = 0
+    for _ in range(6):
+        text = index.open()
+        texts[text] = []
+        while len(texts[text]) < 400:
+            texts[text] += [rng.choice((1, 2, 150_000)) for _ in range(rng.randint(1, 7))] + [3] * rng.choice((0, 0, 60))
+            index.extend(text, texts[text])
+            expected = longest_matches(texts, texts[text])
+            assert index.sources(texts[text]) == expected
+            num_found += len(expected)
+    assert num_found > 300
+
+
+def grown_by_tokens(followed: list[tuple[tuple[int, ...], float]], strategy: Strategy) -> list[tuple[int, int]]:
+    """`grow` over a trie with a node for every token, and the confidence of each recomputed from the root on."""
+    weights: dict[tuple[int, ...], float] = {}
+    for tokens, weight in followed:
+        for end in range(1, len(tokens) + 1):
+            weights[tokens[:end]] = weights.get(tokens[:end], 0.0) + weight
+    nodes: list[tuple[int, int]] = []
+    columns: dict[tuple[int, ...], int] = {(): 0}
+    open_nodes: list[tuple[float, int, tuple[int, ...]]] = []
+
+    def offer(path: tuple[int, ...], confidence: float) -> None:
+        siblings = [p for p in weights if p[:-1] == path and len(p) <= strategy.depth]
+        total = sum(weights[p] ** (1 / continuations._TAU) for p in siblings)
+        ranked = sorted(siblings, key=lambda p: -weights[p])[: strategy.width]
+        for p in ranked:
+            open_nodes.append((confidence * weights[p] ** (1 / continuations._TAU) / total, -len(open_nodes), p))
+
+    offer((), 1.0)
+    taken: set[tuple[int, ...]] = set()
+    while len(nodes) < strategy.budget and (left := [n for n in open_nodes if n[2] not in taken]):
+        confidence, _, path = max(left, key=lambda n: (round(n[0], 12), n[1]))
+        taken.add(path)
+        nodes.append((path[-1], columns[path[:-1]]))
+        columns[path] = len(nodes)
+        offer(path, confidence)
+    return nodes
+
+
+@pytest.mark.parametrize("shape", ["5x1x5", "4x2x7", "6x3x20"])
+def test_branches_grow_the_tree_that_single_tokens_grow(shape: str) -> None:
+    rng = random.Random(7)
+    for _ in range(60):
+        found = {
+            tuple(rng.randrange(3) for _ in range(rng.randint(0, 6))): float(rng.randint(4, 48) ** 2)
+            for _ in range(rng.randint(1, 8))
+        }
+        strategy = Strategy.parse(f"ngram:{shape}")
+        grown = continuations.grow(continuations.branch_out([*found.items()]), strategy)
+        assert grown == grown_by_tokens([*found.items()], strategy)

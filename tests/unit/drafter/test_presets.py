@@ -1,0 +1,324 @@
+"""The three ways to train a drafter, and EAGLE-3's form of one: what is trained is what drafts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.lossless.helpers import CONFIG, VOCAB, make_policy, pack, to_transformers
+from tlt.config.schema import Config
+from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings
+from tlt.drafter.formats.folder import choose_preset, load_drafter, save_drafter
+from tlt.drafter.model import DraftModel, Method, PackedDrafter, align, capture_layers, drafter_shape, training_capture
+from tlt.drafter.training.buffer import PackedBatch
+from tlt.drafter.training.losses import PRESETS
+from tlt.drafter.training.trainer import DrafterTrainer
+from tlt.engine.engine import RolloutEngine
+from tlt.models.attention import PackedCausal, Unrolled, causal_and_own
+from tlt.models.cpu_kernels import CausalAndOwn
+from tlt.models.decoder import Transformer
+from tlt.models.packed import PackedTransformer
+from tlt.speculative.strategy import Strategy
+from tlt.training.start import preflight
+from tlt.tuning.tuner import Fixed
+from tlt.types import Request, SamplingParams, UserError
+
+DEEP = replace(CONFIG, num_layers=5)
+POLICY = make_policy(config=DEEP)
+TARGET = pack(POLICY)
+SIZE = DEEP.hidden_size
+DRAFT_VOCAB = VOCAB - 3
+METHODS: list[tuple[Method, int | None]] = [("eagle", None), ("eagle3", None), ("eagle3", DRAFT_VOCAB)]
+forms = pytest.mark.parametrize(("method", "draft_vocab"), METHODS)
+
+
+def make_model(method: Method, draft_vocab: int | None, seed: int = 2) -> DraftModel:
+    """A random drafter, its attention and mlp strong enough to matter, and every norm with weights of its own."""
+    model = DraftModel(drafter_shape(DEEP, method, draft_vocab)).double().initialize(seed)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 and name != "fc.weight":
+                parameter.mul_(8.0)
+            elif parameter.dim() == 1:
+                parameter.copy_(1 + torch.rand(parameter.shape, generator=generator, dtype=torch.float64))
+    if draft_vocab is not None:
+        model.set_vocabulary(torch.tensor([t for t in range(VOCAB) if t not in (0, 7, 11)]))
+    return model
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def make_batch(model: DraftModel, lengths: tuple[int, ...] = (9, 4, 7), seed: int = 0) -> PackedBatch:
+    """Tokens with what the target makes of them."""
+    tokens = torch.randint(0, VOCAB, (sum(lengths),), generator=torch.Generator().manual_seed(seed))
+    capture = training_capture(model.config, DEEP.num_layers)
+    attend = PackedCausal(DEEP, lengths)
+    with torch.no_grad():
+        _, features = TARGET.forward_capturing(tokens, attend.positions(), attend, capture)
+    weight = torch.tensor([float(t >= 2) for n in lengths for t in range(1, n)])
+    return PackedBatch(tokens, features, lengths, weight)
+
+
+# ── what the target hands over ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_captured_are_the_residual_sums_that_transformers_shows_and_the_features() -> None:
+    tokens = torch.randint(0, VOCAB, (11,), generator=torch.Generator().manual_seed(4))
+    attend = PackedCausal(DEEP, [11])
+    features, captured = TARGET.forward_capturing(tokens, attend.positions(), attend, (1, 2, 4, 5))
+    shown = to_transformers(POLICY)(tokens[None], output_hidden_states=True).hidden_states
+    for index, part in zip((1, 2, 4, 5), captured.split(SIZE, dim=-1), strict=True):
+        torch.testing.assert_close(part, shown[index][0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(captured[:, -SIZE:], features, rtol=0, atol=0)
+
+
+def test_three_layers_are_captured_where_engines_expect_them() -> None:
+    assert capture_layers(32) == (2, 16, 29)
+    assert capture_layers(20) == (2, 10, 17)
+    for num_layers in range(4, 8):
+        assert len(set(capture_layers(num_layers))) == 3
+        assert max(capture_layers(num_layers)) < num_layers
+    with pytest.raises(UserError, match="only 3"):
+        capture_layers(3)
+
+
+# ── training lives through what drafting sees ────────────────────────────────────────────────────────────────────────
+
+
+@forms
+def test_a_step_in_training_equals_the_draft_from_there(method: Method, draft_vocab: int | None) -> None:
+    """Brute force: for every pair and step, a plain causal forward over the true pairs up to it and its own states since."""
+    model, steps = make_model(method, draft_vocab), 4
+    batch = make_batch(model, (9, 6, 4))
+    pairs = align(batch.lengths)
+    attend = Unrolled(model.config.layer, pairs.lengths)
+    true_hidden = model.fuse(batch.captured_NF[pairs.feature_index_M])
+    hidden, states = true_hidden, []
+    for step in range(steps):
+        index, _ = pairs.ahead(step)
+        hidden = model(TARGET.embed(batch.token_ids_N[index]), hidden, pairs.positions_M + step, attend)
+        states.append(hidden)
+    first_token, first_pair = 0, 0
+    for length in batch.lengths:
+        embeddings = TARGET.embed(batch.token_ids_N[first_token : first_token + length])
+        for t in range(length - 1):
+            inputs = list(true_hidden[first_pair : first_pair + t + 1])
+            for step in range(min(steps, length - 1 - t)):
+                count = len(inputs)
+                plain = PackedCausal(model.config.layer, [count])
+                out = model(embeddings[1 : count + 1], torch.stack(inputs), torch.arange(count), plain)
+                torch.testing.assert_close(states[step][first_pair + t], out[-1], rtol=0, atol=1e-10)
+                inputs.append(out[-1])
+        first_token, first_pair = first_token + length, first_pair + length - 1
+
+
+@pytest.mark.parametrize("num_own", [1, 3])
+def test_the_fused_attention_and_its_gradients_are_those_of_the_plain_one(num_own: int) -> None:
+    shapes = [(3, 11, 8)] * 3 + [(num_own, 3, 11, 8)] * 2
+    inputs = [(2 * randn(*shape, seed=i)).requires_grad_() for i, shape in enumerate(shapes)]
+    outputs = [attend(*inputs) for attend in (causal_and_own, CausalAndOwn.apply)]
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=1e-12)
+    plain, fused = (torch.autograd.grad(out, inputs, randn(3, 11, 8, seed=9)) for out in outputs)
+    for found, expected in zip(fused, plain, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@forms
+def test_the_loss_is_its_sum_over_steps_and_pairs(method: Method, draft_vocab: int | None) -> None:
+    """Written out with loops, for the preset with most steps of each form."""
+    model = make_model(method, draft_vocab)
+    preset = PRESETS["hass" if method == "eagle" else "eagle3"]
+    batch = make_batch(model)
+    pairs, attend = align(batch.lengths), Unrolled(model.config.layer, [n - 1 for n in batch.lengths])
+    features = batch.captured_NF[:, -SIZE:]
+    kept = list(range(VOCAB)) if draft_vocab is None else (model.t2d.nonzero()[:, 0]).tolist()
+    hidden, total = model.fuse(batch.captured_NF[pairs.feature_index_M]), 0.0
+    starts = [sum(batch.lengths[:i]) for i in range(len(batch.lengths))]
+    for step in range(preset.unrolled_steps):
+        index, _ = pairs.ahead(step)
+        hidden = model(TARGET.embed(batch.token_ids_N[index]), hidden, pairs.positions_M + step, attend)
+        states, losses = iter(hidden), []
+        for start, length in zip(starts, batch.lengths, strict=True):
+            for t in range(length - 1):
+                state = next(states)
+                if t + 1 + step > length - 1 or t + 2 + step < 3:  # the response begins with token 3
+                    continue
+                wanted = features[start + t + 1 + step]
+                p = F.linear(wanted, TARGET.head_VE)[kept].softmax(-1)
+                normed = model.norm(state) if method == "eagle3" else state
+                q = F.linear(normed, TARGET.head_VE)[kept].log_softmax(-1)
+                loss = -preset.distribution_weight * (p * q).sum()
+                losses.append(loss + preset.feature_weight * F.smooth_l1_loss(state, wanted))
+        if losses:
+            total += preset.step_decay**step * torch.stack(losses).mean().item()
+    found = DrafterTrainer(model, TARGET, preset).loss(batch).item()
+    assert found == pytest.approx(total, abs=1e-10)
+
+
+@forms
+def test_the_loss_and_gradient_of_a_packed_batch_are_those_of_its_sequences_alone(
+    method: Method, draft_vocab: int | None
+) -> None:
+    """Step by step: each takes its mean over the pairs that still have a token to read, so sequences weigh by those."""
+    model = make_model(method, draft_vocab)
+    preset = PRESETS["hass" if method == "eagle" else "eagle3"]
+    batch, parameters = make_batch(model), list(model.parameters())
+    tokens, features = batch.token_ids_N.split(batch.lengths), batch.captured_NF.split(batch.lengths)
+    weights = batch.weight_M.split([n - 1 for n in batch.lengths])
+    parts = [PackedBatch(t, f, (len(t),), w) for t, f, w in zip(tokens, features, weights, strict=True)]
+    alone = torch.zeros((), dtype=torch.float64)
+    for step in range(preset.unrolled_steps):
+        counts = [float(part.weight_M[step:].sum()) for part in parts]
+        for part, count in zip(parts, counts, strict=True):
+            if count:
+                losses = [
+                    DrafterTrainer(model, TARGET, replace(preset, unrolled_steps=num)).loss(part) for num in (step, step + 1)
+                ]
+                alone = alone + (losses[1] - losses[0]) * (count / sum(counts))
+    packed = DrafterTrainer(model, TARGET, preset).loss(batch)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-11)
+    gradients = (torch.autograd.grad(loss, parameters) for loss in (packed, alone))
+    for found, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+@forms
+def test_training_lowers_the_loss_and_leaves_what_is_borrowed_alone(method: Method, draft_vocab: int | None) -> None:
+    model = DraftModel(drafter_shape(DEEP, method, draft_vocab)).double().initialize(3)
+    frozen = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    head = TARGET.head_VE.clone()
+    trainer = DrafterTrainer(model, TARGET, PRESETS["hass" if method == "eagle" else "eagle3"], 3e-3)
+    batch = make_batch(model, (30, 25))
+    losses = [trainer.step(batch) for _ in range(40)]
+    assert losses[-1] < 0.9 * losses[0]
+    assert torch.equal(TARGET.head_VE, head)
+    assert all(torch.equal(tensor, frozen[name]) for name, tensor in model.named_buffers())
+
+
+# ── the engine's copy ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@forms
+def test_the_packed_drafter_computes_what_the_trainable_one_does(method: Method, draft_vocab: int | None) -> None:
+    model = make_model(method, draft_vocab)
+    packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
+    batch = make_batch(model, (8,))
+    embeddings, attend = randn(8, SIZE, seed=1), PackedCausal(model.config.layer, [8])
+    with torch.no_grad():
+        hidden = packed.fuse(batch.captured_NF)
+        torch.testing.assert_close(hidden, model.fuse(batch.captured_NF), rtol=0, atol=1e-10)
+        found = packed.forward(embeddings, hidden, attend.positions(), attend)
+        expected = model(embeddings, hidden, attend.positions(), attend)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+        rows = model.restrict(TARGET.head_VE)
+        torch.testing.assert_close(packed.logits(found, TARGET), model.logits(expected, rows), rtol=0, atol=1e-10)
+
+
+def test_a_reduced_head_follows_the_policy() -> None:
+    model, target = make_model("eagle3", DRAFT_VOCAB), pack(POLICY)
+    packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
+    hidden = randn(3, SIZE)
+    before = packed.logits(hidden, target)
+    target.load(dict(Transformer(DEEP).double().initialize(9).named_parameters()), version=1)
+    after = packed.logits(hidden, target)
+    assert (after - before).abs().max() > 1e-3
+    with torch.no_grad():
+        torch.testing.assert_close(after, model.logits(hidden, model.restrict(target.head_VE)), rtol=0, atol=1e-10)
+
+
+@forms
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("strategy", [Strategy("learned", 4, 1, 4), Strategy("learned", 3, 3, 9)], ids=str)
+def test_tokens_are_those_of_off(method: Method, draft_vocab: int | None, temperature: float, strategy: Strategy) -> None:
+    params = SamplingParams(temperature=temperature, max_tokens=40, stop_ids=(), seed=5)
+    requests = [Request(f"p{i}", 0, (1 + i, 2, 3 + i), params) for i in range(5)]
+    plain = RolloutEngine(PackedTransformer(DEEP, torch.float64), max_batch_size=3)
+    plain.load_policy(POLICY.state_dict())
+    expected = {r.problem_id: r.token_ids for r in plain.generate(requests)}
+    engine = RolloutEngine(PackedTransformer(DEEP, torch.float64), max_batch_size=3, tuner=Fixed(strategy))
+    engine.load_policy(POLICY.state_dict())
+    model = make_model(method, draft_vocab)
+    packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
+    drafter = LearnedDrafter(packed, engine.model, 3, LearnedSettings(keep_targets=True))
+    engine.load_drafter(drafter)
+    engine.add(requests)
+    found, captured = {}, {}
+    while not engine.is_idle:
+        for finished in engine.step(captures=True):
+            found[finished.rollout.problem_id] = finished.rollout.token_ids
+            captured[finished.rollout.problem_id] = finished.captured_TF
+    assert found == expected
+    capture = training_capture(model.config, DEEP.num_layers)
+    for request in requests:  # what was kept to train on is what a plain forward gives
+        tokens = torch.tensor([*request.prompt_ids, *expected[request.problem_id]][:-1])
+        attend = PackedCausal(DEEP, [len(tokens)])
+        _, wanted = TARGET.forward_capturing(tokens, attend.positions(), attend, capture)
+        torch.testing.assert_close(captured[request.problem_id], wanted, rtol=0, atol=1e-9)
+
+
+def test_only_the_draft_vocabulary_is_proposed() -> None:
+    model = make_model("eagle3", DRAFT_VOCAB)
+    packed = PackedDrafter.from_tensors(model.config, model.state_dict(), torch.float64)
+    engine = RolloutEngine(PackedTransformer(DEEP, torch.float64), max_batch_size=4, tuner=Fixed(Strategy("learned", 5, 3, 12)))
+    engine.load_policy(POLICY.state_dict())
+    drafter = LearnedDrafter(packed, engine.model, 4)
+    engine.load_drafter(drafter)
+    proposed: set[int] = set()
+    original = drafter.propose
+
+    def spy(*args: object) -> object:
+        proposal = original(*args)
+        tree = proposal.tree
+        proposed.update(tree.tokens_BN[:, 1:][tree.parents_BN[:, 1:] >= 0].tolist())
+        return proposal
+
+    drafter.propose = spy
+    params = SamplingParams(max_tokens=60, seed=1)
+    list(engine.generate(Request(f"p{i}", 0, (3, i + 1), params) for i in range(4)))
+    assert len(proposed) > 5
+    assert not proposed & {0, 7, 11}
+
+
+# ── directories ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@forms
+def test_a_directory_gives_back_the_form_and_every_tensor(method: Method, draft_vocab: int | None, tmp_path: Path) -> None:
+    model = make_model(method, draft_vocab)
+    save_drafter(tmp_path, model, torch.float64, {"preset": PRESETS["hass" if method == "eagle" else "eagle3"].name})
+    stored = load_drafter(tmp_path, DEEP)
+    assert stored.config == model.config
+    assert stored.tensors.keys() == model.state_dict().keys()
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in stored.tensors.items())
+    assert choose_preset(None, stored).method == method
+    other = "eagle3" if method == "eagle" else "hass"
+    with pytest.raises(UserError, match=f"drafter.preset: {other} does not train a drafter of form {method}"):
+        choose_preset(other, stored)
+
+
+def test_constants_of_a_preset_can_be_set_and_no_feature_loss_is_asked_of_eagle3(tmp_path: Path) -> None:
+    save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
+    stored = load_drafter(tmp_path, DEEP)
+    changed = choose_preset(None, stored, {"unrolled_steps": 4, "step_decay": None})
+    assert (changed.unrolled_steps, changed.step_decay) == (4, PRESETS["eagle3"].step_decay)
+    with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
+        choose_preset(None, stored, {"feature_weight": 1.0})
+
+
+def test_a_constant_that_the_drafters_form_does_not_have_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_drafter(tmp_path, make_model("eagle3", None), torch.float64)
+    drafter = {"path": tmp_path, "train": True, "feature_weight": 1.0}
+    config = Config.model_validate({"model": {"path": tmp_path}, "task": {"name": "countdown"}, "drafter": drafter})
+    monkeypatch.setattr("tlt.training.start.load_model_config", lambda path: DEEP)
+    with pytest.raises(UserError, match=r"drafter.feature_weight: 1.0 has no meaning for eagle3"):
+        preflight(config)

@@ -1,0 +1,33 @@
+"""What is said of optional packages can be done: TLT is on no package index, so every hint installs from its source."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from tlt.report.trackers import EXTRAS as TRACKERS
+
+ROOT = Path(__file__).parents[3]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+TEXTS = [
+    path
+    for folder in ("tlt", "docs", "recipes", "examples", "benchmarks", "tests", ".")
+    for ending in ("py", "md", "toml")
+    for path in (ROOT / folder).glob(f"{'' if folder == '.' else '**/'}*.{ending}")
+    if path.name not in ("CHANGELOG.md", "log.md", Path(__file__).name)
+]
+
+
+def test_nothing_says_to_install_a_package_that_no_index_has() -> None:
+    assert len(TEXTS) > 100
+    assert [str(path.relative_to(ROOT)) for path in TEXTS if "tlt-rl[" in path.read_text()] == []
+
+
+def test_every_extra_that_is_named_exists() -> None:
+    named = set(TRACKERS)
+    for path in TEXTS:
+        text = path.read_text()
+        named |= set(re.findall(r"how_to_install\(['\"]([\w-]+)['\"]\)", text))
+        named |= {extra for extras in re.findall(r"pip install (?:-e )?'\.\[([\w,-]+)\]'", text) for extra in extras.split(",")}
+    assert {"math", "data", "vllm", "trl", "ray", "verifiers", "reasoning-gym"} <= named <= set(EXTRAS)

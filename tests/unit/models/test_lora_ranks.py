@@ -1,0 +1,210 @@
+"""LoRA on one rank and two (gloo): adapters of a sharded policy against those of a replicated one, in float64 bit for bit."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from tests.unit.ranks.test_sharding import LLAMA, UNTIED, apart, assert_same_metrics
+from tests.unit.rl.test_policy import make_batch, shuffled
+from tlt.assembly.model import open_model
+from tlt.assembly.policy import build_policy_trainer
+from tlt.config.schema import Config
+from tlt.hf.weights import save_model
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.lora import BaseOf, adapted
+from tlt.ranks.sharding import Gathered, local_rows, whole
+from tlt.ranks.world import World
+from tlt.rl.update import PolicyTrainer
+from tlt.types import resolve_dtype
+
+QWEN3 = replace(LLAMA, architecture="qwen3")
+ONCE = {"reduce_each_micro_batch": False}
+KL = {"kl_coefficient": 0.3}
+CASES: dict[str, dict[str, Any]] = {
+    "all matrices": {},
+    "tied, two of them, rslora": {"shape": LLAMA, "lora": {"targets": ("v_proj", "down_proj"), "rslora": True}},
+    "fewer rows than ranks": {"shape": replace(UNTIED, architecture="qwen2"), "lora": {"rank": 1}},
+    "KL in the loss, minibatches": {"shape": QWEN3, "algorithm": {**KL, "minibatches": 2}},
+    "KL in the reward, checkpointed": {
+        "algorithm": {**KL, "name": "rloo", "epochs": 2},
+        "parallel": {"checkpoint_activations": True},
+    },
+    "a rank without work": {"batch": {"num_samples": 2, "num_problems": 1}},
+}
+
+
+def make_config(folder: Path, dtype: str = "float64", **case: Any) -> Config:
+    sections = {
+        "run": {"dtype": dtype, "seed": 5},
+        "model": {"path": folder},
+        "task": {"name": "t"},
+        "lora": {"rank": 3, "alpha": 6.0, **case.get("lora", {})},
+        "parallel": {**ONCE, **case.get("parallel", {})},
+        "algorithm": {"tokens_per_micro_batch": 100, **case.get("algorithm", {})},
+        "optimizer": {"learning_rate": 1e-2, "weight_decay": 0.1, "clip_grad_norm": 1e9},
+        "sampling": {"temperature": 0.8, "max_tokens": 40},
+    }
+    return Config.model_validate(sections)
+
+
+def make_trainer(world: World, config: Config, is_sharded: bool) -> PolicyTrainer:
+    """As a run makes it, from the files. B would begin with zeros, and so would the gradients of A."""
+    model = open_model(Path(config.model.path), resolve_dtype(config.run.dtype))
+    trainer = build_policy_trainer(config, model, world, is_sharded)
+    for layer in adapted(trainer.model).values():
+        parameter = layer.lora_B.weight
+        start = torch.linspace(-0.1, 0.1, parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
+        if isinstance(parameter, DTensor):
+            parameter.to_local().detach().copy_(start[local_rows(parameter)])
+        else:
+            parameter.detach().copy_(start)
+    return trainer
+
+
+def updates(world: World, trainer: PolicyTrainer, steps: range = range(2), **batch: int) -> list[dict[str, Any]]:
+    """Metrics of updates, whose rollouts come to each rank in another order."""
+    found = []
+    for step in steps:
+        rollouts, rewards = shuffled(make_batch(step, **batch), 10 + world.rank)
+        found.append({**vars(trainer.update(rollouts, rewards, step)), "seconds": 0.0})
+    return found
+
+
+def values(model: Transformer, is_wanted: Callable[[Tensor], bool]) -> dict[str, Tensor]:
+    return {name: whole(p).detach().clone() for name, p in model.named_parameters() if is_wanted(p)}
+
+
+def trained(model: Transformer) -> dict[str, Tensor]:
+    return values(model, lambda p: p.requires_grad)
+
+
+def frozen(model: Transformer) -> dict[str, Tensor]:
+    return values(model, lambda p: not p.requires_grad)
+
+
+def compare(world: World, config: Config, **batch: int) -> dict[str, Any]:
+    """Two updates, replicated and sharded."""
+    made = [make_trainer(world, config, is_sharded) for is_sharded in (False, True)]
+    start = trained(made[0].model)
+    began = apart(trained(made[1].model), start)
+    metrics = [updates(world, trainer, **batch) for trainer in made]
+    replicated, sharded = (trainer.model for trainer in made)
+    base = dict(open_model(Path(config.model.path), torch.float64).tensors)
+    return {
+        "began": began,
+        "weights": apart(trained(sharded), trained(replicated)),
+        "published": apart(dict(Gathered(sharded)), {name: tensor.detach() for name, tensor in Gathered(replicated).items()}),
+        "frozen": apart(frozen(sharded), {name: base[name] for name in frozen(sharded)}),
+        "moved": apart(trained(replicated), start),
+        "expected": metrics[0],
+        "metrics": metrics[1],
+        "bases": [trainer.base for trainer in made],
+        "references": [isinstance(trainer.reference, BaseOf | None) for trainer in made],
+    }
+
+
+def resumed(world: World, config: Config) -> float:
+    """Two updates in slices, all that trains made whole and taken up by a replicated trainer, one update: how far from three
+    in one go."""
+    trainer = make_trainer(world, config, is_sharded=True)
+    updates(world, trainer, range(2))
+    kept = {name: whole(tensor).detach().clone() for name, tensor in trainer.tensors().items()}
+    updates(world, trainer, range(2, 3))
+    again = make_trainer(world, config, is_sharded=False)
+    with torch.no_grad():
+        for name, tensor in again.tensors().items():
+            tensor.copy_(kept[name])
+    updates(world, again, range(2, 3))
+    return apart(trained(again.model), trained(trainer.model))
+
+
+def in_bfloat16(world: World, folder: Path, param_dtype: str | None) -> dict[str, Any]:
+    config = make_config(folder, "bfloat16", lora={"base_dtype": "bfloat16"}, parallel={"param_dtype": param_dtype})
+    made = [make_trainer(world, config, is_sharded) for is_sharded in (False, True)]
+    start = trained(made[0].model)
+    for trainer in made:
+        updates(world, trainer, range(1))
+    moves = [torch.cat([(t - start[name]).flatten() for name, t in trained(trainer.model).items()]) for trainer in made]
+    return {
+        "cosine": float(torch.cosine_similarity(*moves, dim=0)),
+        "frozen": {str(tensor.dtype) for tensor in frozen(made[1].model).values()},
+        "trained": {str(tensor.dtype) for tensor in made[1].tensors().values()},
+    }
+
+
+def rank_main(rank: int, num_ranks: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "rendezvous"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    world = World(rank, num_ranks, rank, torch.device("cpu"), store, dist.group.WORLD)
+    results: dict[str, Any] = {}
+    for number, (name, case) in enumerate(CASES.items()):
+        save(folder / str(number), case.get("shape", UNTIED), rank)
+        results[name] = compare(world, make_config(folder / str(number), **case), **case.get("batch", {}))
+    results["resumed"] = resumed(world, make_config(folder / "0"))
+    results["bf16"] = [in_bfloat16(world, folder / "0", dtype) for dtype in (None, "bfloat16")]
+    torch.save(results, folder / f"rank{rank}.pt")
+    dist.barrier()
+    os._exit(0)
+
+
+def save(folder: Path, shape: ModelConfig, rank: int) -> None:
+    if rank == 0:
+        tensors = Transformer(shape).double().initialize(0, std=0.05).state_dict()
+        save_model(folder, shape, tensors, dtype=torch.float64, source=None, extra={"eos_token_id": 7})
+    dist.barrier()
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def ranks_results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    num_ranks, folder = request.param, tmp_path_factory.mktemp("ranks")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    command = [sys.executable, __file__]
+    ranks = [subprocess.Popen([*command, str(rank), str(num_ranks), str(folder)], env=environment) for rank in range(num_ranks)]
+    try:
+        assert [process.wait(timeout=280) for process in ranks] == [0] * num_ranks
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_of_a_sharded_policy_equal_those_of_a_replicated_one_to_the_last_bit(
+    ranks_results: list[dict[str, Any]], name: str
+) -> None:
+    for results in ranks_results:
+        found = results[name]
+        assert (found["began"], found["weights"], found["published"], found["frozen"]) == (0, 0, 0, 0)
+        assert found["moved"] > 1e-4
+        assert found["references"] == [True, True]
+        assert found["bases"][0] == found["bases"][1] != ""
+        assert_same_metrics(found, tolerance=0)
+
+
+def test_an_update_goes_on_replicated_where_it_was_sharded(ranks_results: list[dict[str, Any]]) -> None:
+    assert [results["resumed"] for results in ranks_results] == [0] * len(ranks_results)
+
+
+def test_a_base_in_bfloat16_is_kept_in_it_and_adapters_and_moments_in_float32(ranks_results: list[dict[str, Any]]) -> None:
+    for results in ranks_results:
+        for found in results["bf16"]:
+            assert (found["frozen"], found["trained"]) == ({"torch.bfloat16"}, {"torch.float32"})
+            assert found["cosine"] > 1 - 1e-6
+
+
+if __name__ == "__main__":
+    rank_main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

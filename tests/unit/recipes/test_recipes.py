@@ -1,0 +1,130 @@
+"""Recipes are found by their names, in the repository as in a wheel, and are copied whole to where a user works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tlt.cli.main import main
+from tlt.config.load import load_config
+from tlt.hf.peft import read_adapter
+from tlt.hf.tokenizer import load_tokenizer
+from tlt.io.recipes import copy_recipe, find_recipe, list_recipes, resolve_config
+from tlt.models.decoder import ModelConfig
+from tlt.training.problems import load_problems
+from tlt.types import UserError
+
+FROM_THE_HUB = {"smollm2"}
+"""Recipes whose model does not come along; tests/integration/proofs/test_smollm2.py runs this one."""
+
+
+def test_a_recipes_name_stands_for_its_configuration() -> None:
+    assert list_recipes() == ["countdown", "math", "smollm2"]
+    assert find_recipe("countdown").name == "quickstart.toml"
+    assert find_recipe("countdown/headline") == find_recipe("countdown").with_name("headline.toml")
+    config = load_config(find_recipe("countdown"))
+    assert config.model.path == find_recipe("countdown").with_name("base")
+
+
+@pytest.mark.parametrize("name", sorted({*list_recipes()} - FROM_THE_HUB))
+def test_every_model_that_comes_along_has_a_tokenizer_that_reads_its_problems(name: str) -> None:
+    config = load_config(find_recipe(name), ["--task.num_problems", "64"])
+    problems = load_problems(config, "train")
+    assert len(problems) == 64
+    tokenizer = load_tokenizer(config.model.path)
+    for problem in problems:
+        text = problem.data["prompt"] if "prompt" in problem.data else problem.data["messages"][-1]["content"]
+        assert tokenizer.decode(problem.prompt_ids) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("chess", "recipes are countdown, math, paper, smollm2"),
+        ("countdown/tail", "countdown/headline, countdown/quickstart"),
+        ("", "countdown"),
+    ],
+)
+def test_an_unknown_name_is_told_the_known_ones(name: str, remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy):
+        find_recipe(name)
+
+
+def test_a_file_wins_over_a_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert resolve_config(Path("countdown")) == find_recipe("countdown")
+    assert resolve_config(Path("countdown/headline")) == find_recipe("countdown/headline")
+    assert resolve_config(Path("countdwon.toml")) == Path("countdwon.toml")
+    with pytest.raises(UserError, match="countdwon: is neither a file nor a recipe; recipes are countdown, math, p"):
+        resolve_config(Path("countdwon"))
+    assert resolve_config(Path("paper/qwen2.5-7b")) == find_recipe("paper/qwen2.5-7b")
+    assert resolve_config(Path("paper/no.toml")) == Path("paper/no.toml")
+    for name, remedy in (("paper", "give one of paper/deepseek"), ("paper/qwen3.5-7b", "give one of paper/deepseek")):
+        with pytest.raises(UserError, match=remedy):
+            resolve_config(Path(name))
+    with pytest.raises(UserError, match=r"countdown\.txt: is neither a file nor a recipe"):
+        resolve_config(Path("countdown.txt"))
+    with pytest.raises(UserError, match="is neither a file nor a recipe"):
+        resolve_config(Path(5000 * "a"))
+    Path("countdown").write_text("")
+    assert resolve_config(Path("countdown")) == Path("countdown")
+
+
+def test_a_copy_holds_all_that_a_run_needs_and_not_how_it_was_made(tmp_path: Path) -> None:
+    parts = copy_recipe("countdown", tmp_path / "a" / "mine")
+    names = [path.name for path in parts]
+    assert names[0] == "quickstart.toml"
+    assert {"headline.toml", "base", "drafter"} <= set(names)
+    assert not [path for path in (tmp_path / "a").rglob("*") if path.suffix == ".py" or path.name == "README.md"]
+    config = load_config(tmp_path / "a" / "mine" / "quickstart.toml")
+    assert config.model.path == tmp_path / "a" / "mine" / "base"
+    assert config.drafter.path == tmp_path / "a" / "mine" / "drafter"
+
+
+@pytest.mark.parametrize(
+    "name", ["math/chain_sum", "paper/qwen2.5-7b", "countdown/headline", "smollm2/quickstart", "smollm2/reasoning"]
+)
+def test_a_name_that_train_knows_can_be_copied_and_is_what_to_run_next(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", name, str(tmp_path / "mine")]) == 0
+    config = Path(f"{name}.toml").name
+    *_, said = capsys.readouterr().out.splitlines()
+    assert said == f"Next: cd {tmp_path / 'mine'} && tlt train {config}"
+    assert (tmp_path / "mine" / config).read_bytes() == find_recipe(name).read_bytes()
+
+
+def test_a_copy_overwrites_nothing(tmp_path: Path) -> None:
+    copy_recipe("countdown", tmp_path)  # empty so far
+    for taken in (tmp_path, tmp_path / "quickstart.toml"):
+        with pytest.raises(UserError, match="is not an empty folder; give a new one"):
+            copy_recipe("countdown", taken)
+    with pytest.raises(UserError, match="cannot be written there"):
+        copy_recipe("countdown", tmp_path / "quickstart.toml" / "below")
+
+
+def test_the_command_says_what_lies_there_and_what_to_run_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "countdown", str(tmp_path / "mine")]) == 0
+    printed = capsys.readouterr().out
+    assert "base/" in printed
+    assert f"cd {tmp_path / 'mine'} && tlt train quickstart.toml" in printed.splitlines()[-1]
+    assert main(["init", "countdown", str(tmp_path / "mine")]) == 2
+    assert capsys.readouterr().err.startswith(f"tlt: error: {tmp_path / 'mine'}: ")
+
+
+def test_a_copy_of_smollm2_holds_the_adapter_that_its_reasoning_starts_from(tmp_path: Path) -> None:
+    copy_recipe("smollm2/reasoning", tmp_path / "mine", lambda base: base.mkdir(parents=True))
+    config = load_config(tmp_path / "mine" / "reasoning.toml")
+    assert config.model.path == tmp_path / "mine" / "base"
+    assert config.model.adapter == tmp_path / "mine" / "warm-up"
+    stored = read_adapter(tmp_path / "mine" / "warm-up", SMOLLM2)
+    assert (stored.lora.rank, stored.lora.scale, stored.lora.targets) == (
+        config.lora.rank,
+        config.lora.scale,
+        config.lora.targets,
+    )
+    assert sum(file.stat().st_size for file in (tmp_path / "mine" / "warm-up").iterdir()) < 5_000_000
+
+
+SMOLLM2 = ModelConfig("llama", 49152, 576, 1536, 30, 9, 3, 64, tie_embeddings=True, max_positions=8192)

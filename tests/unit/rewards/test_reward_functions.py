@@ -1,0 +1,301 @@
+"""Reward functions in TRL's signature: called as TRL calls them, weighted, and None, errors and coroutines as documented."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt.rewards.pool import RewardPool, summarize
+from tlt.rewards.scoring import Response, RewardSpec, Scorer
+from tlt.types import Reward, UserError
+
+FUNCTIONS = '''
+import asyncio, json, sys
+
+def exact(completions, answer, **kwargs):
+    return [1.0 if text == right else 0.0 for text, right in zip(completions, answer, strict=True)]
+
+def length_penalty(prompts, completions, completion_ids, **columns):
+    return [-float(len(ids)) for ids in completion_ids]
+
+def where_it_applies(completions, kind, **kwargs):
+    return [1.0 if k == "code" else None for k in kind]
+
+def saw(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
+    log_metric("words", len(completions))
+    log_extra("text", completions)
+    seen = {"prompts": prompts, "completions": completions, "ids": completion_ids, "step": trainer_state.global_step}
+    raise RuntimeError(json.dumps({**seen, "columns": columns}))
+
+def without_kwargs(completions):
+    return [2.0]
+
+def logs(completions, log_metric, **kwargs):
+    log_metric("shout", float(completions[0].isupper()))
+    return [1.0]
+
+meeting = None
+
+async def first_of_two(completions, **kwargs):
+    """Can only end while the other one runs, in the same loop."""
+    global meeting
+    meeting = asyncio.Event()
+    await asyncio.wait_for(meeting.wait(), 10)
+    return [1.0]
+
+async def second_of_two(completions, **kwargs):
+    while meeting is None:
+        await asyncio.sleep(0)
+    meeting.set()
+    return [10.0]
+
+lock = None
+
+async def keeps_a_client(completions, **kwargs):
+    global lock
+    loop = asyncio.get_running_loop()
+    lock = lock or (loop, asyncio.Lock())
+    async with lock[1]:
+        return [1.0 if lock[0] is loop else 0.0]
+
+async def async_fails(completions, **kwargs):
+    raise KeyError("judge")
+
+async def async_exits(completions, **kwargs):
+    sys.exit(3)
+
+def calls_run(completions, **kwargs):
+    """A coroutine of its own, run as scripts run them."""
+    async def judge():
+        return [0.25]
+    return asyncio.run(judge())
+
+def says(completions, **kwargs):
+    return eval(completions[0])
+
+class Judge:
+    def __call__(self, completions, **kwargs):
+        return [0.5]
+
+judge = Judge()
+not_a_function = 3
+
+class Task:
+    def problems(self, num, seed, **options):
+        return []
+
+    def score(self, problem, text):
+        return {"reward": 0.5, "solved": text == "42"}
+
+TASK = Task()
+
+class Awkward:
+    """A tensor of two numbers, say, or a lazy value."""
+    def __bool__(self):
+        raise RuntimeError("awkward")
+    __float__ = __bool__
+
+class AwkwardTask(Task):
+    def score(self, problem, text):
+        return {"reward": 1.0, "solved": Awkward()}
+
+AWKWARD = AwkwardTask()
+
+def logs_half_a_character(completions, log_metric, **kwargs):
+    log_metric("\\ud800", 1.0)
+    return [1.0]
+
+class Mute(Exception):
+    """Cannot say what was wrong."""
+    def __str__(self):
+        raise RuntimeError("mute")
+
+def raises_mute(completions, **kwargs):
+    raise Mute
+'''
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "my_rewards.py").write_text(FUNCTIONS)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("my_rewards", None)
+
+
+def spec(*functions: str, weights: tuple[float, ...] = (), task: str = "data", solved_at: float = 1.0) -> RewardSpec:
+    return RewardSpec(task, tuple(f if f == "task" else f"my_rewards:{f}" for f in functions), weights, solved_at)
+
+
+def score(spec: RewardSpec, problem: dict[str, Any], text: str, *, ids: tuple[int, ...] = (), step: int = 0) -> Reward:
+    scorer = Scorer(spec)
+    try:
+        return scorer.score(Response(problem, text, ids, step))
+    finally:
+        scorer.close()
+
+
+def test_the_reward_is_the_weighted_sum_and_the_parts_are_kept() -> None:
+    reward = score(spec("exact", "length_penalty", weights=(2.0, 0.1)), {"prompt": "6*7", "answer": "42"}, "42", ids=(5, 6, 7))
+    assert reward == Reward(2.0 - 0.1 * 3, True, parts={"exact": 1.0, "length_penalty": -3.0})
+    assert not score(spec("exact", "length_penalty"), {"prompt": "6*7", "answer": "42"}, "41", ids=(5,)).is_solved
+
+
+MESSAGES = [{"role": "user", "content": "6*7"}]
+CHAT = [{"role": "assistant", "content": "42"}]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompts", "completions"),
+    [
+        ({"prompt": "6*7"}, ["6*7"], ["42"]),
+        ({"messages": MESSAGES}, [MESSAGES], [CHAT]),
+        ({"prompt": MESSAGES}, [MESSAGES], [CHAT]),
+        ({"prompt_ids": [1, 2]}, [[1, 2]], ["42"]),
+    ],
+)
+def test_functions_see_what_trl_gives_them(prompt: dict[str, Any], prompts: Any, completions: Any) -> None:
+    """Of a conversation the completion is a message; all further columns are lists; prompt and completion are no columns."""
+    import json
+
+    problem = {**prompt, "problem_id": "p", "answer": "42", "extra": {"a": [1]}, "completion": "x"}
+    error = score(spec("saw"), problem, "42", ids=(5, 6), step=7).error
+    start, end = error.index("{"), error.rindex("}")
+    assert json.loads(error[start : end + 1]) == {
+        "prompts": prompts,
+        "completions": completions,
+        "ids": [[5, 6]],
+        "step": 7,
+        "columns": {"problem_id": ["p"], "answer": ["42"], "extra": [{"a": [1]}]},
+    }
+
+
+def test_none_is_left_out_of_the_sum_and_all_none_is_no_score() -> None:
+    both = spec("where_it_applies", "without_kwargs", weights=(1.0, 0.5))
+    assert score(both, {"kind": "code"}, "x").parts == {"where_it_applies": 1.0, "without_kwargs": 2.0}
+    assert score(both, {"kind": "math"}, "x") == Reward(1.0, True, parts={"without_kwargs": 2.0})
+    none = score(spec("where_it_applies"), {"kind": "math"}, "x")
+    assert none == Reward(0.0, False, "not applicable: every reward function returned None")
+    assert not none.is_scored
+
+
+def test_the_tasks_own_score_is_one_of_the_functions_and_says_what_is_solved() -> None:
+    own = spec("task", "without_kwargs", weights=(1.0, 0.1), task="my_rewards:TASK")
+    assert score(own, {}, "42") == Reward(0.5 + 0.2, True, parts={"without_kwargs": 2.0, "task": 0.5})
+    assert not score(own, {}, "41").is_solved
+    judged_only = spec("task", "without_kwargs", weights=(0.0, 1.0), task="my_rewards:TASK")
+    assert score(judged_only, {}, "41") == Reward(2.0, False, parts={"without_kwargs": 2.0, "task": 0.5})
+
+
+def test_without_the_tasks_own_score_a_reward_of_solved_at_is_solved() -> None:
+    assert score(spec("without_kwargs", solved_at=2.0), {}, "x").is_solved
+    assert not score(spec("without_kwargs", solved_at=2.1), {}, "x").is_solved
+
+
+def test_coroutines_run_side_by_side() -> None:
+    assert score(spec("first_of_two", "second_of_two"), {}, "x") == Reward(
+        11.0, True, parts={"first_of_two": 1.0, "second_of_two": 10.0}
+    )
+
+
+def test_all_coroutines_of_a_worker_share_a_loop_so_that_clients_can_live_on() -> None:
+    scorer = Scorer(spec("keeps_a_client"))
+    assert [scorer.score(Response({}, "x")).value for _ in range(3)] == [1.0, 1.0, 1.0]
+    scorer.close()
+
+
+def test_a_function_may_run_a_loop_of_its_own_and_may_be_an_object() -> None:
+    assert score(spec("calls_run", "judge"), {}, "x").value == 0.75
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("async_fails", "async_fails: KeyError: 'judge', {file}:51"),
+        ("async_exits", "async_exits: SystemExit: 3, {file}:54"),
+    ],
+)
+def test_what_a_function_raises_is_named_with_its_place(name: str, error: str, tmp_path: Path) -> None:
+    found = score(spec("without_kwargs", name), {}, "x")
+    assert found == Reward(0.0, False, error.format(file=tmp_path / "my_rewards.py"))
+
+
+@pytest.mark.parametrize(
+    ("returned", "error"),
+    [
+        ("[float('nan')]", "says: the reward is nan; it must be a finite number"),
+        ("['0.5']", "says: the reward is '0.5'; it must be a finite number"),
+        ("[1j]", "says: the reward is 1j; it must be a finite number"),
+        ("[0.5, 0.5]", "says: returned [0.5, 0.5]; it must be a list with one reward a completion"),
+        ("[]", "says: returned []; it must be a list with one reward a completion"),
+        ("0.5", "says: returned 0.5; it must be a list with one reward a completion"),
+        ("None", "says: returned None; it must be a list with one reward a completion"),
+        ("[float('inf')]", "says: the reward is inf; it must be a finite number"),
+        ("[10**400]", "says: the reward is " + repr(10**400)[:79] + "…; it must be a finite number"),
+    ],
+)
+def test_what_is_no_reward_is_an_error_and_not_a_number(returned: str, error: str) -> None:
+    assert score(spec("says"), {}, returned).error == error
+
+
+def test_names_of_metrics_and_errors_that_cannot_be_said_stay_writable() -> None:
+    assert score(spec("logs_half_a_character"), {}, "x").metrics == {"\\ud800": 1.0}
+    assert score(spec("raises_mute"), {}, "x").error.startswith("raises_mute: Mute:, ")
+
+
+def test_a_sum_that_is_not_finite_is_no_reward_either() -> None:
+    error = score(spec("says", weights=(1e300,)), {}, "[1e300]").error
+    assert error == "the weighted sum: the reward is inf; it must be a finite number"
+
+
+@pytest.mark.parametrize("by_task", [False, True])
+def test_a_reward_that_does_not_bear_being_looked_at_is_this_responses_error(by_task: bool) -> None:
+    rule = RewardSpec("my_rewards:AWKWARD") if by_task else spec("says")
+    error = score(rule, {}, "[Awkward()]").error
+    assert error.startswith("RuntimeError: awkward, ")
+    assert "my_rewards.py" in error
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    found = score(spec("says"), {}, "__import__('numpy').array([0.5])")
+    assert (found.value, type(found.value)) == (0.5, float)
+
+
+def test_what_cannot_be_called_with_these_problems_is_refused_before_a_run() -> None:
+    scorer = Scorer(spec("exact"))
+    scorer.check({"prompt": "6*7", "answer": "42"})
+    with pytest.raises(UserError, match=r"^rewards.functions: my_rewards:exact: missing .*'answer'; the problems offer kind, "):
+        scorer.check({"prompt": "6*7", "kind": "code"})
+    for name, reason in (("nowhere", "has no 'nowhere'"), ("not_a_function", "is a int; give a function")):
+        with pytest.raises(UserError, match=f"^reward function 'my_rewards:{name}'.*{reason}"):
+            Scorer(spec(name))
+
+
+def test_the_task_data_is_scored_by_functions_alone() -> None:
+    assert "task data: scores nothing; give rewards.functions" in score(RewardSpec("data"), {}, "x").error
+
+
+def test_workers_score_by_functions_and_the_step_says_the_mean_of_each() -> None:
+    both = spec("where_it_applies", "logs", weights=(1.0, 0.5))
+    with RewardPool(both, 2, timeout_seconds=30) as pool:
+        for i in range(8):
+            problem = {"kind": "code" if i < 2 else "math", "task": "even" if i % 2 == 0 else "odd"}
+            pool.submit(("p", i), problem, "AB" if i == 0 else "x", (1, 2), 3)
+        rewards = pool.drain()
+    summary = summarize([rewards["p", i] for i in range(8)])
+    assert summary.parts == {"logs": 1.0, "where_it_applies": 1.0}
+    assert summary.metrics == {"shout": 1 / 8}
+    assert summary.reward_by_task == {"even": (1.5 + 3 * 0.5) / 4, "odd": (1.5 + 3 * 0.5) / 4}
+    assert summary.solve_rate_by_task == {"even": 1 / 4, "odd": 1 / 4}
+    assert math.isclose(summary.mean, 0.75)
+
+
+def test_two_functions_of_one_name_keep_their_modules(tmp_path: Path) -> None:
+    (tmp_path / "other_rewards.py").write_text("def exact(completions, **kwargs):\n    return [3.0]\n")
+    found = score(RewardSpec("data", ("my_rewards:exact", "other_rewards:exact")), {"answer": "x"}, "x")
+    assert found.parts == {"my_rewards:exact": 1.0, "other_rewards:exact": 3.0}

@@ -1,0 +1,249 @@
+"""Idle time: what a rank does with it, when it rests, what that is worth, and the plan that follows from it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tlt.accounts import AheadReport, DrafterReport, IdleUse
+from tlt.engine.stats import EngineStats
+from tlt.report.timeline import Timeline
+from tlt.rollout import idle_choice as module
+from tlt.rollout.idle_choice import IdleChoice, IdleFacts, IdlePlan
+from tlt.rollout.idle_time import IdleTime, IdleWork, facts_of
+from tlt.rollout.protocol import Ahead, DrafterSide
+from tlt.rollout.result import PhaseResult, ReplicaReport
+from tlt.rollout.slowdown import SlowdownSums
+from tlt.spans import Span
+from tlt.speculative.strategy import StepOutcome
+
+AHEAD, TRAIN, REST = IdleUse.AHEAD, IdleUse.TRAIN, IdleUse.REST
+NOTHING = IdleFacts(0, 0.0, 0, 0.0, 10.0, 1.5, 0.0, 0.0, math.nan, math.nan, 50)
+GENERATED = replace(NOTHING, ahead_tokens=10_000, ahead_seconds=10.0, offered_tokens=10_000)
+NO_SUMS = SlowdownSums.zero()
+
+
+class Clock:
+    """Time that passes where somebody sleeps or works."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+class Working(Ahead, DrafterSide):
+    """Works in pieces of 50 ms, until it is to stop or all of its pieces are done."""
+
+    def __init__(self, clock: Clock, pieces: int) -> None:
+        self.clock, self.left = clock, pieces
+        self.worked: list[float] = []
+
+    def _work(self, should_stop: Callable[[], bool]) -> int:
+        done = 0
+        while self.left and not should_stop():
+            self.worked.append(self.clock.now)
+            self.clock.sleep(0.05)
+            self.left, done = self.left - 1, done + 1
+        return done
+
+    def run(self, should_stop: Callable[[], bool]) -> AheadReport:
+        done = self._work(should_stop)
+        return AheadReport(done, 3 * done)
+
+    def train(self, should_stop: Callable[[], bool]) -> DrafterReport:
+        return DrafterReport(self._work(should_stop))
+
+
+def spend(plan: IdlePlan, ahead: int, train: int, seconds: float) -> tuple[IdleTime, list[Span]]:
+    clock = Clock()
+    timeline, end = Timeline(0, clock=lambda: clock.now), clock.now + seconds
+    work = IdleWork(Working(clock, ahead), plan)
+    idle = IdleTime(work, Working(clock, train), lambda: clock.now >= end, lambda: clock.sleep(0.01), timeline)
+    while clock.now < end:
+        idle.spend()
+    idle.leave()
+    return idle, timeline.spans
+
+
+def seconds_of(idle: IdleTime, use: IdleUse) -> float:
+    return sum(stretch.end - stretch.start for stretch in idle.stretches if stretch.use is use)
+
+
+def test_what_comes_first_is_done_first_and_what_is_left_of_the_time_is_rest() -> None:
+    idle, spans = spend(IdlePlan(), ahead=4, train=6, seconds=1.0)
+    assert [stretch.use for stretch in idle.stretches] == [AHEAD, TRAIN, REST]
+    assert seconds_of(idle, AHEAD) == pytest.approx(0.2)
+    assert seconds_of(idle, TRAIN) == pytest.approx(0.3)
+    assert seconds_of(idle, REST) == pytest.approx(0.5)
+    assert idle.ahead_report == AheadReport(4, 12, pytest.approx(0.2))
+    assert idle.drafter_report.num_micro_steps == 6
+    assert {span.name for span in spans} == {"ahead", "wait"}
+
+
+def test_the_other_order_does_the_other_first() -> None:
+    idle, _ = spend(IdlePlan((TRAIN, AHEAD)), ahead=4, train=6, seconds=1.0)
+    assert [stretch.use for stretch in idle.stretches] == [TRAIN, AHEAD, REST]
+
+
+def test_what_is_not_in_the_plan_is_not_done() -> None:
+    idle, _ = spend(IdlePlan((TRAIN,)), ahead=4, train=2, seconds=1.0)
+    assert seconds_of(idle, AHEAD) == 0.0
+
+
+@pytest.mark.parametrize("order", [(AHEAD,), (TRAIN,)])
+def test_a_rank_rests_for_the_share_that_the_plan_says(order: tuple[IdleUse, ...]) -> None:
+    idle, _ = spend(IdlePlan(order, rest=0.25), ahead=1000, train=1000, seconds=8.0)
+    assert seconds_of(idle, REST) == pytest.approx(2.0, abs=0.3)
+    rests = [stretch for stretch in idle.stretches if stretch.use is REST]
+    assert len(rests) == pytest.approx(10, abs=1)
+    assert sum(s.end - s.start for s in idle.stretches) == pytest.approx(8.0, abs=0.06)
+
+
+def test_real_work_ends_a_rest_at_once() -> None:
+    idle, _ = spend(IdlePlan((TRAIN,), rest=0.25, offset=0.75), ahead=0, train=1000, seconds=0.1)
+    assert [stretch.use for stretch in idle.stretches] == [REST]
+    assert seconds_of(idle, REST) == pytest.approx(0.1, abs=0.011)
+
+
+def test_what_another_runs_references_have_won_is_no_gain_of_generating_ahead() -> None:
+    def facts(age: str, num_own: int = 30, predicted: float | None = 9.0) -> IdleFacts:
+        stats = EngineStats(won_seconds=4.0, followed_by_age=Counter({"1": num_own, age: 10}))
+        stats.by_strategy["off"].record(StepOutcome(3, (), (), 1.0), predicted)
+        return facts_of(PhaseResult([], [], [ReplicaReport(0.0, 5.0, 6.0, stats, DrafterReport())]), num_offered=50)
+
+    assert facts("2").won_seconds == pytest.approx(4.0)
+    assert facts("replay").won_seconds == pytest.approx(3.0)
+    assert facts("replay", num_own=0).won_seconds == 0.0
+    assert facts("2", predicted=None).won_seconds is None, "no tuner predicts"
+    assert facts("2").offered_tokens == 50
+
+
+# ── what it is worth ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def choice(*uses: IdleUse, compares: bool = True) -> IdleChoice:
+    return IdleChoice(uses or (AHEAD, TRAIN), compares, has_neighbours=True)
+
+
+def costly(use: IdleUse, cost: float, num_steps: int = 3000) -> SlowdownSums:
+    """What a regression over so many steps says where this use costs so much."""
+    share = np.array([float(use is AHEAD), float(use is TRAIN)])
+    xx, noise = num_steps / 4 * np.outer(share, share), 0.2
+    return SlowdownSums(xx, cost * num_steps / 4 * share, num_steps * noise**2 + cost**2 * num_steps / 4, float(num_steps))
+
+
+def test_ahead_is_worth_what_its_tokens_have_won_shared_by_the_ranks_at_work() -> None:
+    chosen = choice()
+    for _ in range(40):
+        chosen.observe(replace(GENERATED, won_seconds=6.0), NO_SUMS)
+    # a second brings 1,000 tokens, and 1,000 tokens that were offered have won 0.6 s; 1.5 ranks are at work
+    assert chosen.worth()[AHEAD].gain == pytest.approx(0.6 / 1.5, rel=0.02)
+    idle = replace(NOTHING, rollout_seconds=10.0)
+    before = chosen.worth()[AHEAD].gain
+    for _ in range(20):
+        chosen.observe(idle, NO_SUMS)
+    assert chosen.worth()[AHEAD].gain == pytest.approx(before), "what is not done teaches nothing, and is not forgotten either"
+
+
+def test_where_no_tuner_says_what_else_there_was_nothing_is_learned_of_what_is_won() -> None:
+    chosen = choice()
+    for _ in range(5):
+        chosen.observe(replace(GENERATED, won_seconds=None), NO_SUMS)
+    assert chosen.worth()[AHEAD].gain == pytest.approx(module._PRIOR_WON / 1.5)
+
+
+def test_training_is_worth_the_tokens_that_its_acceptance_brings_for_some_steps() -> None:
+    chosen = choice()
+    facts = replace(NOTHING, train_seconds=4.0, acceptance_before=0.74, acceptance=0.75)
+    for _ in range(40):
+        chosen.observe(facts, NO_SUMS)
+    measured = 0.01 / 1.75 * 10.0 * module.HORIZON / 4.0
+    weight = 1 / (1 - 0.8)
+    assert chosen.worth()[TRAIN].gain == pytest.approx((measured * weight + 0.1 * 2) / (weight + 2), rel=0.01)
+    last = replace(facts, steps_left=1)
+    assert last.training_gain == pytest.approx(measured / module.HORIZON), "at the end of a run there is nothing to train for"
+
+
+def test_the_use_that_is_worth_more_comes_first_and_the_other_has_its_trials() -> None:
+    chosen = choice()
+    for _ in range(10):
+        chosen.observe(replace(GENERATED, won_seconds=9.0, train_seconds=5.0, acceptance_before=0.5, acceptance=0.501), NO_SUMS)
+    plans = [chosen.plan(step).order for step in range(module.TRIAL_EVERY)]
+    assert plans[0] == (TRAIN, AHEAD)
+    assert plans[1:] == [(AHEAD, TRAIN)] * (module.TRIAL_EVERY - 1)
+
+
+def test_a_use_that_costs_more_than_it_brings_is_left_but_for_trials() -> None:
+    chosen = choice(TRAIN, compares=False)
+    facts = replace(NOTHING, train_seconds=5.0, acceptance_before=0.5, acceptance=0.5)
+    for _ in range(10):
+        chosen.observe(facts, costly(TRAIN, 0.25))
+    assert chosen.worth()[TRAIN].cost == pytest.approx(0.25, abs=0.02)
+    assert chosen.worth()[TRAIN].gain < 0.25
+    orders = [chosen.plan(step).order for step in range(2 * module.TRIAL_EVERY)]
+    assert orders.count(()) == 2 * module.TRIAL_EVERY - 2
+    assert orders.count((TRAIN,)) == 2
+
+
+def test_training_that_takes_longer_to_publish_than_it_brings_is_left() -> None:
+    """Steps so short that a rank trains for 0.1 s and all wait 0.05 s for the average."""
+    chosen = choice(TRAIN)
+    facts = replace(NOTHING, rollout_seconds=1.0, train_seconds=0.1, acceptance_before=0.70, acceptance=0.7005)
+    chosen.observe(replace(facts, publish_seconds=0.05), NO_SUMS)
+    assert chosen.plan(1).order == ()
+    free = choice(TRAIN)
+    free.observe(facts, NO_SUMS)
+    assert free.plan(1).order == (TRAIN,)
+
+
+def test_generating_ahead_is_done_where_the_user_asked_for_it_whatever_it_costs() -> None:
+    asked, compared = choice(compares=False), choice()
+    for chosen in (asked, compared):
+        for _ in range(10):
+            chosen.observe(replace(GENERATED, won_seconds=-0.5), costly(AHEAD, 0.3))
+    assert asked.plan(0).order[0] is AHEAD
+    assert AHEAD not in compared.plan(1).order
+
+
+def test_a_cost_that_is_not_sure_yet_keeps_nobody_from_trying() -> None:
+    chosen = choice()
+    chosen.observe(replace(GENERATED, won_seconds=5.0), costly(AHEAD, 0.4, num_steps=4))
+    assert chosen.worth()[AHEAD].cost > 0.05
+    assert AHEAD in chosen.plan(1).order
+
+
+def test_ranks_rest_the_less_the_better_the_costs_are_known() -> None:
+    chosen = choice(TRAIN)
+    shares = [chosen.plan(0).rest]
+    for _ in range(6):
+        chosen.observe(NOTHING, costly(TRAIN, 0.1, num_steps=250))
+        shares.append(chosen.plan(0).rest)
+    assert shares[0] == 1 / 4
+    assert shares[-1] == 1 / 32
+    assert shares == sorted(shares, reverse=True)
+    assert IdleChoice((TRAIN,), False, has_neighbours=False).plan(0).rest == 0.0, "alone on its machine it slows nobody"
+
+
+def test_rests_make_up_their_share_wherever_a_phase_begins() -> None:
+    plan = IdlePlan(rest=0.25)
+    for offset in (0.0, 0.3, 0.99):
+        times = np.arange(0, 80, 0.01)
+        resting = [replace(plan, offset=offset).rests(t) for t in times]
+        assert np.mean(resting) == pytest.approx(0.25, abs=0.01)
+
+
+def test_what_is_known_survives_a_restart() -> None:
+    chosen, again = choice(), choice()
+    facts = replace(GENERATED, won_seconds=7.0, train_seconds=1.0, acceptance_before=0.6, acceptance=0.61)
+    chosen.observe(facts, costly(AHEAD, 0.2))
+    again.restore(json.loads(json.dumps(chosen.counters())))
+    assert again.worth() == chosen.worth()
+    assert again.plan(3) == chosen.plan(3)

@@ -1,0 +1,81 @@
+"""After a rollout phase: what stays to train on, and what memory is given back."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.phase_parts import (
+    PARAMS,
+    make_coordinators,
+    make_engine,
+    make_model,
+    make_phase,
+    make_problems,
+    make_side,
+    make_watch,
+)
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.losses import PRESETS
+from tlt.drafter.training.spot import SpotTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
+from tlt.rollout.phase import StopRequested
+from tlt.types import Rollout
+
+
+@pytest.mark.parametrize("keeps_captured", [True, False])
+def test_a_step_that_is_broken_off_leaves_what_it_started_with_to_train_on(keeps_captured: bool) -> None:
+    engine, learned = make_engine()
+    trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
+    carried = [Rollout("before", 0, (3, 4), (5, 6, 7), (0.0,) * 3, "stop", 0)]
+    spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured)
+    spot.end_step(carried, 1.0)
+    started = [t.token_ids for t in spot.buffer.trajectories]
+    (coordinator,) = make_coordinators(1)
+    phase = make_phase(engine, coordinator)
+    phase.should_stop = lambda: len(spot.buffer) > 3
+    with pytest.raises(StopRequested):
+        phase.run(make_problems(6), 2, PARAMS, "rollout", 0, make_side(spot, learned, make_watch(engine, learned, spot)))
+    assert [t.token_ids for t in spot.buffer.trajectories] == started == [(3, 4, 5, 6, 7)]
+    assert spot.counters()["trajectories"] == [[[3, 4, 5, 6, 7], 2]]
+
+
+def test_what_a_broken_off_step_pushed_out_of_the_buffer_comes_back() -> None:
+    def rollout(name: str, length: int) -> Rollout:
+        return Rollout(name, 0, (3, 4), (5,) * length, (0.0,) * length, "stop", 0)
+
+    buffer = TrajectoryBuffer(8 * 20)
+    buffer.carry_over([rollout("before", 10)], 1)
+    buffer.add(rollout("new", 17))
+    assert [len(t.token_ids) for t in buffer.trajectories] == [19]
+    buffer.abandon()
+    assert [len(t.token_ids) for t in buffer.trajectories] == [12]
+
+
+def test_after_a_phase_the_caches_give_their_memory_to_the_policy_update() -> None:
+    engine, learned = make_engine()
+    (coordinator,) = make_coordinators(1)
+    make_phase(engine, coordinator).run(make_problems(6), 2, PARAMS, "rollout", 0)
+    assert engine.stats.num_tokens > 0
+    caches = (engine.cache.groups, learned.pairs.cache.groups, engine.cache.layers, learned.pairs.cache.layers)
+    assert caches == ([], [], [], [])
+    assert learned.pairs.history.ring_SCF.nbytes == 0
+
+
+def test_features_are_read_out_only_where_they_are_trained_on() -> None:
+    reads = []
+    for keeps_captured in (True, False):
+        engine, learned = make_engine()
+        read = learned.pairs.history.read
+        num_reads: list[int] = []
+        learned.pairs.history.read = lambda s, f, t, read=read, n=num_reads: (f == [0] and n.append(1)) or read(s, f, t)
+        trainer = DrafterTrainer(make_model(2), engine.model, PRESETS["hass"])
+        spot = SpotTrainer(trainer, TrajectoryBuffer(10**6), 48, keeps_captured=keeps_captured)
+        (coordinator,) = make_coordinators(1)
+        drafter = make_side(spot, learned, make_watch(engine, learned, spot))
+        finished: list[str] = []
+        add = spot.add
+        spot.add = lambda r, f, add=add, done=finished: done.append(r.problem_id) or add(r, f)
+        make_phase(engine, coordinator).run(make_problems(2), 1, PARAMS, "rollout", 0, drafter)
+        assert sorted(finished) == ["p0", "p1"]
+        reads.append(len(num_reads))
+    assert reads[0] >= reads[1] + 2

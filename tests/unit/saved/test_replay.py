@@ -1,0 +1,77 @@
+"""Which of a run's own and of another run's responses are drafted from, and what is kept of a step for others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.lossless.helpers import CONFIG
+from tests.unit.saved_parts import ALONE
+from tlt.drafter.drafting.references import REPLAY, References
+from tlt.saved.replay import ReplayOf
+from tlt.saved.responses import KeptResponses, forget_responses, kept_by, path_of
+from tlt.types import Purpose, Request, Reward, Rollout, SamplingParams
+
+PARAMS = SamplingParams(seed=3)
+
+
+def kept(references: References, request: Request) -> tuple[list[int], int | str] | None:
+    found = references.get(request.key)
+    return None if found is None else ([*found.token_ids], found.version)
+
+
+def write(run: Path, purpose: Purpose, number: int, *records: dict[str, Any]) -> None:
+    path = path_of(run, purpose, number)
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize(
+    ("purpose", "expected"),
+    [("rollout", ([11, 12, 9, 10], 4)), ("evaluation", ([7, 8, 9, 10], REPLAY))],
+)
+def test_what_was_generated_ahead_goes_first_and_an_earlier_evaluation_last(
+    purpose: Purpose, expected: tuple[list[int], int | str], tmp_path: Path
+) -> None:
+    step = 5 if purpose == "rollout" else 0
+    own, other, strange = (Request(name, 1, (8, 9), PARAMS, purpose, step) for name in ("own", "other", "strange"))
+    line = {"sample_index": 1, "prompt_ids": [8, 9], "token_ids": [7, 8, 9, 10]}
+    of_others = ({"problem_id": "strange"} | line, {"problem_id": "own", **line, "prompt_ids": [9]})
+    write(tmp_path, purpose, 5, {"problem_id": "own"} | line, {"problem_id": "other"} | line, *of_others)
+    references = References()
+    references.keep(own.key, [11, 12], 4)
+    prompts = {"own": (8, 9), "other": (8, 9)}
+    said: list[str] = []
+    replay = ReplayOf(tmp_path, references, ALONE, {purpose: prompts}, PARAMS, CONFIG, said.append)
+    with replay.lend(purpose, step, 5):
+        assert kept(references, own) == expected
+        assert kept(references, other) == ([7, 8, 9, 10], REPLAY)
+        assert kept(references, strange) is None, "it is no problem of this run"
+    assert [kept(references, one) for one in (own, other)] == [None, None], "they are of use in this phase alone"
+    assert not said
+
+
+def test_a_judgement_says_what_was_scored_and_why_not() -> None:
+    written = KeptResponses(Path(), lambda ids: f"{len(ids)} tokens")
+    rollout = Rollout("p", 2, (3,), (4, 5), (-0.1, -0.2), "length", 6)
+    rewards = [Reward(0.5, True, parts={"a": 1.0}), Reward(float("nan"), False, error="timed out")]
+    phase: Any = SimpleNamespace(rollouts=[rollout] * 2, rewards=rewards)
+    one, other = written._records({"purpose": "rollout", "policy_step": 6}, phase)
+    assert (one["text"], one["reward"], one["is_solved"], one["reward_parts"]) == ("2 tokens", 0.5, True, {"a": 1.0})
+    assert (other["reward"], other["reward_error"], other["policy_version"]) == (None, "timed out", 6)
+    assert "reward_error" not in one
+    assert "reward_parts" not in other
+
+
+def test_what_a_later_attempt_contradicts_is_removed(tmp_path: Path) -> None:
+    for number in (0, 3, 4):
+        write(tmp_path, "rollout", number, {})
+        write(tmp_path, "evaluation", number, {})
+    (tmp_path / "responses" / "rollout-of-mine.jsonl").write_text("{}")
+    forget_responses(tmp_path, 4, {0})
+    left = [path.name for path in (*kept_by(tmp_path, "rollout"), *kept_by(tmp_path, "evaluation"))]
+    assert left == ["rollout-00000000.jsonl", "rollout-00000003.jsonl", "rollout-of-mine.jsonl", "evaluation-00000000.jsonl"]

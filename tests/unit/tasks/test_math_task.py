@@ -1,0 +1,313 @@
+"""The math task: records of the usual data sets in their own columns, where an answer is sought, and what counts as equal."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt.rewards.pool import RewardPool
+from tlt.rewards.scoring import RewardSpec
+from tlt.tasks import math as math_task
+from tlt.tasks.answers import after_thinking, find_answer, to_number
+from tlt.tasks.base import make_problems
+from tlt.tasks.math import INSTRUCTION, TASK, gold_answer, is_equal, to_problem
+from tlt.types import UserError
+
+DAPO_PROMPT = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer"
+    " (without quotes) where $Answer is the answer to the problem.\n\nWhat is 2+2?\n\n"
+    'Remember to put your answer on its own line after "Answer:".'
+)
+GSM8K = {
+    "question": "Natalia sold clips to 48 friends in April, and half as many in May. How many altogether?",
+    "answer": "In May she sold 48/2 = <<48/2=24>>24 clips.\nAltogether 48+24 = <<48+24=72>>72.\n#### 1,072",
+}
+MATH = {
+    "problem": r"Simplify $\sqrt{18}$.",
+    "level": "Level 2",
+    "type": "Algebra",
+    "solution": r"As $18=\boxed{9}\cdot 2$, it is $3\sqrt{2}=\boxed{3\sqrt{2}}$.",
+}
+MATH_500 = {
+    "problem": "Convert $(0,3)$ to polar coordinates.",
+    "solution": r"We find $\boxed{\left( 3, \frac{\pi}{2} \right)}.$",
+    "answer": r"\left( 3, \frac{\pi}{2} \right)",
+    "subject": "Precalculus",
+    "level": 2,
+    "unique_id": "test/precalculus/807.json",
+}
+DAPO = {
+    "data_source": "math_dapo",
+    "prompt": [{"content": DAPO_PROMPT, "role": "user"}],
+    "ability": "MATH",
+    "reward_model": {"ground_truth": "4", "style": "rule-lighteval/MATH_v2"},
+    "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
+}
+EURUS = {
+    "data_source": "numina_synthetic_math",
+    "prompt": [
+        {"content": "When tackling complex reasoning tasks, …", "role": "system"},
+        {"content": "What is half of one?\n\nPresent the answer in LaTex format: \\boxed{Your answer}", "role": "user"},
+    ],
+    "ability": "math",
+    "reward_model": {"ground_truth": r"\frac{1}{2}", "style": "rule"},
+    "extra_info": {"index": 0, "split": "dummy"},
+}
+EURUS_CODE = {
+    **EURUS,
+    "ability": "code",
+    "reward_model": {"ground_truth": '{"inputs": ["1"], "outputs": ["2"]}', "style": "rule"},
+}
+TRL = {"prompt": "What is 1+1?", "solution": "$2$"}
+
+
+@pytest.mark.parametrize(
+    ("record", "question", "answer"),
+    [
+        (GSM8K, GSM8K["question"], "1,072"),
+        (MATH, MATH["problem"], r"3\sqrt{2}"),
+        (MATH_500, MATH_500["problem"], r"\left( 3, \frac{\pi}{2} \right)"),
+        (TRL, TRL["prompt"], "$2$"),
+    ],
+    ids=["GSM8K", "MATH", "MATH-500", "TRL"],
+)
+def test_a_record_with_a_question_is_asked_by_the_template(record: dict[str, Any], question: str, answer: str) -> None:
+    problem = to_problem(record)
+    assert problem["prompt"] == f"{question} Let's think step by step and output the final answer within \\boxed{{}}."
+    assert problem["answer"] == answer
+    assert "messages" not in problem
+    assert to_problem(record, "Q: {question}\nA:")["prompt"] == f"Q: {question}\nA:"
+
+
+@pytest.mark.parametrize(("record", "answer"), [(DAPO, "4"), (EURUS, r"\frac{1}{2}")], ids=["DAPO", "Eurus"])
+def test_a_record_of_verls_columns_is_asked_in_its_own_words(record: dict[str, Any], answer: str) -> None:
+    problem = to_problem(record)
+    assert problem["messages"] == record["prompt"]
+    assert problem["answer"] == answer
+    assert "prompt" not in problem
+
+
+def test_the_answer_of_a_problem_is_the_answer_of_its_record_and_a_problem_is_prepared_once() -> None:
+    for record in (GSM8K, MATH, MATH_500, DAPO, EURUS, TRL):
+        problem = TASK.prepare(record, {})
+        assert problem == to_problem(record)
+        assert gold_answer(problem) == gold_answer(record)
+        assert TASK.prepare(problem, {}) == problem
+
+
+@pytest.mark.parametrize(
+    ("record", "remedy"),
+    [
+        ({"question": "1+1?"}, "no answer among the columns"),
+        ({"answer": "2"}, "no question among the columns"),
+        ({"question": "1+1?", "answer": None}, "no answer among the columns"),
+        ({"question": "1+1?", "answer": ["2"]}, "must be text that holds the answer"),
+        ({"question": 2, "answer": "2"}, "must be text or chat messages"),
+        ({"prompt": ["1+1?"], "answer": "2"}, "must be text or chat messages"),
+        ({"problem": "1+1?", "solution": "We add one and one. " * 20}, "marks no answer"),
+        ({**DAPO, "reward_model": {"style": "rule"}}, "reward_model.ground_truth is None"),
+        (EURUS_CODE, "ability is 'code', not math"),
+    ],
+)
+def test_a_record_that_cannot_be_asked_or_scored_is_refused(record: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(UserError, match=remedy):
+        TASK.prepare(record, {})
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed", "marked", "last"),
+    [
+        (r"so \boxed{\frac{1}{\sqrt{2}}}.", r"\frac{1}{\sqrt{2}}", r"\frac{1}{\sqrt{2}}", r"\frac{1}{\sqrt{2}}"),
+        (r"\boxed{1} then \boxed{2}", "2", "2", "2"),
+        (r"\boxed{1} then \boxed{2", "1", "1", "1"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}", r"\{1, 2\}", r"\{1, 2\}"),
+        (r"\boxed 5$", "5", "5", "5"),
+        ("12+7=19\n#### 19", None, "19", "19"),
+        ("Answer: 3\nno.\nAnswer: 4.", None, "4", "4"),
+        ("**Answer:** 1/2", None, "1/2", "1/2"),
+        (r"Answer: $\boxed{7}$", "7", "7", "7"),
+        ("\\boxed{7}\nAnswer: 8", "7", "8", "8"),
+        ("Answer: 8\n\\boxed{7}", "7", "7", "7"),
+        ("It is 3, or rather -1,234.5.", None, None, "-1,234.5"),
+        ("Nothing.", None, None, None),
+    ],
+)
+def test_an_answer_is_found_by_its_mark_and_only_if_asked_for_as_the_last_number(
+    text: str, boxed: str | None, marked: str | None, last: str | None
+) -> None:
+    assert find_answer(text, "boxed") == boxed
+    assert find_answer(text, "marked") == marked
+    assert find_answer(text, "any") == last
+
+
+def test_what_was_thought_is_no_answer() -> None:
+    assert after_thinking(r"<think>\boxed{1}</think> 2", "</think>") == " 2"
+    assert after_thinking(r"\boxed{1}</think> 2", "</think>") == " 2"  # the template opened the tag
+    assert after_thinking(r"<think> cut off \boxed{1}", "</think>") == ""
+    assert after_thinking("no thought", "</think>") == "no thought"
+
+
+def test_a_plain_number_is_read_exactly() -> None:
+    assert [str(to_number(text)) for text in ("-1,234.5", "3/4", r"\$12", "0.75.", "15.0")] == [
+        "-2469/2",
+        "3/4",
+        "12",
+        "3/4",
+        "15",
+    ]
+    assert [to_number(text) for text in ("", "x", "1/0", "1 2", "--1", "1e5", "1/2/3")] == [None] * 7
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Problems of a file
+
+
+def write(path: Path, *records: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def questions(num: int) -> list[dict[str, Any]]:
+    return [{"question": f"What is {i}+1?", "answer": f"#### {i + 1}"} for i in range(num)]
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(math_task, "require_math_verify", lambda: None)
+
+
+@pytest.mark.usefixtures("installed")
+def test_one_file_is_split_by_its_questions_and_two_files_are_kept_apart(tmp_path: Path) -> None:
+    file = write(tmp_path / "all.jsonl", *questions(400))
+    ids = {}
+    for split in ("train", "test"):
+        made = make_problems("math", 1000, 0, {"split": split, "train": file})
+        ids[split] = {problem["problem_id"] for problem in made}
+    assert len(ids["train"] | ids["test"]) == len(ids["train"]) + len(ids["test"]) == 400
+    assert 20 < len(ids["test"]) < 90
+    other = {"split": "test", "train": file, "template": "{question}"}
+    assert len(make_problems("math", 1000, 0, other)) == len(ids["test"])  # another template moves no question
+    test = write(tmp_path / "test.jsonl", *questions(3))
+    assert len(make_problems("math", 1000, 0, {"split": "test", "train": file, "test": test})) == 3
+    assert len(make_problems("math", 1000, 0, {"split": "train", "train": file, "test": test})) == 400
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_seed_draws_which_problems_and_repeated_records_count_once(tmp_path: Path) -> None:
+    file = write(tmp_path / "all.jsonl", *questions(50) * 3)
+    first, again, other = (make_problems("math", 10, seed, {"split": "train", "train": file}) for seed in (0, 0, 1))
+    assert first == again != other
+    test = write(tmp_path / "again.jsonl", *[DAPO] * 3)
+    assert len(make_problems("math", 10, 0, {"split": "test", "train": file, "test": test})) == 1
+
+
+@pytest.mark.usefixtures("installed")
+def test_records_of_code_are_refused_or_on_request_left_out(tmp_path: Path) -> None:
+    file = write(tmp_path / "eurus.jsonl", EURUS, EURUS_CODE, DAPO)
+    options = {"split": "train", "train": file, "test": file}
+    with pytest.raises(UserError, match=r"eurus.jsonl:2: task math: ability is 'code', not math"):
+        make_problems("math", 10, 0, options)
+    assert {problem["answer"] for problem in make_problems("math", 10, 0, {**options, "other": "skip"})} == {
+        "4",
+        r"\frac{1}{2}",
+    }
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("options", "remedy"),
+    [
+        ({"search": "last"}, "search is 'last'; use one of boxed, marked, any"),
+        ({"other": "keep"}, "other is 'keep'; use one of refuse, skip"),
+        ({"template": "x"}, "put {question} where the question goes"),
+        ({"tempalte": "x"}, "takes no option 'tempalte'"),
+        ({"train": "nowhere.jsonl"}, "task.options.train: nowhere.jsonl does not exist"),
+        ({"split": "dev"}, "use one of"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], remedy: str, tmp_path: Path) -> None:
+    file = write(tmp_path / "all.jsonl", *questions(10))
+    with pytest.raises(UserError, match=remedy):
+        make_problems("math", 10, 0, {"split": "train", "train": file, **options})
+
+
+def test_without_math_verify_the_task_says_what_to_install_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install '\.\[math\]'"):
+        make_problems("math", 1, 0, {"split": "train", "train": write(tmp_path / "all.jsonl", GSM8K)})
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Scoring, with math-verify itself
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "expected"),
+    [
+        ("72", "72", True),
+        ("1,072", "1072", True),
+        (r"\frac{1}{2}", "0.5", True),
+        (r"3\sqrt{2}", r"\sqrt{18}", True),
+        ("x^2+1", "1+x^2", True),
+        ("5", "x=5", True),
+        ("72", r"72\text{ dollars}", True),
+        ("$10$", "10", True),
+        ("10", "$x = 10$", True),
+        ("72", "73", False),
+        ("5", "5, 6", False),
+        ("(1,2)", "(2,1)", False),
+        ("5", "", False),
+        ("5", r"\frac{", False),
+    ],
+)
+def test_answers_are_compared_as_mathematics(gold: str, answer: str, expected: bool) -> None:
+    pytest.importorskip("math_verify")
+    assert is_equal(gold, answer) == expected
+
+
+def test_a_gold_answer_that_is_no_mathematics_is_said() -> None:
+    pytest.importorskip("math_verify")
+    with pytest.raises(ValueError, match="leave the problem out"):
+        is_equal("", "1")
+
+
+@pytest.mark.slow
+def test_every_data_sets_records_are_scored_through_a_pool_whose_time_out_ends_what_never_would() -> None:
+    """math-verify sets no alarm, so a worker that hangs in sympy is killed from outside; the next response is scored again."""
+    pytest.importorskip("math_verify")
+    with RewardPool(RewardSpec("math"), num_workers=1, timeout_seconds=3.0) as pool:
+        responses = {
+            "GSM8K": (GSM8K, "#### 1072", True),
+            "endless": ({"answer": "5"}, r"\boxed{9^{9^{9^{9^9}}}}", None),
+            "MATH": (MATH, r"\boxed{\sqrt{18}}", True),
+            "DAPO": (DAPO, "So it is 4.\nAnswer: 4", True),
+            "Eurus": (EURUS, r"\boxed{0.5}", True),
+            "wrong": (DAPO, "Answer: 5", False),
+            "unmarked": (DAPO, "It is 4.", False),
+        }
+        for name, (problem, text, _) in responses.items():
+            pool.submit((name, 0), problem, text)
+        rewards = pool.drain(patience=60.0)
+    for name, (_, _, expected) in responses.items():
+        reward = rewards[name, 0]
+        assert (reward.is_solved if reward.is_scored else None) == expected, (name, reward)
+
+
+def test_the_default_instruction_asks_for_a_box() -> None:
+    assert INSTRUCTION.startswith("{question} ")
+    assert r"\boxed{}" in INSTRUCTION
+
+
+def test_the_tasks_options_hold_for_rows_of_data_too() -> None:
+    problem = TASK.prepare(GSM8K, {"template": "Q: {question}\nA:", "search": "any"})
+    assert problem == to_problem(GSM8K, "Q: {question}\nA:", "any")
+    assert TASK.prepare(EURUS_CODE, {"other": "skip"}) is None
+    with pytest.raises(UserError, match="search is 'nowhere'; use one of"):
+        TASK.prepare(GSM8K, {"search": "nowhere"})
+    with pytest.raises(UserError, match="takes no option 'tempalte' with data; known ones are template"):
+        TASK.prepare(GSM8K, {"tempalte": "{question}"})

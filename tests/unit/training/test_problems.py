@@ -1,0 +1,130 @@
+"""A run's problems: whatever is wrong with a task or a problems file is one line that names it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tlt.config.load import load_config
+from tlt.tasks.base import get_task, make_problems
+from tlt.training.problems import load_problems
+from tlt.types import UserError
+
+BASE = Path(__file__).parents[3] / "recipes" / "countdown" / "base"
+SCORE = "    def score(self, problem, text):\n        return {'reward': 1.0, 'solved': True}\nTASK = Mine()\n"
+
+
+def refusal(action: Any, *arguments: Any) -> str:
+    with pytest.raises(UserError) as refused:
+        action(*arguments)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+@pytest.fixture
+def write_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes a task file into the working directory, which is on no path; returns the task's name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+
+    def write(text: str) -> str:
+        module = f"mine_{abs(hash(text))}"
+        (tmp_path / f"{module}.py").write_text(text)
+        return f"{module}:TASK"
+
+    return write
+
+
+def returning(expression: str) -> str:
+    return f"class Mine:\n    def problems(self, num, seed, split='train'):\n        return {expression}\n{SCORE}"
+
+
+def test_a_task_in_the_working_directory_is_found(write_task: Any) -> None:
+    name = write_task(returning("[{'problem_id': str(i), 'prompt': 'x'} for i in range(num)]"))
+    assert get_task(name).score({}, "")["solved"]
+    assert len(make_problems(name, 3, 0, {"split": "test"})) == 3
+
+
+FAULTS = {
+    "a syntax error": ("class Mine(:\n", "SyntaxError: .*line 1"),
+    "a name error": (f"{returning('[]')}\nundefined\n", "NameError: name 'undefined' is not defined, .*py:8"),
+    "a base exception": ("raise BaseException('mine')\n", r"cannot be imported \(BaseException: mine, .*py:1\)"),
+    "a missing module": ("import no_such_module\n", "No module named 'no_such_module'"),
+    "a module's __getattr__": ("def __getattr__(name):\n    raise KeyError(name)\n", r"looked up \(KeyError: 'TASK', .*py:2\)"),
+    "a task's __getattr__": (
+        f"class Mine:\n    def __getattr__(self, name):\n        raise KeyError(name)\n{SCORE}",
+        r"cannot be asked for its methods \(KeyError: '\w+', .*py:3\); correct it",
+    ),
+    "a __getattr__ beside all methods": (
+        returning("[]").replace("class Mine:", "class Mine:\n    def __getattr__(self, name):\n        raise KeyError(name)"),
+        r"cannot be asked for its methods \(KeyError: '\w+', .*py:3\); correct it",
+    ),
+    "no function": (f"class Mine:\n    problems = 3\n{SCORE}", "problems cannot be called .*; make it a method"),
+    "no such object": ("OTHER = 1\n", "has no 'TASK'"),
+    "an exception": (returning("1 / 0"), r"problems\(\) failed \(ZeroDivisionError: division by zero, .*py:3\)"),
+    "an exit": (returning("__import__('sys').exit(3)"), r"problems\(\) failed \(SystemExit: 3"),
+    "no list": (returning("None"), "returned a NoneType"),
+    "an empty list": (returning("[]"), "gave no problems"),
+    "no dicts": (returning("['x']"), "problem 1: is a str"),
+    "no problem_id": (returning("[{'prompt': 'x'}]"), "problem 1: problem_id is None"),
+    "a problem_id twice": (returning("[{'problem_id': 'a'}] * 2"), "problem 2: problem_id 'a' is that of problem 1"),
+    "an unknown option": (returning("[]").replace(", split='train'", ""), "does not take split, .*write problems"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_a_task_is_one_line_that_names_it(fault: str, write_task: Any) -> None:
+    text, expected = FAULTS[fault]
+    name = write_task(text)
+    with pytest.raises(UserError, match=expected) as refused:
+        make_problems(name, 2, 0, {"split": "train"})
+    assert name.partition(":")[0] in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_task_that_is_nowhere_says_where_it_was_sought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    message = refusal(get_task, "elsewhere:TASK")
+    assert str(tmp_path) in message
+    assert "PYTHONPATH" in message
+
+
+def problems_from(tmp_path: Path, *lines: Any, per_step: int = 1) -> Any:
+    file = tmp_path / "problems.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    values = {
+        "model": {"path": str(BASE)},
+        "task": {"name": "countdown", "problems_file": str(file)},
+        "rollout": {"problems_per_step": per_step},
+    }
+    return load_problems(load_config(values), "train")
+
+
+def test_a_problems_file_may_give_text_or_ids_and_need_not_name_its_problems(tmp_path: Path) -> None:
+    text, ids = problems_from(tmp_path, {"prompt": "[2,9,16:5]"}, {"prompt_ids": [3, 4, 5], "problem_id": "second"})
+    assert (text.problem_id, text.data["problem_id"]) == ("1", "1")
+    assert (ids.problem_id, ids.prompt_ids) == ("second", (3, 4, 5))
+
+
+def test_fewer_problems_than_a_step_takes_are_refused(tmp_path: Path) -> None:
+    message = refusal(lambda: problems_from(tmp_path, {"prompt": "[2,9,16:5]"}, per_step=2))
+    assert "gives 1 problems" in message
+    assert "problems_per_step, which is 2" in message
+
+
+def test_a_problem_id_twice_in_a_file_is_refused(tmp_path: Path) -> None:
+    message = refusal(lambda: problems_from(tmp_path, *[{"prompt": "[2,9,16:5]", "problem_id": "a"}] * 2))
+    assert "problems.jsonl:2" in message
+
+
+def test_a_problem_without_a_prompt_is_refused(tmp_path: Path) -> None:
+    assert "problems.jsonl:1" in refusal(lambda: problems_from(tmp_path, {"problem_id": "a"}))
+
+
+def test_messages_need_a_template(tmp_path: Path) -> None:
+    message = refusal(lambda: problems_from(tmp_path, {"messages": [{"role": "user", "content": "2"}]}))
+    assert "no chat template" in message

@@ -1,0 +1,173 @@
+"""Before the ranks start: a folder in use is refused, and the header says what will be trained."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from huggingface_hub import constants
+
+from tests.standin import serve_hub
+from tests.unit.io.test_hub import point_at
+from tlt.cli.train import resolve_config
+from tlt.config.load import load_config
+from tlt.config.schema import Config
+from tlt.saved.lock import FolderLock
+from tlt.training.loop import next_commands
+from tlt.training.problems import load_problems
+from tlt.training.start import describe_update, preflight, prepare
+from tlt.types import UserError
+
+RECIPE = Path(__file__).parents[3] / "recipes" / "countdown"
+
+
+def make_config(folder: Path) -> Config:
+    sizes = ["--task.num_problems", "8", "--evaluation.num_problems", "4"]
+    return load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(folder), "--run.device", "cpu", *sizes])
+
+
+def test_a_folder_in_which_another_process_runs_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    with pytest.raises(UserError, match=f"another process is running in {tmp_path}"):
+        prepare(make_config(tmp_path))
+    lock.release()
+    prepare(make_config(tmp_path))
+
+
+def test_the_header_names_model_parameters_task_device_drafter_and_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prepare(make_config(tmp_path / "mine"))
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if line.strip())
+    assert list(rows) == ["model", "task", "algorithm", "ranks", "update", "speculation", "folder"]
+    assert rows["algorithm"] == "grpo: advantage group-std, token ratio clipped at [0.8, 1.28], token mean"
+    assert "recipes/countdown/base: " in rows["model"]
+    assert rows["model"].endswith("M parameters")
+    assert "8 problems, 4 held out" in rows["task"]
+    assert rows["ranks"] == "2 on cpu (run.device is cpu), float32"
+    assert rows["update"] == "policy replicated (ranks on CPUs)"
+    assert "recipes/countdown/drafter, trained in idle time" in rows["speculation"]
+    assert rows["folder"] == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen", "notes"),
+    [
+        ([], 4, []),
+        (["--run.num_ranks", "3"], 3, ["  1 GPU(s) stay idle, for run.num_ranks is 3; --run.num_ranks 4 takes all"]),
+        (["--run.device", "cpu"], 2, []),
+    ],
+)
+def test_the_number_of_ranks_that_is_chosen_stands_in_the_configuration_and_idle_gpus_in_a_note(
+    given: list[str],
+    chosen: int,
+    notes: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
+    unsaid = [line for line in (RECIPE / "quickstart.toml").read_text().splitlines() if not line.startswith("num_ranks")]
+    (tmp_path / "mine.toml").write_text("\n".join(unsaid))
+    words = ["--model.path", str(RECIPE / "base"), "--drafter.path", str(RECIPE / "drafter"), "--task.num_problems", "8"]
+    words += ["--evaluation.num_problems", "4", "--run.out_dir", str(tmp_path / "mine")]
+    config = prepare(load_config(tmp_path / "mine.toml", [*words, *given]))
+    said = capsys.readouterr().out.splitlines()
+    assert config.run.num_ranks == chosen
+    assert next(line for line in said if line.startswith("ranks ")).split()[1] == str(chosen)
+    assert [line for line in said if "idle," in line] == notes
+
+
+def test_the_header_says_how_the_update_is_sharded_and_why(tmp_path: Path) -> None:
+    sharded = ["--parallel.policy", "fsdp", "--parallel.param_dtype", "bfloat16", "--parallel.checkpoint_activations", "true"]
+    config = load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), *sharded])
+    said = "policy sharded (FSDP2) (parallel.policy is fsdp), computed in bfloat16, activations checkpointed"
+    assert describe_update(config) == said
+
+
+def test_responses_that_the_window_would_cut_are_refused_before_any_rank_starts(tmp_path: Path) -> None:
+    config, window = make_config(tmp_path), 4096
+    problems = [*load_problems(config, "train"), *load_problems(config, "test")]
+    room = window - max(len(problem.prompt_ids) for problem in problems)
+    for max_tokens, is_refused in ((room, False), (room + 1, True)):
+        longer = load_config(config.model_dump(), {"sampling.max_tokens": max_tokens})
+        told = f"is {room + 1}, but the model's window of {window} tokens leaves {room} after .*; give {room}"
+        with pytest.raises(UserError, match=rf"^sampling\.max_tokens: {told}") if is_refused else nullcontext():
+            preflight(longer)
+
+
+def test_a_type_for_a_sharded_update_is_refused_where_the_policy_is_replicated(tmp_path: Path) -> None:
+    config = load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), "--parallel.param_dtype", "bfloat16"])
+    with pytest.raises(UserError, match=r"parallel\.param_dtype: bfloat16 .* \(ranks on CPUs\); give --parallel\.policy fsdp"):
+        prepare(config)
+    prepare(load_config(RECIPE / "quickstart.toml", ["--run.out_dir", str(tmp_path), "--parallel.param_dtype", "float32"]))
+
+
+def test_names_of_the_hub_are_looked_up_once_and_the_run_and_its_resumption_stay_with_their_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    shutil.copy(RECIPE / "quickstart.toml", "run.toml")
+    words = ["--model.path", "me/base", "--drafter.path", "me/drafter", "--run.out_dir", "out", "--run.device", "cpu"]
+    words += ["--task.num_problems", "8", "--evaluation.num_problems", "4"]
+    with serve_hub() as hub:
+        point_at(monkeypatch, hub.url)
+        base, drafter = hub.add("me/base", RECIPE / "base"), hub.add("me/drafter", RECIPE / "drafter")
+        commits = base.commit, drafter.commit
+        config = prepare(resolve_config(Path("run.toml"), words, None))
+        assert (config.model.path, config.model.revision) == (Path("me/base"), commits[0])
+        assert config.drafter.path == Path(f"me/drafter@{commits[1]}")
+        assert f"me/base@{commits[0][:8]}: " in capsys.readouterr().out
+        Path("out/config.json").write_text(config.to_json())
+        hub.add("me/base", {"config.json": b"another"})
+        for path, overrides in ((None, []), (Path("run.toml"), words)):
+            resumed = resolve_config(path, overrides, Path("out"))
+            assert (resumed.model, resumed.drafter) == (config.model, config.drafter)
+    point_at(monkeypatch, "http://127.0.0.1:9")  # as ranks and resumed runs may find it
+    ranks = Config.from_json(config.to_json())
+    assert preflight(ranks).num_problems == len(load_problems(ranks, "train")) == 8
+
+
+def test_the_next_commands_make_problems_and_answer_them_with_the_drafter_where_the_run_has_one(tmp_path: Path) -> None:
+    products = {"policy": Path("run/policy"), "drafter": Path("run/drafter")}
+    task, generate = next_commands(make_config(tmp_path), products)
+    words = shlex.split(task)
+    assert words[:3] == ["tlt", "task", "countdown"]
+    assert json.loads(words[words.index("--options") + 1])["max_number"] == 15
+    assert words[words.index("--out") + 1] == "problems.jsonl"
+    assert generate.startswith("tlt generate run/policy --prompts problems.jsonl ")
+    assert generate.endswith(" --speculation adaptive --drafter run/drafter")
+    assert "drafter" not in next_commands(make_config(tmp_path), {"policy": Path("run/policy")})[1]
+
+
+def test_the_next_commands_ask_in_chat_where_the_run_did(tmp_path: Path) -> None:
+    words = [
+        "--task.chat",
+        "true",
+        "--task.system_prompt",
+        "Be brief.",
+        "--model.chat_template_kwargs.enable_thinking",
+        "false",
+    ]
+    _, generate = next_commands(load_config(RECIPE / "quickstart.toml", words), {"policy": Path("run/policy")})
+    said = shlex.split(generate)
+    assert said[said.index("--chat") + 1] == "true"
+    assert said[said.index("--system-prompt") + 1] == "Be brief."
+    assert json.loads(said[said.index("--chat-template-kwargs") + 1]) == {"enable_thinking": False}
+
+
+def test_the_next_commands_name_the_data_that_the_held_out_problems_were_read_from(tmp_path: Path) -> None:
+    (tmp_path / "test.jsonl").write_text("{}\n")
+    words = ["--evaluation.data", str(tmp_path / "test.jsonl"), "--evaluation.columns", '{prompt = "a b"}']
+    config = load_config(RECIPE / "quickstart.toml", words)
+    task, _ = next_commands(config, {"policy": Path("run/policy")})
+    expected = ["--data", str(tmp_path / "test.jsonl"), "--columns", '{"prompt": "a b"}']
+    assert shlex.split(task) == ["tlt", "task", "countdown", "--num", "8", "--out", "problems.jsonl", *expected]

@@ -1,0 +1,286 @@
+"""References in an engine that is vLLM, over a pretend one: what its scheduler is given, what is counted and what refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.lossless.helpers import VOCAB
+from tests.reference_kinds import KINDS, reference_of
+from tests.unit.vllm.test_engine import EXPECTED, REQUESTS, SLOTS, WINDOW, Pretended, PretendLink, Told, texts
+from tlt.assembly import vllm as assembly
+from tlt.assembly.vllm import VllmPlan
+from tlt.config.load import load_config
+from tlt.drafter.drafting.reference_drafter import reference_kinds
+from tlt.drafter.drafting.references import REPLAY, References
+from tlt.speculative.strategy import Strategy
+from tlt.tuning.cost_model import CostModel
+from tlt.tuning.tuner import Fixed, default_arms, make_tuner
+from tlt.types import Request, SamplingParams, UserError
+from tlt.vllm.check import check_law
+from tlt.vllm.engine import Speculation, VllmEngine
+from tlt.vllm.inside.given import LOGITS_BYTES, NoDrafts, Room
+from tlt.vllm.references import RunningReferences
+from tlt.vllm.settings import VllmSettings
+from tlt.vllm.strategies import check_references, depths_of, kinds_of
+
+LONG = [replace(r, params=replace(r.params, stop_ids=(), max_tokens=60)) for r in REQUESTS[:9]]
+AHEAD, BESIDE = Strategy.parse("ahead:64x1x64"), Strategy.parse("ahead+ngram:64x1x64")
+NGRAM = Strategy.parse("ngram:4x1x4")
+
+
+def engine_with(references: References, tuner: Any, link: PretendLink | None = None) -> VllmEngine:
+    speculation = Speculation(tuner, references=RunningReferences(references, VOCAB))
+    return VllmEngine(link or PretendLink(), max_batch_size=SLOTS, window=WINDOW, speculation=speculation)  # type: ignore[arg-type]  # the pretend one
+
+
+def answered(requests: Sequence[Request]) -> dict[tuple[str, int], tuple[int, ...]]:
+    return texts(list(VllmEngine(PretendLink(), max_batch_size=SLOTS, window=WINDOW).generate(requests)))  # type: ignore[arg-type]  # the pretend one
+
+
+def references_for(requests: Sequence[Request], kinds: Sequence[str], version: int | str = 0) -> References:
+    rng, references, right = random.Random(1), References(None), answered(requests)
+    for index, request in enumerate(requests):
+        tokens = right[request.problem_id, request.sample_index]
+        if (
+            reference := reference_of(kinds[index % len(kinds)], tokens, EXPECTED["p0", 0], rng, range(8, VOCAB), 90)
+        ) is not None:
+            references.keep(request.key, reference, version)
+    return references
+
+
+@pytest.mark.parametrize("offset", [0, 4])
+@pytest.mark.parametrize(
+    "tuner", [Fixed(AHEAD), Fixed(BESIDE), Told([Strategy.OFF, AHEAD, BESIDE, NGRAM])], ids=["ahead", "beside", "switching"]
+)
+def test_no_reference_changes_a_token(tuner: Any, offset: int) -> None:
+    references = references_for(REQUESTS, KINDS[offset:] + KINDS[:offset])
+    assert texts(list(engine_with(references, tuner).generate(REQUESTS))) == EXPECTED
+
+
+def test_a_right_reference_is_followed_to_its_end() -> None:
+    engine = engine_with(references_for(LONG, ["right"]), Fixed(AHEAD))
+    assert texts(list(engine.generate(LONG))) == answered(LONG)
+    assert engine.stats.accept_length is not None
+    assert engine.stats.accept_length > 25
+
+
+def test_a_reference_that_is_one_token_off_is_found_one_place_on() -> None:
+    references, right = References(None), answered(LONG)
+    for request in LONG:
+        references.keep(request.key, [3, *right[request.problem_id, request.sample_index]])
+    engine = engine_with(references, Fixed(AHEAD))
+    list(engine.generate(LONG))
+    assert engine.stats.draft_acceptance_rate is not None
+    assert engine.stats.draft_acceptance_rate > 0.5
+
+
+def test_what_was_followed_is_counted_by_the_reference_s_age() -> None:
+    references = references_for(LONG[:4], ["right"], version=3)
+    for request in LONG[2:4]:
+        known = references.get(request.key)
+        assert known is not None
+        references.keep(request.key, known.token_ids, REPLAY)
+    engine = engine_with(references, Fixed(BESIDE))
+    engine.policy_version = 5
+    rollouts = list(engine.generate(LONG))
+    assert len(rollouts) == 9
+    assert engine.stats.followed_by_age.keys() == {"2", "replay"}
+    bounds = 2 * 60 - 10, 2 * 60
+    assert all(bounds[0] < count < bounds[1] for count in engine.stats.followed_by_age.values()), engine.stats.followed_by_age
+
+
+def test_a_tuner_is_told_which_sequences_were_drafted_for_from_references() -> None:
+    tuner = Told([BESIDE])
+    engine = engine_with(references_for(LONG[:3], ["right"]), tuner)
+    list(engine.generate(LONG[:6]))
+    steady = [outcome for strategy, outcome in tuner.told if strategy == BESIDE]
+    assert len(steady) > 3
+    assert all(len(o.from_reference) == len(o.accepted) == len(o.drafted) for o in steady)
+    assert sum(steady[0].from_reference) == 3
+    assert max(steady[0].drafted) > 30
+    elsewhere = [d for o in steady for d, followed in zip(o.drafted, o.from_reference, strict=True) if not followed]
+    assert max(elsewhere) == 4, "vLLM's own drafts stay where there is no reference"
+
+
+def test_the_cost_model_follows_references_that_are_right() -> None:
+    arms = default_arms(reference_kinds(("ngram",)), 4, trees=False)
+    engine = engine_with(references_for(LONG, ["right"]), CostModel(arms))
+    assert texts(list(engine.generate(LONG))) == answered(LONG)
+    assert engine.stats.followed_by_age["0"] > 300
+
+
+class Slow(Fixed):
+    """Expects a token in a thousand seconds without references."""
+
+    speed_otherwise = 1e-3  # type: ignore[assignment]  # none is expected of the fixed one
+
+
+def test_what_references_win_is_counted_in_the_steps_that_followed_them() -> None:
+    engine = engine_with(references_for(LONG, ["right"]), Slow(AHEAD))
+    list(engine.generate(LONG))
+    followed = engine.stats.by_strategy[str(AHEAD)]
+    assert followed.num_tokens > 300
+    assert engine.stats.won_seconds == pytest.approx(1000 * followed.num_tokens - followed.seconds)
+
+
+def test_drafts_stay_with_their_requests_when_others_leave_and_come() -> None:
+    """More requests than slots, of all lengths: a neighbour's draft would agree with nothing."""
+    requests = [replace(r, params=replace(r.params, stop_ids=(), max_tokens=8 + 7 * i)) for i, r in enumerate(LONG)]
+    engine = engine_with(references_for(requests, ["right"]), Fixed(AHEAD))
+    engine.add(requests)
+    while not engine.is_idle:
+        engine.step()
+        if engine.stats.num_steps in (2, 3):  # their prompts have been read, and some of them leave in the middle
+            engine.add(engine.withdraw([*range(len(engine.running))][::2]))
+    assert engine.stats.draft_acceptance_rate == 1.0
+
+
+def test_references_leave_with_their_sequences() -> None:
+    engine = engine_with(references_for(LONG, ["right"]), Fixed(AHEAD))
+    engine.add(LONG)
+    engine.step()
+    engine.abort()
+    assert engine.references is not None
+    assert engine.references._cursors == {}
+    assert texts(list(engine.generate(LONG))) == answered(LONG)
+    assert engine.references._cursors == {}
+
+
+class Deaf(PretendLink):
+    """A vLLM that takes no drafts."""
+
+    def give(self, drafts: Any) -> None: ...
+
+
+class Believing(PretendLink):
+    """A vLLM that commits whatever it is given."""
+
+    def verify(self, request: Pretended) -> tuple[list[int], list[float]]:
+        if f"i-{request.name}" not in self.followed:
+            return super().verify(request)
+        return [*request.drafts[:2]], [-1.0] * len(request.drafts[:2])
+
+
+@pytest.mark.parametrize(("link", "said"), [(Deaf, "given were not verified"), (Believing, "by the law")])
+def test_the_self_check_sees_a_vllm_that_drops_or_believes_what_it_is_given(link: type[PretendLink], said: str) -> None:
+    references = References(None)
+    check_law(engine_with(references, None), VOCAB)
+    assert len(references) == 0
+    with pytest.raises(UserError, match=said):
+        check_law(engine_with(references, None, link()), VOCAB)
+
+
+ROOM = Room(num_requests=4, budget=4096, free_blocks=100, block_size=16, lookahead=0, vocab_size=1000)
+
+
+def test_drafts_take_half_a_step_s_tokens_at_most() -> None:
+    assert replace(ROOM, free_blocks=900).tokens(10) == 512
+    assert replace(ROOM, num_requests=64, free_blocks=9000).tokens(10) == 32
+
+
+def test_drafts_end_with_a_request_s_share_of_the_blocks() -> None:
+    few = replace(ROOM, free_blocks=7)
+    assert few.tokens(10) == 6 + 16 - 1
+    assert replace(few, lookahead=5).tokens(10) == 6 + 16 - 1 - 5
+    assert replace(few, free_blocks=3).tokens(16) == 0
+    for num_computed in range(1, 70):  # never more new blocks than its share, of those that it surely has
+        behind = num_computed + 1 + few.tokens(num_computed)
+        assert -(-behind // 16) - -(-num_computed // 16) <= 7 // 4
+
+
+def test_logits_of_drafts_are_bounded() -> None:
+    large = replace(ROOM, vocab_size=152_000)
+    assert large.tokens(10) * 4 * 152_000 * 4 <= LOGITS_BYTES
+    assert large.tokens(10) > 100
+
+
+def test_the_proposer_that_vllm_needs_proposes_nothing() -> None:
+    assert NoDrafts(None).propose([[1, 2], []], None, None, slot_mappings=None) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("speculation", "has_learned", "kinds", "depths"),
+    [
+        ("ahead:64x1x64", False, (), (0,)),
+        ("ahead:64x1x64", True, (), (0,)),
+        ("ahead+ngram:64x1x64", True, ("ngram",), (0, 8)),
+        ("ahead+learned:4x1x4", True, ("learned",), (0, 4)),
+    ],
+)
+def test_what_vllm_itself_drafts_beside_references(
+    speculation: str, has_learned: bool, kinds: tuple[str, ...], depths: tuple[int, ...]
+) -> None:
+    assert kinds_of(speculation, has_learned) == kinds
+    assert depths_of(speculation, kinds, 15) in (depths, (0,))
+    assert not kinds or depths_of(speculation, kinds, 15) == depths
+    assert make_tuner(speculation, reference_kinds(kinds), trees=False) is not None
+
+
+def test_two_drafters_beside_references_are_refused() -> None:
+    with pytest.raises(UserError, match="names the drafter hybrid, which engine vllm does not have here"):
+        kinds_of("ahead+hybrid:64x1x64", True)
+
+
+def test_a_gpu_s_runner_is_refused_references_in_one_line() -> None:
+    check_references("cpu")
+    with pytest.raises(UserError, match="keeps drafts on the GPU") as caught:
+        check_references("cuda")
+    assert "\n" not in str(caught.value)
+
+
+class SecondRunner:
+    """vLLM with the model runner of GPUs."""
+
+    is_v2, is_closed = True, False
+
+    def __init__(self, settings: VllmSettings) -> None: ...
+
+    def close(self) -> None:
+        SecondRunner.is_closed = True
+
+
+def test_references_are_refused_where_vllm_starts_with_the_runner_of_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "Link", SecondRunner)
+    settings = VllmSettings(Path("model"), torch.float32, 8, 80)
+    with pytest.raises(UserError, match="keeps drafts on the GPU"):
+        assembly.build_vllm(VllmPlan(settings, "adaptive", "cost-model", references=References()), VOCAB, {})
+    assert SecondRunner.is_closed
+
+
+@pytest.mark.parametrize(
+    ("speculation", "tuner", "follows"),
+    [("adaptive", "cost-model", True), ("adaptive", "beg-mab", False), ("ngram:4x1x4", "cost-model", False),
+     ("ahead:8x1x8", "cost-model", True), ("off", "cost-model", False)],
+)  # fmt: skip
+def test_references_are_followed_where_the_speculation_follows_any(speculation: str, tuner: str, follows: bool) -> None:
+    plan = VllmPlan(None, speculation, tuner, references=References(None))  # type: ignore[arg-type]  # settings are not read
+    assert (plan.used_references is not None) == follows
+
+
+def test_a_run_says_whether_its_user_asks_for_references() -> None:
+    recipe = "recipes/countdown/quickstart.toml"
+    for words, asks in (
+        ([], False),
+        (["--rollout.ahead=1"], True),
+        (["--rollout.replay=runs/a"], True),
+        (["--rollout.speculation=ahead+learned:8x1x8"], True),
+        (["--rollout.speculation=4x1x4"], False),
+    ):
+        rollout = load_config(recipe, ["--rollout.engine=vllm", *words]).rollout
+        assert rollout.asks_for_references == asks, words
+
+
+def test_a_request_that_is_nearly_over_is_drafted_no_further() -> None:
+    request = Request("w", 0, (9,) * 40, SamplingParams(1.0, max_tokens=WINDOW, seed=2))
+    ((key, want),) = answered([request]).items()
+    references = References(None)
+    references.keep(request.key, [*want, *range(8, 60)])
+    engine = engine_with(references, Fixed(Strategy.parse("ahead:256x1x256")))
+    assert texts(list(engine.generate([request]))) == {key: want}

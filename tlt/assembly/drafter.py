@@ -1,0 +1,97 @@
+"""Builds what trains and watches a drafter: its training copy, its trainer, its watch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from tlt.config.drafter import DrafterSection
+from tlt.drafter.drafting.suffix_index import count_retrieved
+from tlt.drafter.formats.folder import StoredDrafter, choose_preset
+from tlt.drafter.measure import Subject
+from tlt.drafter.model import DraftModel
+from tlt.drafter.training.buffer import TrajectoryBuffer
+from tlt.drafter.training.spot import SpotTrainer
+from tlt.drafter.training.trainer import DrafterTrainer
+from tlt.drafter.watch import DrafterWatch, Ranks
+from tlt.engine.backend import RolloutBackend
+from tlt.models.packed import PackedTransformer
+from tlt.ranks.world import World, average_weighted, gather_objects
+from tlt.report.timeline import Timeline
+from tlt.rollout.protocol import DrafterSide
+from tlt.rollout.watched_drafter import WatchedDrafter
+from tlt.spans import Span
+
+
+def build_draft_model(drafter: StoredDrafter, device: torch.device) -> DraftModel:
+    """Returns the copy of a drafter that is trained."""
+    model = DraftModel(drafter.config).to(device)
+    model.load_state_dict(drafter.tensors)
+    return model
+
+
+def build_spot_trainer(
+    settings: DrafterSection,
+    stored: StoredDrafter,
+    model: DraftModel,
+    target: PackedTransformer,
+    seed: int,
+    on_span: Callable[[Span], None],
+) -> SpotTrainer:
+    """Returns who trains the drafter in idle time.
+
+    model: the copy to train.  target: the engine's policy.  seed: of the windows it draws; every rank has another.
+    """
+    preset = choose_preset(settings.preset, stored, preset_changes(settings))
+    return SpotTrainer(
+        DrafterTrainer(model, target, preset, settings.learning_rate, settings.clip_grad_norm),
+        TrajectoryBuffer(settings.buffer_mib * 2**20, seed),
+        settings.tokens_per_micro_step,
+        settings.carry_longest,
+        on_span,
+        keeps_captured=settings.features == "captured",
+        max_passes=settings.max_passes,
+    )
+
+
+def preset_changes(settings: DrafterSection) -> dict[str, Any]:
+    """Returns the constants of a preset that the configuration sets."""
+    names = ("unrolled_steps", "step_decay", "feature_weight", "distribution_weight")
+    return {name: getattr(settings, name) for name in names}
+
+
+def watch_drafter(
+    settings: DrafterSection,
+    stored: StoredDrafter | None,
+    engine: RolloutBackend,
+    world: World,
+    timeline: Timeline,
+    *,
+    seed: int,
+    share: float = 0.0,
+) -> DrafterSide:
+    """Builds the training copy of the engine's learned drafter, its trainer and its watch.
+
+    seed: of the choice of training windows, which differs by rank.
+    share: see WatchedDrafter.
+    """
+    drafter, target = engine.drafter, engine.target
+    if stored is None or drafter is None or drafter.learned is None:
+        return DrafterSide()
+    assert target is not None, "whoever has a learned drafter keeps the policy for it"
+    model = build_draft_model(stored, world.device)
+    spot = None
+    if settings.train:
+        seed = seed * world.world_size + world.rank
+        spot = build_spot_trainer(settings, stored, model, target, seed, timeline.add)
+    watch = DrafterWatch(
+        Subject(model, drafter.learned.model, target, count_retrieved),
+        spot.trainer if spot is not None else None,
+        drafter.learned,
+        Ranks(world.rank, partial(gather_objects, world), partial(average_weighted, world)),
+        settings.check_every,
+    )
+    return WatchedDrafter(model, drafter.learned, watch, spot, timeline, share)

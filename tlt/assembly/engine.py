@@ -1,0 +1,251 @@
+"""A model and its settings → an engine with a drafter. The only place that puts one together, for the command line, the
+training run, the benchmarks and the Python API alike.
+
+    Model ───────────────────────────┐
+    drafter/ ── load_stored ─────────┼── build_backend ──▶ our engine, or vLLM, with policy, tuner and drafter
+    EngineSettings ──────────────────┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tlt.assembly.cost_prior import cost_prior
+from tlt.assembly.model import Checkpoint, Model, local_ranks
+from tlt.config.drafter import DrafterSection
+from tlt.config.schema import Config
+from tlt.config.vllm import VllmSection
+from tlt.drafter.drafting.hybrid import drafter_kinds, make_drafter
+from tlt.drafter.drafting.learned import LearnedDrafter, LearnedSettings, OnVerdicts
+from tlt.drafter.drafting.reference_drafter import ReferenceDrafter, reference_kinds
+from tlt.drafter.drafting.references import References
+from tlt.drafter.formats.folder import StoredDrafter, load_drafter
+from tlt.drafter.model import PackedDrafter
+from tlt.drafter.vocabulary import DraftCosts, DraftVocabulary, check_wanted
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.engine import RolloutEngine
+from tlt.engine.memory import automatic_bytes
+from tlt.engine.sequence import Decode
+from tlt.models.decoder import ModelConfig
+from tlt.models.packed import PackedTransformer
+from tlt.spans import Span
+from tlt.speculative.strategy import StrategyTuner
+from tlt.speculative.verify import Verify
+from tlt.speculative.verify import verify as verify_by_the_law
+from tlt.tuning.tuner import make_tuner
+from tlt.types import UserError, resolve_dtype
+from tlt.vllm.inside.law import DEFAULT_TAU
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The settings that an engine is built with, beside its weights.
+
+    speculation: "off", "adaptive" or a fixed strategy such as "4x1x4" (Strategy.parse).
+    tuner: who chooses when speculation is adaptive: "cost-model" or "beg-mab".
+    drafting: how drafters rank, when they stop and what they remember.
+    borrows: what the engine can use as the policy has it is read there, not copied (PackedTransformer).
+    kv_gib: GiB of all caches; None: as many as `automatic_bytes` says, where `num_ranks` share the machine's memory.
+    engine: "tlt" or "vllm"; `vllm` has the second one's own settings.
+    window: positions of the longest sequence that will be asked for; None: as many as the model has.
+    """
+
+    speculation: str = "off"
+    tuner: str = "cost-model"
+    dtype: torch.dtype = torch.float32
+    device: torch.device | str = "cpu"
+    max_batch_size: int = 64
+    drafting: DrafterSection = field(default_factory=DrafterSection)
+    borrows: bool = False
+    kv_gib: float | None = None
+    num_ranks: int = 1
+    engine: Literal["tlt", "vllm"] = "tlt"
+    vllm: VllmSection = field(default_factory=VllmSection)
+    window: int | None = None
+
+    def cache_bytes(self) -> int:
+        """Returns the memory that the engine's caches may take from now on."""
+        device = torch.device(self.device)
+        return automatic_bytes(device, self.num_ranks) if self.kv_gib is None else int(self.kv_gib * 2**30)
+
+    @staticmethod
+    def of_run(config: Config, device: torch.device | str) -> EngineSettings:
+        """Returns the settings that a run's configuration asks for."""
+        rollout, dtype = config.rollout, resolve_dtype(config.run.dtype)
+        return EngineSettings(
+            rollout.speculation,
+            rollout.tuner,
+            dtype,
+            device,
+            rollout.max_batch_size,
+            config.drafter,
+            kv_gib=rollout.kv_gib,
+            num_ranks=local_ranks(config),
+            engine=rollout.engine,
+            vllm=config.vllm,
+        )
+
+
+def build_engine(
+    config: ModelConfig,
+    policy: Mapping[str, Tensor] | PackedTransformer,
+    settings: EngineSettings,
+    drafter: StoredDrafter | None = None,
+    *,
+    tuner: StrategyTuner | None = None,
+    verify: Verify = verify_by_the_law,
+    on_span: Callable[[Span], None] | None = None,
+    decode: Decode | None = None,
+) -> RolloutEngine:
+    """Returns an engine that holds the policy and, unless speculation is off, something to draft with: retrieval, and beside it
+    the learned `drafter` where one is given.
+
+    policy: tensors by their Hugging Face names, or the copy of them in another engine of these settings; then both read it,
+    and neither loads another.  tuner: chooses in place of the one that the settings name.
+    verify: an audit puts a faulty one here.  on_span: receives what the engine spent its time on.
+    decode: the text of a response's tokens, in which stop texts are sought.
+    Raises UserError for a speculation that needs a drafter which is not there.
+    """
+    tuner = tuner or _make_tuner(config, settings, drafter, drafter_kinds(drafter is not None))
+    engine = RolloutEngine(
+        policy if isinstance(policy, PackedTransformer) else _pack(config, policy, settings),
+        max_batch_size=settings.max_batch_size,
+        tuner=tuner,
+        on_span=on_span,
+        verify=verify,
+        decode=decode,
+        cache_bytes=settings.cache_bytes,
+    )
+    if tuner is not None:
+        learned = None if drafter is None else build_learned(engine, drafter, settings)
+        drafting, slots = settings.drafting, settings.max_batch_size
+        engine.load_drafter(make_drafter(learned, slots, drafting.ngram_tokens, drafting.confidence_threshold))
+    return engine
+
+
+def _make_tuner(
+    config: ModelConfig, settings: EngineSettings, drafter: StoredDrafter | None, kinds: Sequence[str]
+) -> StrategyTuner | None:
+    """Returns the tuner that the settings name, with what is known of the drafter beforehand: its size and its acceptance."""
+    prior = cost_prior(config, None if drafter is None else drafter.config, settings.drafting.vocabulary)
+    acceptance = None if drafter is None else drafter.acceptance
+    return make_tuner(settings.speculation, kinds, settings.tuner, prior=prior, acceptance=acceptance)
+
+
+def _pack(config: ModelConfig, policy: Mapping[str, Tensor], settings: EngineSettings) -> PackedTransformer:
+    packed = PackedTransformer(config, settings.dtype, settings.device, settings.borrows)
+    packed.load(policy, version=0)
+    return packed
+
+
+def build_backend(
+    model: Checkpoint,
+    settings: EngineSettings,
+    drafter: StoredDrafter | None = None,
+    *,
+    on_span: Callable[[Span], None] | None = None,
+    verify: Verify = verify_by_the_law,
+    references: References | None = None,
+) -> RolloutBackend:
+    """Returns the engine that the settings name, with the model as its policy. Raises UserError where it cannot be had.
+
+    references: what may be drafted from, unless speculation is off; vLLM on a GPU leaves them.
+    """
+    if settings.engine == "tlt":
+        assert isinstance(model, Model), "others were refused when they were read (load_checkpoint)"
+        kinds, tuner = drafter_kinds(drafter is not None), None
+        if references is not None:
+            tuner = _make_tuner(model.config, settings, drafter, reference_kinds(kinds))
+        config, tensors = model.config, model.tensors
+        engine = build_engine(
+            config, tensors, settings, drafter, tuner=tuner, on_span=on_span, verify=verify, decode=model.decode
+        )
+        if references is not None and engine.drafter is not None:
+            engine.load_drafter(ReferenceDrafter(engine.drafter, references, settings.max_batch_size))
+        return engine
+    assert verify is verify_by_the_law, "vLLM verifies for itself"
+    return _build_vllm(model, settings, drafter, on_span, references)
+
+
+def _build_vllm(
+    model: Checkpoint,
+    settings: EngineSettings,
+    drafter: StoredDrafter | None,
+    on_span: Callable[[Span], None] | None,
+    references: References | None,
+) -> RolloutBackend:
+    from tlt.assembly.vllm import Learned, VllmPlan, build_vllm
+    from tlt.vllm.link import needs_own_process
+    from tlt.vllm.settings import VllmSettings
+    from tlt.vllm.strategies import takes_drafts
+
+    drafting, window = settings.drafting, model.config.max_positions
+    vllm = VllmSettings(
+        model.path,
+        settings.dtype,
+        settings.max_batch_size,
+        window if settings.window is None else min(settings.window, window),
+        settings.kv_gib,
+        device_index=torch.device(settings.device).index or 0,
+        tau=drafting.coupling_temperature or DEFAULT_TAU,
+        captures=drafting.train and drafting.features == "captured",
+        section=settings.vllm,
+        own_process=settings.vllm.own_process or needs_own_process(),
+    )
+    references = references if takes_drafts(torch.device(settings.device).type) else None
+    plan = VllmPlan(vllm, settings.speculation, settings.tuner, trains=drafter is not None, references=references)
+    if not isinstance(model, Model):
+        return build_vllm(plan, model.config.vocab_size, {}, on_span=on_span, decode=model.decode)
+    learned = None if drafter is None else Learned(drafter, model.config)
+    plan = replace(plan, prior=cost_prior(model.config, None if drafter is None else drafter.config))
+    return build_vllm(plan, model.config.vocab_size, model.tensors, learned, on_span=on_span, decode=model.decode)
+
+
+def load_engine(
+    model: Checkpoint,
+    settings: EngineSettings,
+    drafter: Path | None = None,
+    verify: Verify = verify_by_the_law,
+    references: References | None = None,
+) -> RolloutBackend:
+    """Returns an engine that holds the model, and the drafter of that folder unless speculation is off."""
+    stored = load_stored(None if settings.speculation == "off" else drafter, model)
+    return build_backend(model, settings, stored, verify=verify, references=references)
+
+
+def load_stored(drafter: Path | None, model: Checkpoint) -> StoredDrafter | None:
+    """Reads the drafter folder of a model; None: there is none to read. UserError where it does not fit, as for every model
+    that our decoder does not compute."""
+    if drafter is None:
+        return None
+    if not isinstance(model, Model):
+        remedy = "leave it out, and draft by retrieval (ngram:4x1x4) or not at all"
+        raise UserError(f"drafter: {drafter} cannot draft for {model.path}, which TLT's own decoder does not compute; {remedy}")
+    return load_drafter(drafter, model.config, model.tensors)
+
+
+def build_learned(
+    engine: RolloutEngine, drafter: StoredDrafter, settings: EngineSettings, on_verdicts: OnVerdicts | None = None
+) -> LearnedDrafter:
+    """Returns the drafter at work beside the engine's target. It remembers what training matches only where it is trained."""
+    drafting = settings.drafting
+    packed = PackedDrafter.from_tensors(drafter.config, drafter.tensors, engine.model.dtype, engine.device)
+    check_wanted(drafting.vocabulary, drafter.config)
+    vocabulary = None
+    if drafter.config.can_choose:
+        costs = DraftCosts.of(engine.model.config, drafter.config)
+        vocabulary = DraftVocabulary(costs, drafting.vocabulary, drafter.counts_V)
+    learned = LearnedSettings(
+        ranking=drafting.ranking,
+        tau=drafting.coupling_temperature,
+        confidence_threshold=drafting.confidence_threshold,
+        window=drafting.feature_window,
+        keep_targets=drafting.train and drafting.features == "captured",
+    )
+    return LearnedDrafter(packed, engine.model, settings.max_batch_size, learned, on_verdicts, vocabulary)

@@ -1,0 +1,173 @@
+"""What the user names → what is read: a folder or a name of the hub becomes a model.."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from tlt.config.schema import Config
+from tlt.engine.sequence import Decode
+from tlt.hf.config import OtherComputation, load_model_config
+from tlt.hf.limits import Limits, read_limits
+from tlt.hf.peft import AdaptedTensors, Adapter, read_adapter
+from tlt.hf.tokenizer import Tokenizer, has_tokenizer, load_tokenizer, read_stop_ids
+from tlt.hf.weights import StoredTensors
+from tlt.io.hub import resolve_model
+from tlt.launch.place import find_place
+from tlt.launch.ray_cluster import num_cluster_gpus
+from tlt.models.decoder import ModelConfig
+from tlt.types import UserError
+
+RANKS_ON_CPUS = 2
+"""Where nobody says how many: two show all that TLT does, on two cores."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint folder, as far as it is read for an engine that loads the weights itself.
+
+    config: bounds of token ids and positions.
+    tokenizer: None where the folder has none; then prompts have to be token ids.
+    """
+
+    path: Path
+    config: Limits
+    tokenizer: Tokenizer | None
+    stop_ids: tuple[int, ...]
+
+    @property
+    def decode(self) -> Decode | None:
+        """Returns the text of a response's tokens; None without a tokenizer."""
+        return None if self.tokenizer is None else self.tokenizer.decode
+
+
+@dataclass(frozen=True)
+class Model(Checkpoint):
+    """A checkpoint of a family that our decoder computes, with its weights: trained, drafted for, or generated with.
+
+    adapter: beside the weights, for who trains it on; None: there is none, or it is merged into them.
+    """
+
+    config: ModelConfig
+    tensors: Mapping[str, Tensor]
+    adapter: Adapter | None = None
+
+
+def model_folder(config: Config) -> Path:
+    """Returns the local folder of a run's model, which may come from the hub."""
+    return resolve_model(config.model.path, config.model.revision)
+
+
+def adapter_folder(config: Config) -> Path | None:
+    """Returns the local folder of the adapter that a run's policy starts from; None: there is none."""
+    return None if config.model.adapter is None else resolve_model(config.model.adapter)
+
+
+def drafter_folder(config: Config) -> Path | None:
+    """Returns the local folder of a run's drafter, which may come from the hub; None: there is none."""
+    return None if config.drafter.path is None else resolve_model(config.drafter.path)
+
+
+def local_ranks(config: Config) -> int:
+    """Returns how many ranks this machine has: who started them says so, and `tlt train` starts all of them here."""
+    place = find_place()
+    return _ranks_to_start(config) if place is None else place.local_world_size
+
+
+def all_ranks(config: Config) -> int:
+    """Returns how many ranks all machines have together."""
+    place = find_place()
+    return _ranks_to_start(config) if place is None else place.world_size
+
+
+def _ranks_to_start(config: Config) -> int:
+    """Returns run.num_ranks; where the user leaves it open, a rank for each GPU that there is to compute on."""
+    return config.run.num_ranks or (0 if config.run.device == "cpu" else num_gpus(config)) or RANKS_ON_CPUS
+
+
+def num_gpus(config: Config) -> int:
+    """Returns the GPUs of this machine, or of the whole Ray cluster where that starts the ranks."""
+    return num_cluster_gpus() if find_place() is None and config.run.launcher == "ray" else torch.cuda.device_count()
+
+
+def load_checkpoint(path: Path, engine: Literal["tlt", "vllm"], adapter: Path | None = None) -> Checkpoint:
+    """Reads what `engine` is to generate with: a Model, or where vLLM is to compute it, a model of whatever family.
+
+    adapter: see `open_model`.
+    """
+    if adapter is not None and engine == "vllm":
+        raise UserError(f"adapter {adapter}: vLLM reads the model itself; merge the two with PEFT, or leave out engine vllm")
+    try:
+        return load_model(path, adapter=adapter)
+    except OtherComputation:
+        if engine == "tlt":
+            raise
+        return Checkpoint(path, read_limits(path), *_tokens(path))
+
+
+def load_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
+    """Reads a checkpoint folder. dtype: of the tensors; None: as they are stored.  adapter: a folder of PEFT's that is merged
+    into them. Raises UserError where it cannot be used."""
+    model = open_model(path, dtype, adapter)
+    return replace(model, tensors=dict(model.tensors))
+
+
+def open_model(path: Path, dtype: torch.dtype | None = None, adapter: Path | None = None) -> Model:
+    """Does the same, but for the tensors: each is read, and its values are checked, when it is asked for."""
+    config = load_model_config(path)
+    if adapter is None:
+        return Model(path, config, *_tokens(path), StoredTensors(path, config, dtype))
+    return Model(path, config, *_tokens(path), AdaptedTensors(path, config, dtype, read_adapter(adapter, config)))
+
+
+def open_start(config: Config, dtype: torch.dtype) -> Model:
+    """Opens the model that a run's policy starts from. Its adapter is merged into the weights, but where the run trains
+    adapters: then it lies beside them, and is trained on. Raises UserError where `lora` describes another."""
+    folder, adapter = model_folder(config), adapter_folder(config)
+    if adapter is None or not config.lora.rank:
+        return open_model(folder, dtype, adapter)
+    model = open_model(folder, dtype)
+    return replace(model, adapter=read_start(config, model.config))
+
+
+def read_start(config: Config, shape: ModelConfig) -> Adapter | None:
+    """Reads the adapter that a run's policy starts from, if there is one. Raises UserError where the run trains adapters, and
+    `lora` describes others."""
+    if (folder := adapter_folder(config)) is None:
+        return None
+    adapter = read_adapter(folder, shape)
+    for key in ("rank", "scale", "targets") if config.lora.rank else ():
+        wanted, found = (sorted(v) if isinstance(v := getattr(lora, key), tuple) else v for lora in (config.lora, adapter.lora))
+        if wanted != found:
+            name = "alpha" if key == "scale" else key
+            raise UserError(
+                f"lora.{name}: describes another adapter than model.adapter, {folder} (there {key} is {found}, not {wanted});"
+                " set rank, alpha, rslora and targets as there, or train the whole policy with lora.rank 0"
+            )
+    return adapter
+
+
+def _tokens(path: Path) -> tuple[Tokenizer | None, tuple[int, ...]]:
+    """Returns a folder's tokenizer, if it has one, and the ids that end a response."""
+    tokenizer = load_tokenizer(path) if has_tokenizer(path) else None
+    return tokenizer, tokenizer.stop_ids if tokenizer is not None else read_stop_ids(path)
+
+
+def resolve_device(wanted: str | torch.device, place: str = "device") -> torch.device:
+    """Returns the device that an engine computes on: for "auto" a GPU where there is one. UserError, which begins with `place`,
+    for a device that is unknown or not there. (What `run.device` means for several ranks, ranks/world.py says.)"""
+    has_cuda = torch.cuda.is_available()
+    device = None
+    with suppress(RuntimeError, TypeError):
+        device = torch.device(("cuda" if has_cuda else "cpu") if wanted == "auto" else wanted)
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UserError(f"{place}: {wanted!r} is unknown; give auto, cpu or cuda")
+    if device.type == "cuda" and not has_cuda:
+        raise UserError(f"{place}: {wanted} is not available here; give cpu or auto")
+    return device

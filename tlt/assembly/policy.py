@@ -1,0 +1,108 @@
+"""A configuration → who trains the policy, what responses are drawn by, and what they are scored by."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tlt.assembly.model import Model
+from tlt.config.schema import Config
+from tlt.hf.weights import StoredTensors
+from tlt.models.decoder import ModelConfig, Transformer
+from tlt.models.lora import BaseOf, add_adapters, is_of_adapter, start_value
+from tlt.ranks.sharding import fill, mesh_of, shard
+from tlt.ranks.world import World
+from tlt.rewards.scoring import RewardSpec
+from tlt.rl.update import PolicyTrainer
+from tlt.types import resolve_dtype
+
+
+def build_policy_trainer(config: Config, model: Model, world: World, is_sharded: bool = False) -> PolicyTrainer:
+    """Returns who updates the policy: it owns a copy of the model's tensors, and a frozen one where the loss has a KL term,
+    unless the copy itself is frozen beside adapters that begin at zero."""
+
+    def build() -> Transformer:
+        policy, seed = plan_policy(config, model.config), config.run.seed
+        if not is_sharded:
+            return build_policy(policy, model, world.device, seed)
+        wanted = config.parallel.param_dtype
+        return build_sharded_policy(policy, model, world, None if wanted is None else resolve_dtype(wanted), seed)
+
+    policy, reference = build(), None
+    if config.algorithm.kl_coefficient > 0:
+        starts_from_base = config.lora.rank and model.adapter is None
+        reference = BaseOf(policy) if starts_from_base else build()
+    return PolicyTrainer(
+        policy,
+        config.algorithm,
+        config.optimizer,
+        sampling=config.sampling,
+        num_steps=config.run.num_steps,
+        process_group=world.group,
+        reference=reference,
+        reduces_each=config.parallel.reduce_each_micro_batch,
+    )
+
+
+def reward_spec(config: Config) -> RewardSpec:
+    """Returns what a run's responses are scored by."""
+    rewards = config.rewards
+    return RewardSpec(config.task.name, rewards.functions, rewards.weights, rewards.solved_at, config.task.options)
+
+
+def master_dtype(config: Config) -> torch.dtype:
+    """Returns the type of the weights that are trained: float32, unless the engine computes in float64."""
+    return torch.float64 if resolve_dtype(config.run.dtype) == torch.float64 else torch.float32
+
+
+def base_dtype(config: Config) -> torch.dtype:
+    """Returns the type of all other weights: another one only where adapters alone are trained."""
+    wanted = config.lora.base_dtype
+    return master_dtype(config) if wanted is None else resolve_dtype(wanted)
+
+
+def plan_policy(config: Config, shape: ModelConfig) -> Transformer:
+    """Returns the policy as the configuration wants it trained, without memory: on the meta device."""
+    with torch.device("meta"):
+        policy = Transformer(shape, config.parallel.checkpoint_activations).to(base_dtype(config))
+    if config.lora.rank:
+        add_adapters(policy, config.lora, master_dtype(config))
+    return policy
+
+
+def build_policy(policy: Transformer, model: Model, device: torch.device, seed: int = 0) -> Transformer:
+    """Gives a planned policy tensors of its own: the model's, and those that adapters begin with. Returns it.
+
+    seed: of the adapters.
+    """
+
+    def start(name: str, shape: torch.Size) -> Tensor:
+        return _start_of_adapter(model, name, shape, seed) if is_of_adapter(name) else model.tensors[name]
+
+    tensors = {name: start(name, t.shape).to(t.dtype, copy=True) for name, t in policy.state_dict().items()}
+    policy.load_state_dict(tensors, assign=True)
+    return policy.to(device)
+
+
+def build_sharded_policy(
+    policy: Transformer, model: Model, world: World, param_dtype: torch.dtype | None = None, seed: int = 0
+) -> Transformer:
+    """Gives a planned policy this rank's slices of them. Every rank calls it, and reads no more than its slices.
+
+    param_dtype: see `shard`.
+    """
+    shard(policy, mesh_of(world), param_dtype)
+    policy.to_empty(device=world.device)
+    stored, shapes = model.tensors, {name: parameter.shape for name, parameter in policy.named_parameters()}
+    assert isinstance(stored, StoredTensors)
+
+    def start(name: str, rows: slice) -> Tensor:
+        is_adapter = is_of_adapter(name)
+        return _start_of_adapter(model, name, shapes[name], seed)[rows] if is_adapter else stored.rows(name, rows)
+
+    fill(policy, start)
+    return policy
+
+
+def _start_of_adapter(model: Model, name: str, shape: torch.Size, seed: int) -> Tensor:
+    return start_value(name, shape, seed) if model.adapter is None else model.adapter.tensors[name]

@@ -1,0 +1,42 @@
+"""The JSON files of a local Hugging Face folder: found, read and written. Knows no key of any of them, and imports no torch.
+
+A refusal is one line that says which file and what to do.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tlt.io.files import parse_json
+from tlt.types import UserError
+
+
+def existing_directory(path: Path | str) -> Path:
+    """Returns the path; UserError where no folder is there."""
+    directory = Path(path)
+    if not directory.is_dir():
+        interrupted = directory.with_name(f".{directory.name}.old") if directory.name else directory
+        if interrupted.is_dir():
+            raise UserError(f"{directory}: is missing, a save was interrupted; rename {interrupted} to {directory.name}")
+        raise UserError(f"{directory}: is no directory; give a local checkpoint (hf download MODEL --local-dir {directory})")
+    return directory
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the JSON object that the file holds; UserError where it is missing or holds something else."""
+    if not file.exists():
+        raise UserError(f"{file}: is missing; give a directory with a whole Hugging Face checkpoint")
+    try:
+        value = parse_json(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # names no file by itself
+        raise UserError(f"{file}: is no JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: holds a JSON {type(value).__name__}, not an object; download it again")
+    return value
+
+
+def write_json(file: Path, value: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

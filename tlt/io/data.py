@@ -1,0 +1,243 @@
+"""Rows of the user's data as records: of a JSONL or Parquet file, of a folder, of a dataset of the Hugging Face hub. Knows no
+task and no tokenizer.
+
+    file.jsonl · folder of them ─────────────────────────────────── read here ─┐
+    file.parquet · folder · save_to_disk ── datasets ──────────────────────────┼─▶ columns by our names ─▶ (place, record)
+    OWNER/NAME[@REVISION] ── datasets ──▶ JSONL in the hub's assets cache ─────┘
+
+A dataset of the hub is written as JSONL once, by commit, subset and split: ranks and later runs read that, without a network
+and without `datasets`. A record's values are those of JSON, whatever the file's were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import decimal
+import math
+import re
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from urllib.parse import quote
+
+from tlt.io.extras import how_to_install
+from tlt.io.files import Record, line_number, read_jsonl, write_jsonl
+from tlt.io.hub import Repository, pin_dataset, quiet
+from tlt.io.text import one_line
+from tlt.types import UserError
+
+_SPLITS = ("train", "test", "validation", "valid", "val", "dev", "eval")
+"""Words that name a split in the name of a JSONL file."""
+
+Records = list[tuple[str, Record]]
+"""Pairs of the place that errors name, such as "file:line", and the record."""
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Names rows of data.
+
+    name: a path, or a dataset of the hub.
+    subset, split: of a dataset; None: its default, and the only split or else `usual_split`.
+    columns: the data's names of columns, by ours.  option: where the user gave the name, for errors.
+    """
+
+    name: Path
+    option: str
+    subset: str | None = None
+    split: str | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+    usual_split: str = "train"
+
+    def __str__(self) -> str:
+        parts = [part for part in (self.subset, self.split) if part is not None]
+        return f"{self.name} ({', '.join(parts)})" if parts else str(self.name)
+
+
+def read_data(source: DataSource) -> Records:
+    """Returns the rows with our names of columns. One without problem_id has its number within the source, counted from 1, or
+    its line where the source is one JSONL file. Raises UserError for whatever cannot be read."""
+    return [(place, _rename(place, record, source.columns)) for place, record in _read(source)]
+
+
+def _read(source: DataSource) -> Records:
+    path, option = source.name, source.option
+    if path.is_dir():
+        files = sorted(path.glob("*.jsonl"))
+        if files and not any(path.glob("*.parquet")):
+            return _number(pair for file in _files_of_split(files, source) for pair in read_jsonl(file, option))
+        return _number(_rows(_load_folder(source), source))
+    if not path.exists() and (repository := Repository.parse(path)) is not None:
+        return _read_repository(source, repository)
+    if source.subset is not None or source.split is not None:
+        raise UserError(
+            f"{option}: {path} is one file, which has no subset and no split; remove {source.subset or source.split}"
+        )
+    if path.suffix == ".parquet":
+        return _number(_rows(_load(source, "parquet", data_files=str(path)), source))
+    return [(place, {"problem_id": line_number(place), **record}) for place, record in read_jsonl(path, option)]
+
+
+def _number(records: Iterable[tuple[str, Record]]) -> Records:
+    return [(place, {"problem_id": str(number), **record}) for number, (place, record) in enumerate(records, start=1)]
+
+
+def _rename(place: str, record: Record, columns: Mapping[str, str]) -> Record:
+    """Returns the record with our names. Raises UserError for a column that it does not have."""
+    for theirs in columns.values():
+        if theirs not in record:
+            known = ", ".join(name for name in record if name != "problem_id")
+            raise UserError(
+                f"{place}: has no column {theirs!r}; columns are {known}: correct the names of columns that are set"
+            )
+    kept = {name: value for name, value in record.items() if name not in columns.values()}
+    return kept | {ours: record[theirs] for ours, theirs in columns.items()}
+
+
+def _files_of_split(files: Sequence[Path], source: DataSource) -> list[Path]:
+    """Returns the JSONL files whose names hold the split's, such as train.jsonl or gsm8k-train-2.jsonl. Where none names any,
+    all of them are training data."""
+    words = {file: re.split(r"\W|_", file.stem) for file in files}
+    split = source.split or source.usual_split
+    chosen = [file for file in files if split in words[file]]
+    if not chosen and split == "train" and not any(word in _SPLITS for names in words.values() for word in names):
+        return list(files)
+    if not chosen or source.subset is not None:
+        wrong = f"split {split!r}" if not chosen else f"subset {source.subset!r}"
+        raise UserError(f"{source.option}: {source.name} has no {wrong}; its files are {', '.join(f.name for f in files)}")
+    return chosen
+
+
+# ── datasets ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read_repository(source: DataSource, repository: Repository) -> Records:
+    """Reads a dataset of the hub, from the JSONL that an earlier call has written where there is one."""
+    from huggingface_hub import cached_assets_path
+
+    pinned = pin_dataset(source.name)
+    assert pinned is not None, "the name is a repository's"
+    folder = cached_assets_path("tlt", namespace=pinned.name, subfolder=str(pinned.revision))
+    name = f"{source.subset or 'default'} {source.split or f'usual {source.usual_split}'}.jsonl"
+    file = Path(folder) / quote(name, safe="")
+    if not file.exists():
+        rows = _load(source, pinned.name, revision=pinned.revision, name=source.subset)
+        _check_commit(rows, pinned, source)
+        write_jsonl(file, (record for _, record in _rows(rows, source)))
+    return _number((f"{source}, row {number}", record) for number, (_, record) in enumerate(read_jsonl(file, source.option), 1))
+
+
+def _check_commit(rows: Any, pinned: Repository, source: DataSource) -> None:
+    """Raises UserError for rows of another commit: where the hub does not answer, `datasets` takes the latest that it has."""
+    parts = {part for file in rows.cache_files for part in Path(file["filename"]).parts}
+    commits = {part for part in parts if re.fullmatch("[0-9a-f]{40}", part)}
+    if commits and pinned.revision not in commits:
+        raise UserError(
+            f"{source.option}: {source} cannot be loaded (only commit {commits.pop()} of {pinned.name} is in the cache, not "
+            f"{pinned.revision}); check the network, and HF_HUB_OFFLINE"
+        )
+
+
+def _load_folder(source: DataSource) -> Any:
+    path = str(source.name)
+    if not any((source.name / name).is_file() for name in ("dataset_dict.json", "state.json")):
+        return _load(source, path, name=source.subset)
+    if source.subset is not None:
+        raise UserError(f"{source.option}: {path} was written by save_to_disk and has no subset; remove {source.subset!r}")
+    datasets = _import_datasets(source)
+    try:
+        loaded = datasets.load_from_disk(path)
+    except Exception as error:  # whatever a broken file raises
+        raise _unreadable(source, error) from None
+    is_single = isinstance(loaded, datasets.Dataset)
+    if is_single and source.split is not None:
+        raise UserError(f"{source.option}: {path} has no splits; remove {source.split!r}")
+    return loaded if is_single else _choose_split(loaded, source)
+
+
+def _load(source: DataSource, *arguments: str, **options: Any) -> Any:
+    """Returns the split, as datasets.load_dataset loads it."""
+    datasets = _import_datasets(source)
+    try:
+        with quiet(), _bars_on_terminals(datasets):
+            loaded = datasets.load_dataset(*arguments, split=source.split, **options)
+    except Exception as error:  # `datasets` has dozens of kinds for what a name, a network or a file can do
+        raise _unreadable(source, error) from None
+    return loaded if source.split is not None else _choose_split(loaded, source)
+
+
+def _choose_split(loaded: Mapping[str, Any], source: DataSource) -> Any:
+    """Returns the split that was asked for; where none was, the only one or else the usual one."""
+    split = source.split or (next(iter(loaded)) if len(loaded) == 1 else source.usual_split)
+    if split not in loaded:
+        raise UserError(f"{source.option}: {source.name} has no split {split!r}; its splits are {', '.join(loaded)}: set one")
+    return loaded[split]
+
+
+def _import_datasets(source: DataSource) -> ModuleType:
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            f"{source.option}: {source.name} needs the package datasets (JSONL does not); {how_to_install('data')}"
+        ) from None
+    package: ModuleType = datasets  # which is Any where it is not installed
+    return package
+
+
+@contextlib.contextmanager
+def _bars_on_terminals(datasets: ModuleType) -> Iterator[None]:
+    """Keeps the progress bars of `datasets` out of logs."""
+    hides = not sys.stderr.isatty() and not datasets.are_progress_bars_disabled()
+    if hides:
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if hides:
+            datasets.enable_progress_bars()
+
+
+def _unreadable(source: DataSource, error: Exception) -> UserError:
+    is_network = isinstance(error, ConnectionError) or type(error).__module__.startswith("http")
+    remedy = "check the network, and HF_HUB_OFFLINE" if is_network else "correct its name, subset or split"
+    return UserError(f"{source.option}: {source} cannot be loaded ({one_line(error, 240)}); {remedy}")
+
+
+def _rows(rows: Iterable[Mapping[str, Any]], source: DataSource) -> Iterator[tuple[str, Record]]:
+    """Yields the rows with values of JSON. Raises UserError that names row and column of one that has none."""
+    for number, row in enumerate(rows, start=1):
+        place = f"{source}, row {number}"
+        record = {}
+        for column, value in row.items():
+            try:
+                record[column] = to_json(value)
+            except TypeError as error:
+                raise UserError(
+                    f"{place}: column {column!r} holds {error}, which is no text, number or list: remove the column"
+                ) from None
+        yield place, record
+
+
+def to_json(value: Any) -> Any:
+    """Returns the value as JSON has it: dates as ISO 8601, decimals as text, NaN as null. Raises TypeError, with the name of
+    the type, for one that it has not."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    if type(value).__module__ == "numpy":
+        return to_json(value.tolist())
+    raise TypeError(type(value).__name__)

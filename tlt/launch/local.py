@@ -1,0 +1,229 @@
+"""Starts the ranks of a run on this machine, again where one has died, and says why they ended. Knows not what they compute.
+
+    tlt train ── launch ─┬─ somebody has started this rank (place.py), or one is enough: the entry runs right here
+                         └─ torch's elastic agent ─┬─ rank 0: entry(argument, stop)      one agent and one store an attempt:
+                              ▲                    └─ rank 1: entry(argument, stop)      nothing old is there to be read
+                              └─ Supervisor (signals.py): hears SIGINT and SIGTERM, sets `stop` in every rank
+
+The first signal, to the launcher or to any rank, only sets `stop`, which the entries poll; the agent waits. The second Ctrl-C,
+or the end of the grace period, kills the ranks at once. After a signal no attempt follows.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pkgutil
+import shutil
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from signal import Signals
+
+from tlt.io.processes import how_it_ended
+from tlt.io.streams import forgive_output
+from tlt.launch.failures import (
+    EXIT_FAILURE,
+    EXIT_OK,
+    EXIT_USER_ERROR,
+    REPORTS,
+    Failure,
+    RankAwaited,
+    RankFailure,
+    Restarts,
+    find_cause,
+)
+from tlt.launch.place import SECRET, find_place
+from tlt.launch.signals import (
+    GRACE_SECONDS,
+    SharedStop,
+    StopRequest,
+    Supervisor,
+    handling_stop_signals,
+    listen_as_rank,
+    say,
+)
+from tlt.types import UserError
+
+Entry = Callable[[str, StopRequest], object]
+
+
+def launch(
+    argument: str,
+    num_ranks: int,
+    entry: Entry | str,
+    threads_per_rank: int = 1,
+    grace_seconds: float = GRACE_SECONDS,
+    monitor_seconds: float = 0.1,
+    restarts: Restarts | None = None,
+) -> int:
+    """Runs `entry(argument, stop)` on every rank and returns the exit code of the command.
+
+    0: all ranks returned. 2: a rank raised UserError; its one line is on stderr. 1: a rank failed otherwise; its own traceback
+    is on stderr, once, or one line that names the rank that was killed. 130, 143: stopped by SIGINT, SIGTERM, which the
+    launcher or a rank has heard, all ranks having returned, one being awaited in vain, or the grace period being over.
+
+    argument: any text that `entry` understands: a configuration as JSON, or JSON that holds one and what else the ranks need.
+    entry: an importable function, or "package.module:function".
+    grace_seconds: how long the ranks may take to finish after the first signal.
+    restarts: whether they are started again where one has failed; None: they are not.
+    """
+    if num_ranks < 1:
+        raise UserError(f"ranks: {num_ranks} is too few; give 1 or more")
+    if is_rank(num_ranks):
+        return run_here(argument, entry)
+    assert threading.current_thread() is threading.main_thread(), "signals are heard in the main thread only"
+    restarts = restarts or Restarts()
+    with _quiet_agent(), _environment(threads_per_rank), Supervisor(num_ranks, grace_seconds) as supervisor:
+        while True:
+            ending = _attempt(argument, entry, supervisor, monitor_seconds)
+            if isinstance(ending, int):
+                return ending
+            if supervisor.stop.heard is not None:
+                if ending.is_awaiting:
+                    say(f"{'; '.join(ending.causes)}; the step under way is lost")
+                    return _exit_code(supervisor.stop.heard)
+                restarts.limit = 0
+            if not restarts.follows(ending):
+                return EXIT_USER_ERROR if ending.is_user_error else EXIT_FAILURE
+            supervisor.forget_ranks()
+
+
+def is_rank(num_ranks: int) -> bool:
+    """Whether this process is a rank itself: the only one, or one that torchrun or Slurm has started."""
+    return num_ranks == 1 or find_place() is not None
+
+
+# -- one rank, in this process ---------------------------------------------------------------------------------------------
+
+
+def run_here(argument: str, entry: Entry | str) -> int:
+    """Runs the entry as the rank that this process is; returns the exit code."""
+    stop = StopRequest()
+    with handling_stop_signals(stop):
+        try:
+            _resolve(entry)(argument, stop)
+        except UserError as error:
+            say(f"error: {error}")
+            return EXIT_USER_ERROR
+    return _exit_code(stop.signal)
+
+
+def _exit_code(stopped_by: Signals | None) -> int:
+    return EXIT_OK if stopped_by is None else 128 + stopped_by
+
+
+def _resolve(entry: Entry | str) -> Entry:
+    return pkgutil.resolve_name(entry) if isinstance(entry, str) else entry
+
+
+# -- several ranks: what each of them runs ---------------------------------------------------------------------------------
+
+
+def _run_rank(entry: Entry | str, argument: str, report_dir: str, shared_stop: SharedStop, launcher: int) -> None:
+    """Runs one launched rank. It writes a failure down for the launcher; the exit code says the rest."""
+    stop = StopRequest(shared_stop)
+    is_finished = listen_as_rank(stop, launcher)
+    os.environ[REPORTS] = report_dir
+    forgive_output(says_so=os.environ["RANK"] == "0")
+    try:
+        _resolve(entry)(argument, stop)
+        is_finished.set()
+    except Exception as error:  # whatever it is, the launcher has to hear of it before this process ends
+        rank = int(os.environ["RANK"])
+        is_user_error = isinstance(error, UserError)
+        message = str(error) if is_user_error else traceback.format_exception_only(error)[-1].strip()
+        is_awaiting = isinstance(error, RankAwaited)
+        RankFailure(rank, is_user_error, message, traceback.format_exc(), time.monotonic(), is_awaiting).write(Path(report_dir))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_USER_ERROR if is_user_error else EXIT_FAILURE)
+
+
+# -- several ranks: the launcher ---------------------------------------------------------------------------------------------
+
+
+def _attempt(argument: str, entry: Entry | str, supervisor: Supervisor, monitor_seconds: float) -> int | Failure:
+    """Starts all ranks and waits for their end. Returns the exit code of the command, or why they failed."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    from tlt.launch import one_machine
+
+    report_dir = tempfile.mkdtemp(prefix="tlt-launch-")
+    os.environ[SECRET] = uuid.uuid4().hex
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=supervisor.num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend=one_machine.register(),
+        local_addr="127.0.0.1",
+        max_restarts=0,  # the agent's own restarts know no user's mistakes, and would share a store
+        monitor_interval=monitor_seconds,
+        start_method="spawn",
+        signals_to_handle="SIGQUIT",  # SIGINT and SIGTERM are the supervisor's; Ctrl-\ stays the agent's
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+    )
+    try:
+        elastic_launch(config, _run_rank)(entry, argument, report_dir, supervisor.stop, os.getpid())
+        return _exit_code(supervisor.stop.heard)
+    except SignalException as quit:
+        return 128 + int(quit.sigval)
+    except ChildFailedError as failed:
+        if supervisor.has_killed:
+            return _exit_code(supervisor.stop.heard)
+        exit_codes = {rank: process.exitcode for rank, process in enumerate(supervisor.processes)}
+        exit_codes |= {rank: child.exitcode for rank, child in failed.failures.items()}
+        ended = ([rank for rank in group if exit_codes.get(rank) != EXIT_OK] for group in supervisor.deaths)
+        first = next(filter(None, ended), list(exit_codes))
+        reports = [RankFailure(**json.loads(path.read_text())) for path in Path(report_dir).glob("rank*.json")]
+        return find_cause(reports, first, lambda rank: how_it_ended(exit_codes.get(rank)))
+    finally:
+        shutil.rmtree(report_dir, ignore_errors=True)
+
+
+@contextmanager
+def _quiet_agent() -> Iterator[None]:
+    """Silences the agent's own account of what `Restarts` says."""
+    loggers = [logging.getLogger(name) for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL + 1)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _environment(threads_per_rank: int) -> Iterator[None]:
+    """Sets what the ranks inherit. The store of the rendezvous is not shared with them: across restarts gloo would read stale
+    addresses from it (torch issue 135712). RES_OPTIONS: a reverse look-up of localhost may otherwise take 5 s. Ranks of one
+    machine talk over its loopback: other machines cannot reach them. Other users of this one can; those who do not know the
+    attempt's secret say nothing that its ranks would read (docs/security.md)."""
+    added = {
+        "OMP_NUM_THREADS": str(threads_per_rank),
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "RES_OPTIONS": os.environ.get("RES_OPTIONS", "timeout:1 attempts:1"),
+        **({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if sys.platform == "linux" else {}),
+    }
+    previous = {name: os.environ.get(name) for name in (*added, SECRET, "TORCHELASTIC_SIGNALS_TO_HANDLE")}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name, value in previous.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,0 +1,266 @@
+"""Decent stops: how launcher and ranks react to SIGINT, SIGTERM and the death of a rank. Does not start them.
+
+    terminal, kill ──▶ Supervisor, a thread of the launcher ──▶ sets SharedStop; kills at the second Ctrl-C
+                             ▲ sees SharedStop set, and in which order the ranks end
+    terminal, kill ──▶ a thread of every rank ────────────────▶ sets SharedStop, which every rank's entry polls
+    torch's agent  ──▶ the same thread: another rank has failed ▶ the rank leaves at once
+
+Ctrl-C reaches the whole process group of a terminal. Without this module the agent would pass it on and kill after 30 s, and
+a rank would die of KeyboardInterrupt in the middle of a step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import resource_tracker
+from multiprocessing.process import BaseProcess
+from types import FrameType
+
+from tlt.io.secrets import hide
+from tlt.io.text import visible
+from tlt.launch.place import find_place
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE_SECONDS = 120.0
+"""How long ranks may take to finish after the first signal, or their launcher's death, before they are killed or leave."""
+REPEAT_SECONDS = 1.0
+"""Two signals within this time count as one: torchrun sends its ranks the SIGINT that the terminal has sent them already."""
+
+
+class SharedStop:
+    """The first signal that a process of a launch has heard, in memory that all of them see. It has no lock: a process that is
+    killed would take it along."""
+
+    def __init__(self) -> None:
+        self._number = multiprocessing.get_context("spawn").RawValue(ctypes.c_int, 0)
+
+    @property
+    def heard(self) -> signal.Signals | None:
+        return signal.Signals(self._number.value) if self._number.value else None
+
+    def set(self, number: signal.Signals) -> None:
+        self._number.value = self._number.value or number
+
+
+class StopRequest:
+    """Whether this process was asked to stop. The entry polls `is_set()` (about 1 µs), finishes its step and returns."""
+
+    def __init__(self, shared: SharedStop | None = None) -> None:
+        self.signal: signal.Signals | None = None
+        self._shared = shared
+
+    def is_set(self) -> bool:
+        return self.signal is not None or (self._shared is not None and self._shared.heard is not None)
+
+    def ask(self, number: signal.Signals) -> None:
+        """Asks this process to stop, and with it all of its launch."""
+        self.signal = number
+        if self._shared is not None:
+            self._shared.set(number)
+
+
+def say(text: str) -> None:
+    """Prints one line of the launcher's to stderr. Where nobody can read it (`2>&1 | head`) it is lost, and ends nothing."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(hide(visible(f"tlt: {text}\n")))
+        sys.stderr.flush()
+
+
+# -- one rank, in the process of the command ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def handling_stop_signals(stop: StopRequest) -> Iterator[None]:
+    """Sets `stop` at the first signal; a second Ctrl-C, more than a second later, ends the process at once."""
+    received_at = float("-inf")
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal received_at
+        now = time.monotonic()
+        if stop.signal is not None and number == signal.SIGINT and now - received_at > REPEAT_SECONDS:
+            say("stopped at once; the step under way is lost")
+            os._exit(128 + number)
+        if stop.signal is None:
+            received_at = now
+            stop.signal = signal.Signals(number)
+            place = find_place()
+            if place is None or place.is_leader:
+                say("stopping after the work under way; Ctrl-C again ends at once")
+
+    previous = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+# -- one of several ranks ----------------------------------------------------------------------------------------------------
+
+
+def listen_as_rank(stop: StopRequest, launcher: int) -> threading.Event:
+    """Starts the threads by which a launched rank hears signals and notices that its launcher is gone. The rank sets the event
+    returned here when its entry has returned. Where the launcher is gone already, the rank leaves at once: nobody has heard of
+    it, and nothing is under way.
+
+    launcher: the process that has started this rank, as it knows itself: a rank imports for seconds, and would take whoever has
+        inherited it since for its launcher.
+    The signals stay blocked, as the rank was born with them (see `Supervisor`): so the thread hears them also while the main
+    thread waits inside a collective.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    if os.getppid() != launcher:
+        os._exit(128 + signal.SIGTERM)
+    is_finished = threading.Event()
+    threading.Thread(target=_hear_signals, args=(launcher, stop), daemon=True).start()
+    threading.Thread(target=_leave_when_orphaned, args=(launcher, stop, is_finished), daemon=True).start()
+    return is_finished
+
+
+def _hear_signals(launcher: int, stop: StopRequest) -> None:
+    """Turns signals into requests to stop, but for a SIGTERM of the launcher: its agent ends this rank since another failed."""
+    while True:
+        heard = signal.sigwaitinfo(STOP_SIGNALS)
+        if heard.si_signo == signal.SIGTERM and heard.si_pid == launcher:
+            os._exit(128 + signal.SIGTERM)
+        stop.ask(signal.Signals(heard.si_signo))
+
+
+def _leave_when_orphaned(
+    launcher: int, stop: StopRequest, is_finished: threading.Event, grace_seconds: float = GRACE_SECONDS
+) -> None:
+    """Stops as for a signal when the launcher was killed, then leaves. torch's wrapper around a rank would wait forever for the
+    launcher to have read its return value; and a rank that waits for one that has died would be ended by nobody: it leaves when
+    its grace is over."""
+    while os.getppid() == launcher:
+        time.sleep(1.0)
+    stop.signal = signal.SIGTERM
+    is_finished.wait(grace_seconds)
+    os._exit(128 + signal.SIGTERM)
+
+
+# -- the launcher of several ranks -------------------------------------------------------------------------------------------
+
+
+class Supervisor(threading.Thread):
+    """Hears SIGINT and SIGTERM, and sees ranks end, while the main thread is busy with torch's agent.
+
+    The main thread blocks both signals, and so the ranks are born with them blocked: a Ctrl-C while they still import waits
+    until they listen. The signals are delivered to this thread instead; Python writes their number to a socket (wakeup fd),
+    which works however long the main thread stays inside C++. A signal that one rank alone has heard stops the run as well.
+
+    grace_seconds: how long the ranks may take to finish after the first signal; then they are killed.
+    deaths: the ranks that have ended, in the order of time; those that ended together are one group. The agent looks ten times
+        a second and then ends all others. This thread is woken by the first death: so the first group holds the cause.
+    """
+
+    def __init__(self, num_ranks: int, grace_seconds: float) -> None:
+        super().__init__(name="tlt-supervisor", daemon=True)
+        self.stop = SharedStop()
+        self.has_killed = False
+        self.processes: list[BaseProcess] = []
+        self.deaths: list[list[int]] = []
+        self.num_ranks, self._grace_seconds = num_ranks, grace_seconds
+        self._others = set(multiprocessing.active_children())
+        self._alive: dict[int, int] = {}  # what becomes readable when a rank ends ─▶ its number
+        self._lock = threading.Lock()  # of what is known of the ranks
+        self._is_stopping = False
+        self._deadline, self._repeats_until = float("inf"), float("-inf")
+        self._read, self._write = socket.socketpair()
+
+    def __enter__(self) -> Supervisor:
+        resource_tracker.ensure_running()  # started later by the first rank, it would unblock the signals (Python 3.11)
+        self._read.setblocking(False)
+        self._write.setblocking(False)
+        self._previous_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._previous_handlers = {number: signal.signal(number, lambda *_: None) for number in STOP_SIGNALS}
+        self.start()
+        self._previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._previous_mask)
+        for number, handler in self._previous_handlers.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self._previous_fd)
+        self._write.close()
+        self.join()
+        self._read.close()
+
+    def run(self) -> None:
+        while True:
+            ready = multiprocessing.connection.wait([self._read, *self._alive], timeout=0.1)
+            self._note_deaths([end for end in ready if isinstance(end, int)])
+            if self._read in ready:
+                numbers = self._read.recv(64)
+                if not numbers:
+                    return
+                for number in numbers:
+                    if number in STOP_SIGNALS:
+                        self._hear(signal.Signals(number))
+            if self.stop.heard is not None and not self._is_stopping:
+                self._begin_stop()
+                self._repeats_until = time.monotonic() + REPEAT_SECONDS  # the terminal sends one Ctrl-C to all of us
+            if len(self.processes) < self.num_ranks:
+                self._find_ranks()
+            if time.monotonic() > self._deadline and not self.has_killed:
+                self._kill(f"not finished after {self._grace_seconds:g} s: the ranks were killed; the step under way is lost")
+
+    def forget_ranks(self) -> None:
+        """Looks out for the ranks of another attempt. The main thread calls it, when those of the last one have ended."""
+        with self._lock:
+            self._others = set(multiprocessing.active_children())
+            self.processes, self.deaths, self._alive = [], [], {}
+
+    def _note_deaths(self, ends: list[int]) -> None:
+        with self._lock:
+            if dead := sorted(self._alive.pop(end) for end in ends if end in self._alive):
+                self.deaths.append(dead)
+                self._wake()
+
+    def _find_ranks(self) -> None:
+        """Finds the ranks' processes, which the agent keeps to itself: it starts them in order and numbers their names."""
+        with self._lock:
+            children = set(multiprocessing.active_children()) - self._others
+            if len(children) == self.num_ranks:
+                self.processes = sorted(children, key=lambda process: int(process.name.rpartition("-")[2]))
+                self._alive = {process.sentinel: rank for rank, process in enumerate(self.processes)}
+
+    def _hear(self, number: signal.Signals) -> None:
+        if not self._is_stopping:
+            self.stop.set(number)
+            self._begin_stop()
+        elif number == signal.SIGINT and not self.has_killed and time.monotonic() > self._repeats_until:
+            self._kill("stopped at once; the step under way is lost")
+
+    def _begin_stop(self) -> None:
+        self._is_stopping = True
+        self._deadline = time.monotonic() + self._grace_seconds
+        say("stopping after the work under way; Ctrl-C again ends at once")
+        with self._lock:
+            self._wake()
+
+    def _wake(self) -> None:
+        """Lets ranks go on that somebody has stopped (SIGSTOP): they could neither finish their step nor leave."""
+        for rank in self._alive.values():
+            pid = self.processes[rank].pid
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def _kill(self, message: str) -> None:
+        self.has_killed = True
+        say(message)
+        for child in multiprocessing.active_children():
+            child.kill()

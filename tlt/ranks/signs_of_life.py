@@ -1,0 +1,71 @@
+"""Signs of life of a phase's replicas, as keys of its store. Knows no queue.
+
+beat/R    "changes:held"   written by replica R alone; a replica that waits watches it change
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from torch.distributed import Store
+
+from tlt.launch.failures import RankAwaited
+from tlt.ranks.store import ABSENT, read_now
+
+WATCH_SECONDS = 1.0
+
+
+class ReplicaTimeout(RankAwaited):
+    """A replica that others wait for showed no progress for longer than the time-out."""
+
+
+class SignsOfLife:
+    """One replica's own, and what it has seen of the others'. held: units that it has taken and not finished."""
+
+    def __init__(self, store: Store, replica: int, num_replicas: int, timeout: float, clock: Callable[[], float]) -> None:
+        self.store, self.replica, self.num_replicas = store, replica, num_replicas
+        self.timeout, self._clock = timeout, clock
+        self._changes = 0
+        self._beaten_at = float("-inf")
+        self._watched = dict.fromkeys(range(num_replicas), (ABSENT, clock()))
+        self._watched_at = clock()
+        self._next_watched = 0
+
+    def beat(self, held: int) -> None:
+        self._changes += 1
+        self._beaten_at = self._clock()
+        self.store.set(f"beat/{self.replica}", f"{self._changes}:{held}")
+
+    def beat_now_and_then(self, held: int) -> None:
+        if self._clock() - self._beaten_at >= WATCH_SECONDS:
+            self.beat(held)
+
+    def watch(self, held: int, phase: str) -> None:
+        """Looks at some of the others, once a second at most. Raises ReplicaTimeout that names one which was silent for longer
+        than the time-out."""
+        now = self._clock()
+        if now - self._watched_at < WATCH_SECONDS:
+            return
+        self._watched_at = now
+        if not held:
+            self.beat_now_and_then(held)
+        for replica in self._next_to_watch():
+            beat = read_now(self.store, f"beat/{replica}")
+            seen, since = self._watched[replica]
+            if beat != seen:
+                self._watched[replica] = (beat, now)
+            elif now - since > self.timeout and replica != self.replica:
+                what = "has not begun it" if beat == ABSENT else f"holds {beat.decode().partition(':')[2]} unit(s)"
+                raise ReplicaTimeout(
+                    f"{phase}: replica {self.replica} waits for replica {replica}, which {what} and has shown no "
+                    f"sign of life for {now - since:.1f} s (time-out {self.timeout:g} s)"
+                )
+
+    def _next_to_watch(self) -> list[int]:
+        """Returns as many replicas that all have their turn ten times within the time-out: that every one looked at every other
+        once a second would be the store's main work."""
+        num = min(max(math.ceil(10 * self.num_replicas / self.timeout), 1), self.num_replicas)
+        turn = [(self._next_watched + i) % self.num_replicas for i in range(num)]
+        self._next_watched = (self._next_watched + num) % self.num_replicas
+        return turn

@@ -1,0 +1,127 @@
+"""Waiting for another rank through the Store, outside of any collective: a collective ends the run when one rank takes longer
+than its time-out, and writing a large model may. Knows neither what is waited for nor why."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch.distributed import PrefixStore, Store
+
+from tlt.launch.failures import RankAwaited
+from tlt.ranks.store import ABSENT, read_now
+from tlt.ranks.world import World, gather_objects
+from tlt.types import UserError
+
+T = TypeVar("T")
+
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.005, 0.5
+"""Seconds between two questions to the Store: doubled from the first to the longest."""
+
+PATIENCE_SECONDS = 3600.0
+"""How long one rank waits for what another does alone, such as writing a model."""
+
+
+class Waiting:
+    """One process's way to tell others that something is done, and to wait for what they have done.
+
+    store: a connection on which nobody blocks.  patience: seconds; TimeoutError after it.
+    """
+
+    def __init__(self, store: Store, patience: float = PATIENCE_SECONDS) -> None:
+        self._store, self.patience = store, patience
+        self.is_over = threading.Event()
+        """Set where this process ends: whoever waits gives up at once."""
+
+    def tell(self, key: str, value: Any) -> None:
+        """Says something that JSON can hold."""
+        self._store.set(key, json.dumps(value))
+
+    def hear(self, key: str, whom: str) -> Any:
+        """Returns what was told under the key, once it is. `whom` is awaited: the error names them."""
+        deadline, pause = time.monotonic() + self.patience, _FIRST_PAUSE
+        while (value := read_now(self._store, key)) == ABSENT:
+            if self.is_over.wait(pause):
+                raise TimeoutError(f"{whom} was still awaited when this process ended")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{whom} has been awaited for {self.patience:g} s")
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return json.loads(value)
+
+
+def connect_waiting(world: World, patience: float = PATIENCE_SECONDS) -> Waiting:
+    """Returns a process's way to wait, on a connection of its own."""
+    store: Store = world.store.clone()  # type: ignore[attr-defined]  # missing from torch's stubs
+    return Waiting(store, patience)
+
+
+def lead(world: World, name: str, work: Callable[[], None]) -> None:
+    """Does `work` on the leader, while the other ranks wait for its end. Every rank calls it; what it raises is raised on all.
+
+    name: of this work, which no other work of these ranks has.
+    """
+    if world.world_size == 1:
+        work()
+        return
+    waiting, key = connect_waiting(world), f"lead/{name}"
+    if not world.is_leader:
+        is_mistake, failure = waiting.hear(key, f"rank 0 ({name})")
+        if failure:
+            raise UserError(failure) if is_mistake else RuntimeError(f"rank 0 failed ({name}): {failure}")
+        return
+    outcome = (False, "")
+    try:
+        work()
+    except BaseException as error:  # Ctrl-C, too: the others have to hear of it
+        outcome = (isinstance(error, UserError), str(error) or repr(error))
+        raise
+    finally:
+        waiting.tell(key, outcome)
+
+
+ROLL_CALL_SECONDS = 5.0
+"""For so long a rank that has waited in vain looks who else has: their time-outs end together, but for their clocks."""
+
+
+@contextmanager
+def naming_who_is_awaited(world: World) -> Iterator[None]:
+    """Turns the time-out of a collective into RankAwaited, which names the ranks that have not come: those that did not wait in
+    vain themselves. Its traceback stays the collective's."""
+    try:
+        yield
+    except RuntimeError as error:
+        if world.world_size == 1 or "timed out" not in str(error).lower():
+            raise
+        absent = _call_the_roll(world)
+        names = f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))}" if absent else "nobody: all ranks waited"
+        told = f"rank {world.rank} has waited {world.timeout_seconds:g} s (run.timeout_seconds) in a collective for {names}"
+        raise RankAwaited(told).with_traceback(error.__traceback__) from None
+
+
+def _call_the_roll(world: World) -> list[int]:
+    """Returns the ranks that have not waited in vain."""
+    roll, deadline = PrefixStore("waited", world.store), time.monotonic() + ROLL_CALL_SECONDS
+    roll.set(str(world.rank), "here")
+    while True:
+        absent = [rank for rank in range(world.world_size) if read_now(roll, str(rank)) == ABSENT]
+        if not absent or time.monotonic() > deadline:
+            return absent
+        time.sleep(_LONGEST_PAUSE)
+
+
+def together(world: World, work: Callable[[], T]) -> T:
+    """Does `work` on every rank, and raises a user's mistake that one of them met on all of them: none goes on alone."""
+    result: Sequence[T] = ()
+    failure = ""
+    try:
+        result = (work(),)
+    except UserError as error:
+        failure = str(error)
+    failures = gather_objects(world, failure)
+    if first := next(filter(None, failures), None):
+        raise UserError(first)
+    return result[0]

@@ -1,0 +1,199 @@
+"""The record of a step, one JSON line each, and the statistics that say whether training helped. Knows files
+and numbers only.
+
+JSON has no NaN: a quantity that does not exist (the accept length of a step without verification) is null in
+the file and NaN in the record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from tlt.accounts import NAN, DrafterCheck, IdleRecord, RewardSummary, RolloutRecord, UpdateMetrics
+from tlt.io.files import dumps, read_appended, write_atomically
+from tlt.types import UserError
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One RL step: a line of metrics.jsonl. Seconds are wall-clock unless said otherwise.
+
+    algorithm: by name.  cpu_seconds: processor time of all ranks.  finished_at: Unix time.
+    """
+
+    __pydantic_config__ = ConfigDict(extra="forbid")
+
+    step: int
+    policy_version: int
+    step_seconds: float
+    cpu_seconds: float
+    finished_at: float
+    rollout: RolloutRecord
+    rewards: RewardSummary
+    update: UpdateMetrics
+    drafter: DrafterCheck
+    idle: IdleRecord
+    algorithm: str = ""
+
+    def to_json(self) -> str:
+        return dumps(dataclasses.asdict(self))
+
+    @staticmethod
+    def from_json(line: str) -> StepRecord:
+        """Raises ValueError, naming the fields, where they are not those of a StepRecord, or of an older
+        TLT's."""
+        values = _nan_for_null(json.loads(line))
+        if isinstance(values, dict) and "rollout" not in values:
+            values = _nested(values)
+        try:
+            return _STEP_RECORD.validate_python(values)
+        except ValidationError as error:
+            wrong = (f"{'.'.join(map(str, fault['loc'])) or 'line'}: {fault['msg']}" for fault in error.errors())
+            raise ValueError("; ".join(wrong)) from None
+
+    def figures(self) -> dict[str, float]:
+        """Returns the numbers by their place in the line: rollout/accept_length, rollout/response_tokens/p95.
+        A list's are counted from 1: rollout/accept_by_depth_1. What does not exist is left out."""
+        line = dataclasses.asdict(self)
+        del line["step"], line["finished_at"]
+        return dict(_numbers("", line))
+
+
+_STEP_RECORD = TypeAdapter(StepRecord)
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _numbers(f"{name}/{key}" if name else key, item)
+    elif isinstance(value, tuple):
+        for number, item in enumerate(value, start=1):
+            yield from _numbers(f"{name}_{number}", item)
+    elif isinstance(value, int | float) and math.isfinite(value):
+        yield name, value
+
+
+def _nan_for_null(value: Any) -> Any:
+    """Returns JSON's value with NaN wherever it has null, in place."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for place, item in items:
+        value[place] = _nan_for_null(item)
+    return NAN if value is None else value
+
+
+# ── lines of an older TLT ───────────────────────────────────────────────────────────────────
+
+_RENAMED = {
+    "reward_errors": "num_errors",
+    "first_reward_error": "first_error",
+    "retrieval_acceptance": "retrieval",
+}
+_RETIRED = ("drafter_refreshes", "drafter_set_aside")
+
+
+def _nested(old: dict[str, Any]) -> dict[str, Any]:
+    """Returns a line whose fields all stood side by side as the records of today. A field had its name of
+    today, before it at most that of its record (`update_seconds`); only those in `_RENAMED` had another."""
+    line = {_RENAMED.get(name, name): value for name, value in old.items() if name not in _RETIRED}
+    for part, record in get_type_hints(StepRecord).items():
+        if dataclasses.is_dataclass(record):
+            names = [f.name for f in dataclasses.fields(record)]
+            then = {**{name: name for name in names}, **{f"{part.rstrip('s')}_{name}": name for name in names}}
+            line[part] = {then[name]: line.pop(name) for name in then.keys() & line.keys()}
+    return line
+
+
+class MetricsWriter:
+    """Appends one line per step and flushes it. Opening it at `first_step` drops what an earlier attempt
+    wrote for that step and later ones, and a line that a kill tore: no step ever stands twice in the file."""
+
+    def __init__(self, path: str | Path, first_step: int) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [line for line, record in _read_lines(self.path) if record.step < first_step]
+        with write_atomically(self.path) as file:
+            file.writelines(line + "\n" for line in kept)
+        self._file: IO[str] = self.path.open("a", encoding="utf-8")
+        self._next_step = first_step
+
+    def write(self, record: StepRecord) -> None:
+        assert record.step >= self._next_step, f"step {record.step} after step {self._next_step - 1}"
+        self._next_step = record.step + 1
+        self._file.write(record.to_json() + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_metrics(path: str | Path) -> list[StepRecord]:
+    """Returns all whole records of a metrics.jsonl, also of one that is being written."""
+    path = Path(path)
+    if not path.exists():
+        raise UserError(f"{path}: no such file; give the metrics.jsonl of a run")
+    return [record for _, record in _read_lines(path)]
+
+
+def _read_lines(path: Path) -> list[tuple[str, StepRecord]]:
+    """Returns (line, record) pairs."""
+    return read_appended(path, lambda line: (line, StepRecord.from_json(line)), "step record")
+
+
+# -- statistics --------------------------------------------------------------------------------------------------------
+
+
+def paired_sign_flip_test(
+    before: Sequence[float],
+    after: Sequence[float],
+    num_permutations: int = 100_000,
+    seed: int = 0,
+) -> float:
+    """Returns the p value of the hypothesis that training changed nothing, from one pair of scores per
+    problem.
+
+    Under it each difference after - before is as likely to have either sign. p = the share of sign patterns
+    whose mean difference is at least the observed one (one-sided: training helped). Exact, over all 2^n
+    patterns of the n differences other than 0, where these are at most `num_permutations`; otherwise from
+    that many random patterns, the observed one counted among them (p is never 0; Phipson & Smyth 2010).
+    """
+    if len(before) != len(after):
+        raise ValueError(f"paired test: {len(before)} scores before and {len(after)} after; they must be of the same problems")
+    change_P = np.asarray(after, dtype=np.float64) - np.asarray(before, dtype=np.float64)
+    if not np.isfinite(change_P).all():
+        raise ValueError("paired test: a score is not finite")
+    difference_P: NDArray[np.float64] = change_P[change_P != 0]
+    num_pairs = len(difference_P)
+    observed = difference_P.sum()
+    slack = 1e-12 * np.abs(difference_P).sum()  # sums of the same terms in another order are ties
+
+    def count_extreme(is_flipped_MP: NDArray[Any]) -> int:
+        return int(((1.0 - 2.0 * is_flipped_MP) @ difference_P >= observed - slack).sum())
+
+    chunk = 4096
+    if num_pairs < 60 and 2**num_pairs <= num_permutations:
+        num_patterns = int(2**num_pairs)
+        bits_P = np.arange(num_pairs)
+        patterns = (np.arange(start, min(start + chunk, num_patterns)) for start in range(0, num_patterns, chunk))
+        return sum(count_extreme(pattern_M[:, None] >> bits_P & 1) for pattern_M in patterns) / num_patterns
+    generator = np.random.default_rng(seed)
+    num_extreme = 0
+    for start in range(0, num_permutations, chunk):
+        shape = (min(chunk, num_permutations - start), num_pairs)
+        num_extreme += count_extreme(generator.integers(0, 2, size=shape, dtype=np.int8))
+    return (1 + num_extreme) / (1 + num_permutations)

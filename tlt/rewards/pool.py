@@ -1,0 +1,246 @@
+"""Rewards, computed in worker processes beside the generation. Knows scores by name, and neither models nor engines.
+
+    submit ─▶ jobs ─▶ one thread per worker ─▶ done ─▶ drain
+                         │ ▲
+                         ▼ │
+                   worker process        killed at the time-out; a spare one, started after the first such death, tries again
+
+A response that cannot be scored says why in `Reward.error`. The update leaves it out, `summarize` counts it for the step's
+record, and `check_scorable` ends a run at whose beginning none can be scored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+from tlt.accounts import RewardSummary
+from tlt.rewards.scoring import Response, RewardSpec, Scorer
+from tlt.rewards.worker import Worker, WorkerLost
+from tlt.types import Key, Reward, UserError
+
+MAX_LOST_WITH = 2
+"""Workers that are lost with a response before it has no score: the first may have been killed by anybody."""
+MAX_LOST_BEFORE = 3
+"""Workers that are lost before they take the response up, until it has none, either: one may have died at its start."""
+
+
+def summarize(rewards: Sequence[Reward]) -> RewardSummary:
+    """Returns the means over the responses that were scored, and how many were not."""
+    scored = [reward for reward in rewards if reward.is_scored]
+    errors = [reward.error for reward in rewards if not reward.is_scored]
+    of_tasks = [reward for reward in scored if reward.task]
+    return RewardSummary(
+        sum(reward.value for reward in scored) / len(scored) if scored else math.nan,
+        sum(reward.is_solved for reward in scored) / len(scored) if scored else math.nan,
+        len(errors),
+        errors[0] if errors else "",
+        parts=_means(reward.parts for reward in scored),
+        metrics=_means(reward.metrics for reward in scored),
+        reward_by_task=_means({reward.task: reward.value} for reward in of_tasks),
+        solve_rate_by_task=_means({reward.task: float(reward.is_solved)} for reward in of_tasks),
+    )
+
+
+def _means(records: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Returns name → mean over the records that have it, names in order."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for record in records:
+        for name, value in record.items():
+            values[name].append(value)
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(values)}
+
+
+def check_scorable(rewards: Sequence[Reward], task: str, where: str) -> None:
+    """Raises UserError where not one response of `where`, a run's first step or evaluation, could be scored: the task is at
+    fault, and nothing can be learned."""
+    summary = summarize(rewards)
+    if rewards and summary.num_errors == len(rewards):
+        raise UserError(
+            f"task {task}: none of the {len(rewards)} responses of {where} could be scored; the first says "
+            f"{summary.first_error!r}; correct the task's score, or rewards.functions"
+        )
+
+
+class Job(NamedTuple):
+    key: Key
+    response: Response
+
+
+class RewardPool:
+    """Scores responses in `num_workers` processes; with 0 inside `submit` and without time-out, to debug a task.
+
+    spec: what they are scored by.
+    timeout_seconds: of one response, from the moment a worker takes it up.
+    Use it from one thread. `submit` never waits.
+    """
+
+    def __init__(self, spec: RewardSpec, num_workers: int, timeout_seconds: float) -> None:
+        self._scorer = Scorer(spec)  # a misspelt task is the user's mistake now, not a thousand errors later
+        self.spec, self.timeout_seconds = spec, timeout_seconds
+        self._pending: dict[Key, Job] = {}
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[Job, Reward | Exception]] = SimpleQueue()
+        self._lock = threading.Lock()  # of the next two: no worker starts after close
+        self._workers: set[Worker] = set()
+        self._is_closed = False
+        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_workers)]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, key: Key, problem: Mapping[str, Any], text: str, token_ids: Sequence[int] = (), step: int = 0) -> None:
+        """Queues a response. step: updates behind the policy that wrote it."""
+        assert not self._is_closed, "the pool is closed"
+        assert key not in self._pending, f"{key} was submitted twice"
+        job = self._pending[key] = Job(key, Response(dict(problem), text, tuple(token_ids), step))
+        if self._threads:
+            self._jobs.put(job)
+        else:
+            self._done.put((job, self._scorer.score(job.response)))
+
+    def collect(self) -> dict[Key, Reward]:
+        """Returns the rewards that are there now and were not returned before, without waiting."""
+        rewards: dict[Key, Reward] = {}
+        with contextlib.suppress(Empty):
+            while True:
+                rewards.update(self._next(0.0))
+        return rewards
+
+    def drain(self, patience: float = math.inf) -> dict[Key, Reward]:
+        """Waits for everything submitted and returns the rewards not returned before. One response takes its time-out at most
+        twice, and the start of a worker where one has died; many take many times that, divided by the number of workers.
+
+        patience: seconds after which it raises UserError, naming the task and the responses that are being scored.
+        """
+        deadline = time.monotonic() + patience
+        rewards: dict[Key, Reward] = {}
+        while self._pending:
+            try:
+                rewards.update(self._next(None if patience == math.inf else max(deadline - time.monotonic(), 0.0)))
+            except Empty:
+                raise self._too_slow(patience) from None
+        return rewards
+
+    def _too_slow(self, patience: float) -> Exception:
+        first = ", ".join(f"{problem} sample {sample}" for problem, sample in islice(self._pending, 3))
+        return UserError(
+            f"task {self.spec.task}: {len(self._pending)} responses were not scored within {patience:g} s, and the other ranks "
+            f"wait no longer; the first are {first}; raise rewards.num_workers or lower rewards.timeout_seconds"
+        )
+
+    def abandon(self) -> None:
+        """Forgets all that was submitted. What a worker is scoring right now goes on, to its second time-out at most."""
+        self._pending.clear()
+        while True:
+            try:
+                self._jobs.get_nowait()
+            except Empty:
+                return
+
+    def close(self) -> None:
+        """Ends the workers, whatever they are doing. Nothing is left running, and closing twice is harmless."""
+        self.abandon()
+        with self._lock:
+            self._is_closed = True
+            for worker in self._workers:
+                worker.kill()
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+        self._scorer.close()
+
+    def __enter__(self) -> RewardPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _next(self, timeout: float | None) -> dict[Key, Reward]:
+        """Waits for the next result; nothing where it was abandoned. Raises Empty after `timeout` seconds (None: never)."""
+        job, result = self._done.get(timeout=timeout)
+        if self._pending.get(job.key) is not job:
+            return {}
+        del self._pending[job.key]
+        if isinstance(result, Exception):
+            raise result
+        return {job.key: result}
+
+    def _serve(self) -> None:
+        """Serves jobs in a thread with workers of its own."""
+        place = _Place(self._start)
+        while (job := self._jobs.get()) is not None:
+            try:
+                result: Reward | Exception = self._score(job.response, place)
+            except _Closed:
+                return
+            except Exception as error:  # ours, or an unpicklable problem: raised where rewards are asked for
+                result = error
+            self._done.put((job, result))
+        place.leave()
+
+    def _score(self, response: Response, place: _Place) -> Reward:
+        """Returns the reward of a response, which is tried again where its worker was lost."""
+        lost_with = lost_before = 0
+        while True:
+            try:
+                return place.score(response, self.timeout_seconds)
+            except OSError as error:  # the system has no room for a process; the next response tries again
+                return Reward(0.0, False, f"no worker could be started: {error}")
+            except WorkerLost as loss:
+                lost_with += loss.had_response
+                lost_before += not loss.had_response
+                if lost_with == MAX_LOST_WITH:
+                    return Reward(0.0, False, f"{loss}; tried twice")
+                if lost_before == MAX_LOST_BEFORE:
+                    return Reward(0.0, False, f"{loss}; the last of {lost_before} workers lost before they took it up")
+
+    def _start(self) -> Worker:
+        """Starts a worker. Raises _Closed once the pool is closed, and OSError."""
+        with self._lock:
+            if self._is_closed:
+                raise _Closed
+            worker = Worker(self.spec)
+            self._workers = {worker, *(other for other in self._workers if not other.is_killed)}
+            return worker
+
+
+class _Closed(Exception):
+    """The pool is closed."""
+
+
+class _Place:
+    """The worker of one thread, started ahead of its first response and replaced when it was killed. The first such death
+    starts a spare one, too: a task that imports much takes longer to start than to score."""
+
+    def __init__(self, start: Callable[[], Worker]) -> None:
+        self._start = start
+        self._worker = self._start_ahead()
+        self._spare: Worker | None = None
+
+    def score(self, response: Response, timeout_seconds: float) -> Reward:
+        """Has the worker score a response. Raises WorkerLost; the next one is another. Raises what `start` does."""
+        worker = self._worker = self._worker or self._start()
+        try:
+            return worker.score(response, timeout_seconds)
+        finally:
+            if worker.is_killed:
+                self._worker, self._spare = self._spare or self._start_ahead(), self._start_ahead()
+
+    def leave(self) -> None:
+        """Ends its workers."""
+        for worker in filter(None, (self._worker, self._spare)):
+            worker.kill()
+
+    def _start_ahead(self) -> Worker | None:
+        with contextlib.suppress(OSError, _Closed):  # then the next response asks for it, and says why not
+            return self._start()
+        return None

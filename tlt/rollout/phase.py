@@ -1,0 +1,287 @@
+"""The rollout phase: pull work, generate, score, train the drafter when idle, average the drafters.
+
+    every replica:   take units ─▶ generate ─▶ hand responses to the scorers ─▶ … ─▶ queue empty, nothing running
+                        ▲                                                               ▼
+                     units handed over by others  ◀──────────────────────────────  offer help
+                                                                                        ▼
+                     all done?  ◀─ poll between (micro-)steps ─  idle time (idle_time.py): generate ahead, train the drafter
+                        ▼
+    together:        gather responses and rewards in canonical order ─▶ average the drafters by tokens trained, and measure
+                        │
+                     another round, of other problems, where dynamic sampling asks for it (dynamic.py)
+
+The collectives come after the last response; until then a replica waits for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tlt.accounts import IdleUse, TimedStep
+from tlt.engine.backend import RolloutBackend
+from tlt.engine.stats import EngineStats
+from tlt.ranks.world import World, any_rank, gather_objects
+from tlt.report.timeline import Timeline
+from tlt.rollout.ahead_queue import AheadQueue
+from tlt.rollout.dynamic import Draw, DynamicSampling, Group, flatten
+from tlt.rollout.idle_time import IdleTime, IdleWork
+from tlt.rollout.protocol import DrafterSide, Receivers
+from tlt.rollout.result import PhaseResult, ReplicaReport, check_complete, combine
+from tlt.rollout.slowdown import SlowdownSums, add_up, sums_of
+from tlt.rollout.work import Ended, Work
+from tlt.rollout.work_queue import Coordinator
+from tlt.spans import SpanName
+from tlt.types import Problem, Purpose, Request, SamplingParams, in_order, key_of
+
+NO_DRAFTER = DrafterSide()
+NO_WORK = IdleWork()
+
+
+class StopRequested(Exception):
+    """The user asked the run to stop. The journal keeps what was generated; without a journal the law redraws
+    the same tokens."""
+
+
+class RolloutPhase:
+    """Generates and scores the responses to problems, together with the other ranks. One per run and rank.
+
+    migrates: whether an idle replica takes over running responses of a busy one.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        engine: RolloutBackend,
+        coordinator: Coordinator,
+        receivers: Receivers,
+        timeline: Timeline,
+        should_stop: Callable[[], bool],
+        migrates: bool = True,
+    ) -> None:
+        self.world, self.engine, self.coordinator = world, engine, coordinator
+        self.receivers, self.timeline = receivers, timeline
+        self.should_stop, self.migrates = should_stop, migrates
+        self._recalled_tokens = 0
+        self._slowdown = SlowdownSums.zero()
+
+    def run(
+        self,
+        problems: Sequence[Problem],
+        num_samples: int,
+        params: SamplingParams,
+        purpose: Purpose,
+        step: int,
+        drafter: DrafterSide = NO_DRAFTER,
+        sampling: DynamicSampling | None = None,
+        idle: IdleWork = NO_WORK,
+    ) -> PhaseResult:
+        """Generates and scores `num_samples` responses to each problem. Every rank passes the same arguments
+        and gets the same result. Raises StopRequested on all ranks when one of them was asked to stop.
+
+        drafter: trains and measures the drafter during the phase; does nothing by default.
+        sampling: dynamic sampling, which may ask for further rounds; None: one round.
+        idle: further work for idle time.
+        """
+        name = f"{purpose} {step}"
+        self._begin(drafter)
+        groups: list[Group] = []
+        rounds: list[list[ReplicaReport]] = []
+        draws = [Draw(problem) for problem in problems]
+        while draws:
+            requests = [
+                [
+                    Request(
+                        draw.problem.problem_id,
+                        draw.first_sample + i,
+                        draw.problem.prompt_ids,
+                        params,
+                        purpose,
+                        step,
+                    )
+                    for i in range(num_samples)
+                ]
+                for draw in draws
+            ]
+            of_round = f"{name}, round {len(rounds)}" if rounds else name
+            found, reports = self._round(draws, requests, of_round, drafter, idle)
+            groups += found
+            rounds.append(reports)
+            draws = [] if sampling is None else sampling.next_draws(groups, len(rounds))
+        result = self._end(groups, rounds, params.temperature, drafter, sampling)
+        idle.ahead.end()
+        return result
+
+    def answer(
+        self,
+        problems: Sequence[Problem],
+        requests: Sequence[Sequence[Request]],
+        name: str,
+        drafter: DrafterSide = NO_DRAFTER,
+        idle: IdleWork = NO_WORK,
+    ) -> PhaseResult:
+        """Generates and scores given requests in one round: for each problem at least one, with consecutive
+        sample indices.
+
+        name: a name that no other phase of the run has.
+        """
+        self._begin(drafter)
+        draws = [Draw(problem, group[0].sample_index) for problem, group in zip(problems, requests, strict=True)]
+        groups, replicas = self._round(draws, requests, name, drafter, idle)
+        return self._end(groups, [replicas], requests[0][0].params.temperature, drafter)
+
+    def _begin(self, drafter: DrafterSide) -> None:
+        drafter.begin()
+        self.engine.stats = EngineStats()
+        self._recalled_tokens = 0
+        self._slowdown = SlowdownSums.zero()
+
+    def _end(
+        self,
+        groups: list[Group],
+        rounds: list[list[ReplicaReport]],
+        temperature: float,
+        drafter: DrafterSide,
+        sampling: DynamicSampling | None = None,
+    ) -> PhaseResult:
+        """Ends the phase and returns its result."""
+        self.engine.release()  # the policy update wants the memory
+        rollouts, rewards = in_order(*flatten(groups))
+        replicas = combine(rounds)
+        replica = replicas[self.world.rank]
+        check = drafter.check(rollouts, replica.drafter.num_tokens, temperature)
+        kept = groups if sampling is None else sampling.select(groups)
+        result = PhaseResult(
+            rollouts,
+            rewards,
+            replicas,
+            check=check,
+            groups=groups,
+            kept=kept,
+            num_rounds=len(rounds),
+            recalled_tokens=self._recalled_tokens,
+            slowdown=self._slowdown,
+        )
+        drafter.end(rollouts, result.seconds)
+        if (seconds := replica.preemption_seconds(result.last_token)) is not None:
+            last_token = result.last_token - self.timeline.epoch.to_rank_0
+            self.timeline.record(SpanName.PREEMPT, last_token, last_token + seconds)
+        return result
+
+    def _round(
+        self,
+        draws: Sequence[Draw],
+        requests: Sequence[Sequence[Request]],
+        name: str,
+        drafter: DrafterSide,
+        idle: IdleWork = NO_WORK,
+    ) -> tuple[list[Group], list[ReplicaReport]]:
+        """Generates and scores one round: `requests[i]` answer `draws[i]`. Returns (a group for each draw, a
+        report for each replica), the same on all ranks."""
+        recalled = self.receivers.journal.begin(f"{name}, policy {self.engine.policy_version}", requests)
+        self._recalled_tokens += recalled.num_tokens
+        self.coordinator.begin(name, len(recalled.requests))
+        idle.ahead.begin(AheadQueue(self.coordinator.store))
+        start = self.timeline.clock()
+        work = Work(self.coordinator, recalled.requests)
+        ended = Ended((draw.problem for draw in draws), self.receivers, drafter)
+        ended.recall(recalled, self.world.rank, self.world.world_size)
+        spare = self.idle_time(idle, drafter)
+        last_token, steps = self.generate(work, ended, drafter, spare)
+        if any_rank(self.world, self.should_stop()):
+            self.receivers.journal.note_running(self.engine.running, at_once=True)
+            self.engine.abort()
+            self.coordinator.abandon()
+            self.receivers.scorers.abandon()
+            drafter.abandon()
+            first = requests[0][0]
+            raise StopRequested(f"in step {first.policy_step + 1}" if first.purpose == "rollout" else "in an evaluation")
+        with self.timeline.span(SpanName.SCORE):
+            ended.drain(0.9 * self.world.timeout_seconds)  # before the other ranks give this one up
+        end = self.timeline.clock()
+        replica = ReplicaReport(
+            start,
+            last_token,
+            end,
+            stats=self.engine.stats,
+            drafter=spare.drafter_report,
+            gap_seconds=work.gap_seconds,
+            gap_training=work.gap_training,
+            num_migrated=work.num_received,
+            ahead=spare.ahead_report,
+            idle=tuple(spare.stretches),
+            machine=self.timeline.epoch.machine,
+        ).shifted(self.timeline.epoch.to_rank_0)
+        with self.timeline.span(SpanName.WAIT):
+            gathered = gather_objects(self.world, (ended.rollouts, ended.rewards, replica, idle.ahead.take_found()))
+        idle.ahead.keep(found for *_, found in gathered)
+        asked = [key_of(request) for group in requests for request in group]
+        check_complete(asked, [([*map(key_of, found)], [*scored]) for found, scored, *_ in gathered], name)
+        by_key = {key_of(rollout): rollout for found, *_ in gathered for rollout in found}
+        reward_of = {key: reward for _, rewards, *_ in gathered for key, reward in rewards.items()}
+        groups = []
+        for draw, group in zip(draws, requests, strict=True):
+            keys = [key_of(request) for request in group]
+            groups.append(Group(draw, tuple(by_key[key] for key in keys), tuple(reward_of[key] for key in keys)))
+        reports = [report for _, _, report, _ in gathered]
+        self._measure_slowdown(steps, reports)
+        return groups, reports
+
+    def _measure_slowdown(self, steps: Sequence[TimedStep], replicas: Sequence[ReplicaReport]) -> None:
+        """Measures how much this replica's engine steps slow down while idle replicas of the same machine
+        work."""
+        epoch, rank = self.timeline.epoch, self.world.rank
+        if any(stretch.use is not IdleUse.REST for replica in replicas for stretch in replica.idle):
+            beside = [r.idle for number, r in enumerate(replicas) if number != rank and r.machine == epoch.machine]
+            own = sums_of([step.shifted(epoch.to_rank_0) for step in steps], beside)
+            self._slowdown = add_up([self._slowdown, *gather_objects(self.world, own)])
+
+    def generate(self, work: Work, ended: Ended, drafter: DrafterSide, spare: IdleTime) -> tuple[float, list[TimedStep]]:
+        """Runs this replica until the whole round is done, without a collective. Returns (time of the last
+        token, engine steps)."""
+        last_token = self.timeline.clock()
+        steps: list[TimedStep] = []
+        queue_is_empty = False
+        while not self.should_stop():
+            if not queue_is_empty and (room := self._room(work.unit_size)):
+                taken = work.take(room)
+                queue_is_empty = not taken
+                if taken and self.engine.is_idle:
+                    work.gap_seconds += self.timeline.clock() - last_token
+                    work.gap_training = spare.drafter_report.seconds
+                self.engine.add(taken)
+            if not self.engine.is_idle:
+                finished = self.engine.step(captures=drafter.captures)
+                last_token = self.timeline.clock()
+                if (latest := self.engine.stats.latest) is not None and latest not in steps[-1:]:
+                    steps.append(latest)
+                for one in finished:
+                    ended.add(one)
+                    work.finish(key_of(one.rollout))
+                ended.collect()
+                self.receivers.journal.note_running(self.engine.running)
+                self.coordinator.heartbeat()
+                if self.migrates and (num_offers := self.coordinator.num_offers()):
+                    queue_is_empty = True  # or nobody would offer; and what is handed over is not to be taken back
+                    work.share(self.engine, num_offers)
+            elif self._has_better_to_do():
+                spare.leave()
+                if self.coordinator.all_done():
+                    break
+                queue_is_empty = False
+            else:
+                spare.spend()
+        spare.leave()
+        return last_token, steps
+
+    def idle_time(self, idle: IdleWork, drafter: DrafterSide) -> IdleTime:
+        """Builds the IdleTime in which this replica works while it has no units."""
+        return IdleTime(idle, drafter, self._has_better_to_do, self.coordinator.rest, self.timeline)
+
+    def _room(self, num_samples: int) -> int:
+        """Returns how many units could start now; at least one when nothing runs."""
+        return max(self.engine.room // num_samples, int(self.engine.is_idle))
+
+    def _has_better_to_do(self) -> bool:
+        """Returns whether an idle replica should return to the queue. Until then it offers its help to busy
+        ones."""
+        return self.should_stop() or self.coordinator.has_news(offers_help=self.migrates)

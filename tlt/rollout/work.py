@@ -1,0 +1,139 @@
+"""One replica's work in a phase: takes units from the shared queue, hands running responses over to idle
+replicas, and passes finished ones to scorers, drafter and journal."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from tlt.engine.backend import RolloutBackend
+from tlt.rollout.protocol import DrafterSide, Recalled, Receivers
+from tlt.rollout.work_queue import Coordinator
+from tlt.types import Finished, Key, Problem, Request, Reward, Rollout, key_of
+
+
+class Work:
+    """A replica's units of a phase. A unit is a group of requests, or unfinished responses of another
+    replica.
+
+    unit_size: requests of the largest group.
+    gap_seconds: time without work before the last token.
+    gap_training: seconds of drafter training up to the end of the latest gap.
+    """
+
+    def __init__(self, coordinator: Coordinator, requests: Sequence[Sequence[Request]]) -> None:
+        self.coordinator, self.requests = coordinator, requests
+        self.unit_of: dict[tuple[str, int], int] = {}
+        self.num_open: Counter[int] = Counter()
+        self.num_received = 0
+        self.gap_seconds = self.gap_training = 0.0
+        self.unit_size = max(map(len, requests), default=1)
+
+    @cached_property
+    def _request_of(self) -> dict[tuple[str, int], Request]:
+        return {key_of(request): request for group in self.requests for request in group}
+
+    def take(self, room: int) -> list[Request]:
+        """Takes up to `room` units and returns their requests; none when the queue is empty."""
+        taken: list[Request] = []
+        for unit in self.coordinator.take(room):
+            if unit < len(self.requests):
+                taken += self._hold(unit, self.requests[unit])
+            else:
+                received = [self._unpack(part) for part in self.coordinator.receive(unit)]
+                taken += self._hold(unit, received)
+                self.num_received += len(received)
+        return taken
+
+    def finish(self, key: tuple[str, int]) -> None:
+        """Notes that a response has left this replica, finished or handed over."""
+        unit = self.unit_of.pop(key)
+        self.num_open[unit] -= 1
+        if self.num_open[unit] == 0:
+            self.coordinator.finish(unit)
+
+    def share(self, engine: RolloutBackend, num_offers: int) -> None:
+        """Hands a helper its share of the waiting or running responses, if that is worth it."""
+        num_waiting = min(engine.num_waiting, (engine.num_waiting + len(engine.running)) // (1 + num_offers))
+        slots = worth_migrating([(sequence.num_cached, sequence.num_left) for sequence in engine.running], num_offers)
+        if not (num_waiting or slots) or (unit := self.coordinator.accept_help()) is None:
+            return
+        requests = engine.withdraw_waiting(num_waiting) if num_waiting else engine.withdraw(slots)
+        self.coordinator.hand_over(unit, [self._pack(request) for request in requests])
+        for request in requests:
+            self.finish(key_of(request))
+
+    def _hold(self, unit: int, requests: Sequence[Request]) -> Sequence[Request]:
+        for request in requests:
+            self.unit_of[key_of(request)] = unit
+        self.num_open[unit] = len(requests)
+        return requests
+
+    def _pack(self, request: Request) -> bytes:
+        """Encodes what another replica does not know yet; all know the phase's requests. JSON keeps floats
+        exactly."""
+        return json.dumps([request.problem_id, request.sample_index, request.token_ids, request.logprobs]).encode()
+
+    def _unpack(self, part: bytes) -> Request:
+        problem_id, sample_index, token_ids, logprobs = json.loads(part)
+        request = self._request_of[problem_id, sample_index]
+        return replace(request, token_ids=tuple(token_ids), logprobs=tuple(logprobs))
+
+
+class Ended:
+    """The finished responses of this replica in a round, and their rewards."""
+
+    def __init__(self, problems: Iterable[Problem], to: Receivers, drafter: DrafterSide) -> None:
+        self.scorers, self.decode, self.journal, self.drafter = to.scorers, to.decode, to.journal, drafter
+        self.rollouts: list[Rollout] = []
+        self.rewards: dict[Key, Reward] = {}
+        self._data_of = {problem.problem_id: problem.data for problem in problems}
+
+    def add(self, finished: Finished) -> None:
+        """Takes a response that has just finished, or that has no reward yet."""
+        rollout = finished.rollout
+        self.rollouts.append(rollout)
+        self.journal.note_finished(rollout)
+        self.drafter.observe(finished)
+        text = self.decode(rollout.token_ids)
+        data = self._data_of[rollout.problem_id]
+        self.scorers.submit(key_of(rollout), data, text, rollout.token_ids, rollout.policy_version)
+
+    def recall(self, recalled: Recalled, rank: int, num_ranks: int) -> None:
+        """Takes this rank's part of the responses that an earlier attempt finished."""
+        for rollout in recalled.rollouts[rank::num_ranks]:
+            if (reward := recalled.rewards.get(key_of(rollout))) is None:
+                self.add(Finished(rollout))
+            else:
+                self.rollouts.append(rollout)
+                self.rewards[key_of(rollout)] = reward
+                self.drafter.observe(Finished(rollout))
+
+    def collect(self) -> None:
+        """Takes the rewards that have arrived."""
+        self._keep(self.scorers.collect())
+
+    def drain(self, patience: float) -> None:
+        """Waits for the missing rewards."""
+        self._keep(self.scorers.drain(patience))
+
+    def _keep(self, rewards: Mapping[Key, Reward]) -> None:
+        self.journal.note_rewards(rewards)
+        self.rewards.update(rewards)
+
+
+def worth_migrating(responses: Sequence[tuple[int, int]], num_offers: int) -> list[int]:
+    """Returns the slots of the responses to hand to one of `num_offers` idle replicas: an equal share of long
+    and short ones. A response stays if the helper would have to prefill more tokens than can still be
+    generated.
+
+    responses: by slot, (tokens in the cache, tokens that can still be generated).
+    """
+    if len(responses) < 2:
+        return []
+    worth = sorted((num_cached, slot) for slot, (num_cached, num_left) in enumerate(responses) if num_cached <= num_left)
+    num = min(max(len(responses) // (1 + num_offers), 1), len(worth))
+    return [worth[i * len(worth) // num][1] for i in range(num)]

@@ -1,0 +1,134 @@
+"""Replay: the responses of another run with the same seed are references, so that a sweep, or a run repeated after a change of
+code, drafts from what was said before. The law fixes each token; so they change time alone.
+
+    RUN/responses/rollout-00000012.jsonl ─▶ rank 0 reads ─▶ all ranks: references of step 12 ─▶ its phase ─▶ forgotten
+
+What idle ranks have generated ahead goes first: it is of this run's own policy, one update ago; the other run's response goes
+on where it ends. In an evaluation the other run's responses, which are as many updates old, go before this one's last. Knows no
+drafter.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlt.config.schema import Config
+from tlt.drafter.drafting.references import REPLAY, References
+from tlt.models.decoder import ModelConfig
+from tlt.ranks.world import World, tell
+from tlt.saved.answers import read_answers
+from tlt.saved.responses import kept_by, path_of
+from tlt.types import Problem, Purpose, Request, SamplingParams, UserError
+
+Prompts = Mapping[str, tuple[int, ...]]
+_SAME = {
+    "run": ("seed",),
+    "task": ("name", "options", "num_problems", "subset", "split", "columns", "chat", "system_prompt"),
+    "model": ("chat_template_kwargs",),
+    "rollout": ("problems_per_step",),
+}
+"""Keys, by section, by which a step's problems, prompts and noise are the same in two runs."""
+
+
+class Replay:
+    """Lends a run the responses of another; this one of none."""
+
+    def lend(self, purpose: Purpose, policy_step: int, number: int) -> AbstractContextManager[None]:
+        """Makes them references within. policy_step: of the requests.  number: of the step, or of updates before an evaluation.
+        Every rank calls it."""
+        return nullcontext()
+
+
+@dataclass
+class ReplayOf(Replay):
+    """Lends a run the responses of the run in `folder`. prompts: of this run's problems, by purpose.  say: is told, once each,
+    where they end and what of them cannot be read."""
+
+    folder: Path
+    references: References
+    world: World
+    prompts: Mapping[Purpose, Prompts]
+    params: SamplingParams
+    model: ModelConfig
+    say: Callable[[str], None]
+    is_over: bool = False
+
+    @contextmanager
+    def lend(self, purpose: Purpose, policy_step: int, number: int) -> Iterator[None]:
+        keys = []
+        found = tell(self.world, self._read(purpose, number) if self.world.is_leader else None)
+        for problem_id, sample_index, token_ids in found:
+            key = Request(problem_id, sample_index, (), self.params, purpose, policy_step).key
+            own = self.references.get(key) if purpose == "rollout" else None
+            if own is None:
+                self.references.keep(key, token_ids, REPLAY)
+            else:
+                self.references.keep(key, [*own.token_ids, *token_ids[len(own.token_ids) :]], own.version)
+            keys.append(key)
+        try:
+            yield
+        finally:
+            for key in keys:
+                self.references.drop(key)
+
+    def _read(self, purpose: Purpose, number: int) -> Sequence[tuple[str, int, Sequence[int]]]:
+        """Returns (problem, sample, token ids) of the responses to this run's prompts. A guess is worth no run's end: what
+        cannot be read is said, and left out."""
+        path = path_of(self.folder, purpose, number)
+        if not path.exists():
+            if purpose == "rollout" and not self.is_over:
+                self.is_over = True
+                self.say(f"rollout.replay: {self.folder} has kept nothing of step {number + 1}; it goes on without")
+            return []
+        bounds: dict[str, Any] = {"vocab_size": self.model.vocab_size, "window": self.model.max_positions}
+        try:
+            return read_answers(path, self.prompts[purpose], **bounds)
+        except UserError as error:
+            self.say(f"rollout.replay: {error}; this file is left out")
+            return []
+
+
+def prompts_of(problems: Sequence[Problem]) -> Prompts:
+    """Returns the prompts by problem."""
+    return {problem.problem_id: problem.prompt_ids for problem in problems}
+
+
+def check_replay(config: Config, problems: Sequence[Problem], model: ModelConfig) -> None:
+    """Raises UserError where the run that is to be replayed is none, has kept nothing, or was asked for other tokens."""
+    folder = config.rollout.replay
+    if folder is None:
+        return
+    if not folder.is_dir():
+        raise UserError(f"rollout.replay: {folder} does not exist; give the folder of a run")
+    other = _read_config(folder)
+    own = config.model_dump(mode="json")
+    for section, keys in _SAME.items():
+        for key in keys:
+            theirs, ours = other.get(section, {}).get(key), own[section][key]
+            if theirs != ours:
+                differs = f"{folder} has {section}.{key} {theirs!r}, this run {ours!r}, and so other problems or other noise"
+                raise UserError(f"rollout.replay: {differs}; give a run with the same, or leave it out")
+    kept = [*kept_by(folder, "rollout"), *kept_by(folder, "evaluation")]
+    if not kept:
+        raise UserError(f"rollout.replay: {folder} has kept no responses; repeat it with --run.keep_responses true")
+    answers = read_answers(kept[0], prompts_of(problems), vocab_size=model.vocab_size, window=model.max_positions)
+    if kept[0].name.startswith("rollout") and not answers:
+        theirs, ours = (values["task"].get("data") for values in (other, own))
+        differs = f"{kept[0]} answers none of this run's prompts (task.data is {theirs} there, and {ours} here)"
+        raise UserError(f"rollout.replay: {differs}; give a run with the same prompts, or leave it out")
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Returns the configuration as it was written: another version's may have other keys."""
+    try:
+        values = json.loads((folder / "config.json").read_bytes())
+    except (OSError, ValueError):
+        values = None
+    if not isinstance(values, dict) or not all(isinstance(section, dict) for section in values.values()):
+        raise UserError(f"rollout.replay: {folder} holds no run (no config.json that can be read); give the folder of a run")
+    return values

@@ -1,0 +1,76 @@
+"""A run's responses with their rewards, as JSON lines: for people to read, and for other runs to draft from (replay.py). The
+run that writes them reads none of them.
+
+    responses/rollout-00000012.jsonl      of step 12, as metrics.jsonl counts
+    responses/evaluation-00000020.jsonl   of the evaluation after 20 updates
+
+A line has what `tlt generate` writes (but logprobs), and whose response it is: purpose, policy_step (both of the noise's key),
+policy_version, reward (null: it could not be scored), is_solved, and where there are any reward_parts and reward_error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from pathlib import Path
+
+from tlt.io.files import Record, write_jsonl
+from tlt.rollout.result import PhaseResult
+from tlt.types import Purpose, Reward, Rollout
+
+FOLDER = "responses"
+
+
+def path_of(run: Path, purpose: Purpose, number: int) -> Path:
+    """Returns the file of a step, or of the evaluation after so many updates."""
+    return run / FOLDER / f"{purpose}-{number:08d}.jsonl"
+
+
+def kept_by(run: Path, purpose: Purpose) -> list[Path]:
+    """Returns the files that a run has kept, the earliest first."""
+    return sorted((run / FOLDER).glob(f"{purpose}-*.jsonl"))
+
+
+def forget_responses(run: Path, step: int, evaluated: Container[int]) -> None:
+    """Removes what an earlier attempt has kept of steps from `step` on, and of evaluations that are not among these."""
+    remains_of: dict[Purpose, Container[int]] = {"rollout": range(step), "evaluation": evaluated}
+    for purpose, remains in remains_of.items():
+        for path in kept_by(run, purpose):
+            number = path.stem.rpartition("-")[2]
+            if number.isdigit() and int(number) not in remains:
+                path.unlink()
+
+
+class KeptResponses:
+    """Writes the files of a run into its folder. decode: response tokens → text."""
+
+    def __init__(self, run: Path, decode: Callable[[Sequence[int]], str]) -> None:
+        self.run, self.decode = run, decode
+
+    def write(self, purpose: Purpose, policy_step: int, number: int, phase: PhaseResult) -> None:
+        """Keeps a phase's responses. number: as `path_of` wants it."""
+        path = path_of(self.run, purpose, number)
+        path.parent.mkdir(exist_ok=True)
+        write_jsonl(path, self._records({"purpose": purpose, "policy_step": policy_step}, phase))
+
+    def _records(self, about: Record, phase: PhaseResult) -> Iterable[Record]:
+        for rollout, reward in zip(phase.rollouts, phase.rewards, strict=True):
+            yield {**self._response(rollout), **about, "policy_version": rollout.policy_version, **_judgement(reward)}
+
+    def _response(self, rollout: Rollout) -> Record:
+        return {
+            "problem_id": rollout.problem_id,
+            "sample_index": rollout.sample_index,
+            "prompt_ids": rollout.prompt_ids,
+            "token_ids": rollout.token_ids,
+            "text": self.decode(rollout.token_ids),
+            "finish_reason": rollout.finish_reason,
+        }
+
+
+def _judgement(reward: Reward) -> Record:
+    found: Record = {"reward": reward.value if reward.is_scored else None, "is_solved": reward.is_solved}
+    if reward.parts:
+        found["reward_parts"] = dict(reward.parts)
+    if reward.error:
+        found["reward_error"] = reward.error
+    return found
